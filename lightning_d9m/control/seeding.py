@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.compatibility import find_accelerator
 from lightning_d9m.state.parts import GENERATOR, check_positions
@@ -119,6 +120,21 @@ def restore_rng(state: RngState) -> None:
         module = getattr(torch, name)
         for number, own in states.items():
             module.set_rng_state(own, number)
+
+
+def digest_generators() -> dict[str, str]:
+    """Return the digest of the state of each generator that ``seed_all`` seeds, by name."""
+    state = capture_rng()
+    numpy = state["numpy"]
+    key = numpy["state"]["key"].tobytes()
+    parts = {
+        "python": repr(state["python"]).encode(),
+        "numpy": key + repr([numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]).encode(),
+        "torch": state["torch"].numpy().tobytes(),
+    }
+    for name, states in state["devices"].items():
+        parts |= {f"{name}:{number}": own.numpy().tobytes() for number, own in states.items()}
+    return {name: xxh3_128_hexdigest(data) for name, data in parts.items()}
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from lightning_d9m.control.settings import (
     read_path,
     read_settings,
     reject_unknown_variables,
-    validate_choice,
     variable_of,
 )
 from lightning_d9m.errors import SettingError
@@ -165,7 +164,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         _serve_packages()
         _serve_launches(self)
         super().__init__()
-        validate_choice("on_inexact_resume", on_inexact_resume, ("raise", "warn"))
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
         self._given = select_given(arguments)
         names = [field.name for field in fields(RunOptions) if field.name in arguments]
@@ -174,7 +172,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
         accepted = [accepted_unknown] if isinstance(accepted_unknown, str) else accepted_unknown
-        self._checkpoint_state = CheckpointState(on_inexact_resume, accepted)
+        self._checkpoint_state = CheckpointState(accepted)
         self._session: TrainerSession | None = None
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.

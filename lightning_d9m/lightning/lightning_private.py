@@ -85,6 +85,16 @@ def wrap_resume_start(
     replace_method(stack, connector, "resume_start", resume_start)
 
 
+def get_checkpoint_connector(trainer: Trainer) -> Any:
+    """Return the object whose ``dump_checkpoint`` collects what a checkpoint holds."""
+    return trainer._checkpoint_connector
+
+
+def can_stop_early(trainer: Trainer) -> bool:
+    """Return whether ``trainer.should_stop`` ends the fit: its least epochs and steps are done."""
+    return bool(trainer.fit_loop._can_stop_early)
+
+
 def wrap_launches(package: str, around: Callable[..., Any], patches: AttributePatches) -> None:
     """Call a function instead of each launch that forks or spawns processes.
 

@@ -44,6 +44,15 @@ LOGICAL_RANKS_KEY = "logical_ranks"
 FROZEN = "frozen"
 """The key of what was frozen among the settings of a run."""
 
+STOPPED = "stopped"
+"""The key, among the settings of a run, of whether ``trainer.should_stop`` had ended it."""
+
+GROUPS = "optimizer groups"
+"""The key there of the names of the parameters of each group, by optimizer."""
+
+LIMITS = "limits"
+"""The key there of the limits of the fit that hooks have changed."""
+
 VALIDATION = "validate."
 """The prefix of the paths of the loaders of validation."""
 

@@ -201,7 +201,7 @@ class TrainerRecorder:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss
-        self.run.keep_step(trainer.global_step)
+        self.run.end_step(trainer.current_epoch, trainer.global_step)
         scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
         self.run.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
 

@@ -4,6 +4,7 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -453,8 +454,8 @@ class Recorder:
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self.epoch_steps += 1
-        self._run.keep_step(self.global_step)
         self._stepped = True
+        self._run.end_step(self.next_epoch, self.global_step)
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Keep a loss and numbers for the next record."""
@@ -512,6 +513,7 @@ class Recorder:
                 "Save checkpoints after epoch()."
             )
         self._run.probes.collector.close()
+        self._run.note_save(self.global_step)
         return {
             "format": _FORMAT,
             "rank": self._ranks.rank,
@@ -564,11 +566,25 @@ class Recorder:
         self._resumed = saved
         place = {name: saved[name] for name in ("epoch", "step", "batch")}
         parent = Resume(parent=saved["folder"], parent_check=saved["check"], **place)
-        self._run.resume(parent, saved["loss"])
+        self._run.resume(parent, saved["loss"], self._report)
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
         self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}
         restore_rng(decode_rng(saved["rng"]))
+
+    def _report(self, problem: str) -> None:
+        """Raise or warn if this loop does not continue the one that saved its state."""
+        text = (
+            f"{problem}\nTo continue anyway, with a break that the ledger records, pass "
+            'on_inexact_resume="warn" to the recorder or callback.'
+        )
+        place = {"epoch": self.next_epoch, "step": self.global_step, "batch": self._batch}
+        reasons = {"kind": "resume", "parent": "", "parent_check": "", "inexact": [problem]}
+        self._run.append({**reasons, **place})
+        if self._run.options.on_inexact_resume != "warn":
+            raise InexactResumeError(text, reasons=[problem])
+        if self._ranks.rank == 0:
+            warnings.warn(text, stacklevel=2)
 
     @property
     def _open_session(self) -> Session:

@@ -3,22 +3,32 @@
 Ranks communicate through ``Ranks``, so tests need no processes.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 from weakref import WeakSet
 
 import torch
 from msgspec.structs import replace
 
+from lightning_d9m.control.ddp_buckets import settle_buckets
 from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.control.settings import Settings, read_path, validate_choice, variable_of
+from lightning_d9m.control.seeding import digest_generators
+from lightning_d9m.control.settings import (
+    Settings,
+    read_path,
+    read_variable,
+    validate_choice,
+    variable_of,
+)
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.hashing.shards import (
@@ -47,6 +57,7 @@ from lightning_d9m.ledger.format.records import (
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.stack import (
+    LOGICAL_RANKS,
     SHARDED_PARAMETERS,
     are_portable,
     capture_program,
@@ -64,8 +75,14 @@ from lightning_d9m.recording.drift import (
     describe_division,
     find_replicated_state,
 )
+from lightning_d9m.recording.resume_check import GENERATORS, STEPS, ResumeCheck, digest_step
 from lightning_d9m.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_log = logging.getLogger("lightning_d9m")
 
 
 class OptionArguments(TypedDict, total=False):
@@ -78,6 +95,7 @@ class OptionArguments(TypedDict, total=False):
     probe_modules: str | Sequence[str]
     probe_steps: str | None
     probe_ranks: int | Sequence[int] | None
+    on_inexact_resume: Literal["raise", "warn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +107,8 @@ class RunOptions(ProbeSettings):
         on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
         on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
             ``"warn"`` or ``"ignore"``.
+        on_inexact_resume: What to do if a resumed run does not continue the one that saved the
+            checkpoint: ``"raise"`` or ``"warn"``.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -97,6 +117,7 @@ class RunOptions(ProbeSettings):
     reference: Path | None = None
     on_drift: Literal["raise", "warn"] = "raise"
     on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
+    on_inexact_resume: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +125,18 @@ class RunOptions(ProbeSettings):
         validate_choice("on_drift", self.on_drift, ("raise", "warn"))
         allowed = ("raise", "warn", "ignore")
         validate_choice("on_stack_difference", self.on_stack_difference, allowed)
+        validate_choice("on_inexact_resume", self.on_inexact_resume, ("raise", "warn"))
+
+    def overridden(self, environment: Mapping[str, str]) -> "Self":
+        """Return the options with the values of variables, which take precedence.
+
+        Raises:
+            SettingError: If a variable's value is not allowed.
+        """
+        name = variable_of("on_inexact_resume")
+        action = read_variable(name, environment, Literal["raise", "warn"])
+        options = super().overridden(environment)
+        return options if action is None else dataclass_replace(options, on_inexact_resume=action)
 
 
 class Run:
@@ -132,6 +165,7 @@ class Run:
         self.folder: Path | None = None
         self.held: list[dict[str, Json]] = []
         self._parent: Resume | None = None
+        self._report: Callable[[str], None] = warnings.warn
         self._forget()
 
     def _forget(self) -> None:
@@ -141,6 +175,12 @@ class Run:
         self._problem: LedgerError | None = None
         self._reference: Reference | None = None
         self._agreement: RankAgreement | None = None
+        # How many steps are still digested since the last save or resume, which was after a step.
+        self._due = self._saved_step = 0
+        # In a resumed run, until a difference was reported or no rank has more to compare.
+        self._check: ResumeCheck | None = None
+        self._checked = 0  # steps
+        self._problem_since = ""  # a difference that the other ranks do not know yet
         self._training = Training(torch.nn.Module())
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
@@ -192,13 +232,18 @@ class Run:
             read_ledger(options.reference)
 
     def resume(
-        self, parent: Resume, loss: str | None, held: Iterable[dict[str, Json]] = ()
+        self,
+        parent: Resume,
+        loss: str | None,
+        report: Callable[[str], None],
+        held: Iterable[dict[str, Json]] = (),
     ) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
-        ``loss`` and ``held`` are the ``loss_text`` and the waiting records of that run.
+        ``loss`` and ``held`` are the ``loss_text`` and the waiting records of that run. ``report``
+        is called with the difference, the same on all ranks, if this run does not continue it.
         """
-        self._parent, self.held[:] = parent, held
+        self._parent, self.held[:], self._report = parent, held, report
         if loss is not None:
             self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64)
 
@@ -238,6 +283,8 @@ class Run:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
+        if control_is_on():
+            settle_buckets(training.model if training.wrapped is None else training.wrapped)
         self.probes = BatchProbes(self._used_options, training, ranks.rank, self.append)
         return parent is None
 
@@ -247,11 +294,13 @@ class Run:
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
         self._writer.write(header)
         if parent is not None:
+            self._open_check(header, parent)
             named = parent.parent
             with suppress(ValueError):  # on Windows, another drive
                 # Relative, so that both folders can be moved together.
                 named = named and os.path.relpath(named, self.folder)
-            self._writer.write(replace(parent, parent=named))
+            unchecked = (self._check and self._check.problem) or None
+            self._writer.write(replace(parent, parent=named, unchecked=unchecked))
         self._writer.write(facts)
         if options.reference is None:
             return
@@ -263,6 +312,24 @@ class Run:
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
         reference.accept(header, facts, None if parent is None else parent.epoch)
+
+    def _open_check(self, header: Header, parent: Resume) -> None:
+        """Find what the run that saved the checkpoint did next; say so if that is not known."""
+        self.note_save(parent.step)
+        if parent.inexact:  # it differs, and that is accepted
+            return
+        assert self.folder is not None, "begin() has made it"
+        own = rank_path(self.folder, header.rank)
+        check = self._check = ResumeCheck(own, parent.parent, parent.parent_check)
+        if check.problem and header.rank == 0:
+            _log.warning(
+                "This resume cannot be compared with the run that saved the checkpoint: %s.",
+                check.problem,
+            )
+
+    def note_save(self, step: int) -> None:
+        """Digest the state after the steps that follow a checkpoint saved after this one."""
+        self._due, self._saved_step = STEPS, step
 
     def record(
         self,
@@ -292,6 +359,8 @@ class Run:
             self.ranks.raise_on_all(lambda: found.extend(self._write(digests)))
         finally:
             self._write_held()
+        if self._check is not None and moment == "epoch":
+            self._tell_ranks(self._problem_since or self._check.compare(digests, digests.groups))
         found += self._compare_ranks(digests, found)
         if not found:
             return 0
@@ -334,8 +403,13 @@ class Run:
         )
 
     def _read(
-        self, verify: Callable[[], None] | None = None, *, sketches: bool = False
+        self,
+        verify: Callable[[], None] | None = None,
+        *,
+        sketches: bool = False,
+        whole: bool = True,
     ) -> Snapshot:
+        """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""
         training = self._training
         if verify is not None:
             verify()
@@ -345,7 +419,7 @@ class Run:
             training.model,
             training.list_optimizers(),
             training.list_schedulers(),
-            find_flat_layouts(wrapped),
+            find_flat_layouts(wrapped) if whole else None,
             sketches=sketches,
             # Portable runs of two versions of torch are comparable.
             switches=self._header is None or not self._header.settings.get("portable"),
@@ -389,17 +463,63 @@ class Run:
             self.append(record)
         self.held.clear()
 
-    def keep_step(self, step: int) -> None:
-        """Keep this rank's digests of a step until the next record, if ranks are compared.
+    def end_step(self, epoch: int, step: int) -> None:
+        """Digest the state of this rank after a step, if it is one of those that are compared.
 
-        An error is left to the next record, which all ranks see.
+        That are the first ones after a checkpoint; some others are kept until the next record, if
+        ranks are compared. An error is left to the next record, which all ranks see.
+
+        Raises:
+            InexactResumeError: On all ranks, if a resumed run differs, as ``resume`` has it.
         """
         agreement, header = self._agreement, self._header
-        if agreement is None or header is None or SHARDED_PARAMETERS in header.stack:
+        if header is None:
             return
-        if agreement.wants(step):
-            with suppress(D9mError):
-                agreement.keep_step(step, self._read().groups)
+        follows = self._due > 0 and step > self._saved_step
+        wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
+        kept = agreement if agreement is not None and wanted and agreement.wants(step) else None
+        if not follows and kept is None:
+            return
+        groups: dict[str, dict[str, str]] = {}
+        with suppress(D9mError):
+            groups = self._read(whole=False).groups
+            if kept is not None:
+                kept.keep_step(step, groups)
+        if follows:
+            self._due, self._saved_step = self._due - 1, step
+            self._check_step(epoch, step, groups)
+
+    def _check_step(self, epoch: int, step: int, groups: dict[str, dict[str, str]]) -> None:
+        assert self._header is not None, "the ledger is open"
+        rank = self._header.rank
+        # A checkpoint has those of rank 0; the others get them with DDP's next synchronization.
+        groups = {name: own for name, own in groups.items() if name != "buffers" or not rank}
+        # With logical ranks they depend on the last one that a process has computed.
+        if LOGICAL_RANKS not in self._header.stack:
+            groups = {**groups, GENERATORS: digest_generators()}
+        record = digest_step(epoch, step, groups)
+        self.append(record)
+        check = self._check
+        if check is None:
+            return
+        problem = check.compare(record, groups)
+        self._checked += 1
+        # All ranks know that these steps are compared, and not which others.
+        if self.ranks.is_alone or self._checked <= STEPS:
+            self._tell_ranks(problem)
+        else:
+            self._problem_since = self._problem_since or problem
+
+    def _tell_ranks(self, problem: str) -> None:
+        """Report a difference that any rank has found; every rank calls this."""
+        assert self._check is not None, "the run was resumed"
+        rows = self.ranks.gather_json([problem, self._check.is_open])
+        found = [text for text, _ in rows if text]
+        if found or not any(is_open for _, is_open in rows):
+            self._check.close()
+            self._check, self._problem_since = None, ""
+        if found:
+            self._report(found[0])
 
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
@@ -426,6 +546,8 @@ class Run:
                 self.probes.close()
         finally:
             writer, reference = self._writer, self._reference
+            if self._check is not None:
+                self._check.close()
             self.open_runs.discard(self)
             self._forget()
             if writer is not None:

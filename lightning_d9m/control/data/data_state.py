@@ -209,7 +209,8 @@ class WorkerWatch:
 
 def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     """Watch an object that loads data, or a sampler, which has no name."""
-    hidden = list_controlled(owner)
+    # Samplers get their epoch from the loop that iterates them, data from the program.
+    hidden = list_controlled(owner) - ({"epoch"} if name not in ("", LOADER) else set())
     own = getattr(owner, "__dict__", {})
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
     of_others = Dataset if not name else ()

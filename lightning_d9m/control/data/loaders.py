@@ -41,6 +41,7 @@ from lightning_d9m.control.data.resumable_sampler import (
     is_user_made,
     make_generator,
 )
+from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import is_of_program
@@ -171,6 +172,12 @@ class SeededDataset:
         return self._dataset[index]
 
 
+def _load_on_one_thread(load: Callable[[], Any]) -> Any:
+    """Load a batch with as many threads as torch gives a worker: sums round by their number."""
+    with threads_pinned(1):
+        return load()
+
+
 def return_batch(batch: Any) -> Any:
     """Return what a ``SeededDataset`` has made: the ``collate_fn`` of an iterator."""
     return batch
@@ -295,9 +302,12 @@ class ControlledLoader:
         try:
             for name, part in parts.items():
                 patches.replace(loader, name, part)
-            return type(loader)._get_iterator(loader)  # noqa: SLF001 - torch calls it by this name
+            iterator = type(loader)._get_iterator(loader)  # noqa: SLF001 - torch calls it by this name
         finally:
             patches.undo()
+        if not workers:
+            iterator._next_data = partial(_load_on_one_thread, iterator._next_data)  # noqa: SLF001 - as above
+        return iterator
 
     @property
     def is_bypassed(self) -> bool:

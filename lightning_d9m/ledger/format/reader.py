@@ -38,6 +38,7 @@ from lightning_d9m.ledger.format.records import (
     Record,
     Resume,
     RunFacts,
+    StepDigests,
     chain_record,
     decode_record,
 )
@@ -101,9 +102,11 @@ class RankReader(AbstractContextManager["RankReader"]):
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
         """Yield each record after the header, with batches in place of records of probes.
 
-        With ``lines_only`` it leaves them out.
+        With ``lines_only`` it leaves them out. It leaves out what only a resume is compared with.
         """
-        for record in self._read_lines():
+        for record in self.read_lines():
+            if isinstance(record, StepDigests):
+                continue
             if not isinstance(record, ProbesRecord):
                 yield record
             elif not lines_only:
@@ -125,8 +128,8 @@ class RankReader(AbstractContextManager["RankReader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_lines(self) -> Iterator[Record]:
-        """Yield each record after the header, verified and parsed."""
+    def read_lines(self) -> Iterator[Record]:
+        """Yield every record after the header, verified and parsed."""
         record: Record | None = None
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
@@ -295,7 +298,7 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
     breaks: list[Break] = []
     seen: set[tuple[int, int]] = set()
     while (record := _read_resume(path)) is not None:
-        found = _find_parent(path, record.parent)
+        found = find_parent(path, record.parent)
         seen.add(_file_id(path))
         problem = None
         try:
@@ -327,8 +330,8 @@ def _file_id(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _find_parent(path: Path, parent: str) -> Path | None:
-    """Return the continued file: at the named path, or beside this folder."""
+def find_parent(path: Path, parent: str) -> Path | None:
+    """Return the file that a rank's file continues: at the named path, or beside its folder."""
     folder = path.parent
     # With logical ranks, the continued run may have had fewer processes.
     names = dict.fromkeys((path.name, "rank-0.jsonl"))

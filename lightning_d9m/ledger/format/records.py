@@ -443,6 +443,25 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
             )
 
 
+class StepDigests(Entry, frozen=True, tag="step", kw_only=True):
+    """The state after one of the first steps that follow a checkpoint.
+
+    A run that resumes from the checkpoint is compared with it. No comparison of two ledgers reads
+    it, because a run may save more often than another one.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: The global step after it.
+        totals: One digest for each group: those of ``digests``, and ``"generators"``.
+        entries: The first 4 bytes of the digest of each entry of a group, sorted by name.
+    """
+
+    epoch: Whole
+    step: Whole
+    totals: Annotated[Digests32, _describe(f"an object of digests of {DIGEST_DIGITS} hex digits")]
+    entries: Annotated[Mapping[Name, bytes], _describe("an object of base64 texts")]
+
+
 class Resume(Entry, frozen=True, tag="resume", kw_only=True):
     """The ledger that a resumed run continues.
 
@@ -453,8 +472,11 @@ class Resume(Entry, frozen=True, tag="resume", kw_only=True):
         step: The global step.
         batch: How many batches of the epoch were trained.
         inexact: Why the resumed run cannot end at the bits of an uninterrupted one.
+        unchecked: Why its first steps could not be compared with those that followed the
+            checkpoint in the run that saved it; null if they are compared.
     """
 
+    cut: ClassVar[tuple[str, ...]] = ("unchecked",)
     parent: Text
     parent_check: Annotated[
         str,
@@ -467,8 +489,10 @@ class Resume(Entry, frozen=True, tag="resume", kw_only=True):
     step: Whole
     batch: Whole
     inexact: Annotated[tuple[Name, ...], _describe("a list of short texts")] = ()
+    unchecked: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         structs.force_setattr(self, "inexact", tuple(text[:MAX_NAME] for text in self.inexact))
 
 
@@ -480,6 +504,7 @@ Record: TypeAlias = (
     | ProbeLayout
     | ProbesRecord
     | ReplayDrift
+    | StepDigests
     | Resume
     | End
 )

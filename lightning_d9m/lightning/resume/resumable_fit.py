@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from fnmatch import fnmatch
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 from warnings import catch_warnings, filterwarnings, warn
 
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from lightning_d9m.control.data.data_state import (
     list_unsaved,
 )
 from lightning_d9m.control.data.loaders import find_epoch_problem, find_loader_problems
-from lightning_d9m.control.seeding import find_lost_devices
+from lightning_d9m.control.seeding import find_lost_devices, rng_restored
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.hashing.shards import find_hybrid_sharding
 from lightning_d9m.hashing.training_state import ModelTensors
@@ -37,8 +37,11 @@ from lightning_d9m.lightning.saved_state import (
     CALLBACKS,
     EMPTY_RANK,
     FROZEN,
+    GROUPS,
     KEY,
+    LIMITS,
     LOGICAL_RANKS_KEY,
+    STOPPED,
     VALIDATION,
     LoopPosition,
     SavedRank,
@@ -46,6 +49,7 @@ from lightning_d9m.lightning.saved_state import (
     add_manifests,
     find_state,
 )
+from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
     Trainer,
     get_logical_ranks,
@@ -59,7 +63,6 @@ from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_byte
 from lightning_d9m.state.state import find_generators, search
 from lightning_d9m.text import pluralize
 
-InexactResumeAction = Literal["raise", "warn"]
 _Find = Callable[[], list[str]]
 
 
@@ -76,7 +79,19 @@ _COMPARED = {
     "threads": ", which round differently: pass DeterminismCallback(threads=...)",
 }
 
-_STOPPED = ("trainer.should_stop", "Lightning begins the next epoch when it resumes; a longer fit")
+_ENDED = (
+    "The fit that saved the checkpoint had ended there by trainer.should_stop, as EarlyStopping "
+    "ends it"
+)
+_FINISHED = (
+    f"{_ENDED}, so this one is finished, too. To train longer, pass "
+    'DeterminismCallback(on_inexact_resume="warn").'
+)
+_LONGER = f"{_ENDED}, and this one trains longer."
+_OTHER_GROUPS = (
+    "The checkpoint was saved with other parameters in the groups of the optimizer {} ({} and {} "
+    "of them), whose state would go to the wrong ones. Make the groups of the same parameters."
+)
 _CUT = "hooks at the end of the epoch or the fit changed {}, where a longer fit"
 _LOST_TENSOR = (
     "The checkpoint lacks {!r}, which changes in the fit, as that of ModelPruning lacks the masks "
@@ -149,7 +164,6 @@ class CheckpointState:
     """Saves and restores the state of one callback's fits, one after the other.
 
     Args:
-        on_inexact: ``"raise"`` or ``"warn"`` if a run cannot be resumed exactly.
         accepted: Patterns of the paths of objects that nothing can read, and that steer nothing.
     """
 
@@ -157,10 +171,7 @@ class CheckpointState:
     """Returns whether a run that resumes from a state is compared with what the run that saved it
     did next. Only then does it begin if there are objects that nothing can read."""
 
-    def __init__(
-        self, on_inexact: InexactResumeAction = "raise", accepted: Sequence[str] = ()
-    ) -> None:
-        self._on_inexact = on_inexact
+    def __init__(self, accepted: Sequence[str] = ()) -> None:
         self._accepted = accepted
         self._is_open = False
         # The state of a run that has ended, for later checkpoints; whether it has all ranks.
@@ -170,7 +181,7 @@ class CheckpointState:
         self._manifests = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(CheckpointState(self._on_inexact, self._accepted))
+        return vars(CheckpointState(self._accepted))
 
     def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
         """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
@@ -206,6 +217,11 @@ class CheckpointState:
         self._captured: Captured = {}
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: SavedState | None = None
+        # Whether trainer.should_stop ends this fit, too, once a validation is done that is due.
+        self._stops = self._stops_validated = False
+        self._limits: dict[str, Any] = {}
+        self._is_dumping = False
+        self._awaits_dump = False  # the checkpoint that is being collected gets our state
         self._late: list[str] = []
         self._told: set[str] = set()
         self._manifests = add_manifests(trainer, self._name_lost)
@@ -218,6 +234,8 @@ class CheckpointState:
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         wrappers: list[tuple[Any, str, Callable[..., object]]] = [
             (trainer.strategy, "load_model_state_dict", self._load_weights),
+            (trainer.strategy, "load_optimizer_state_dict", self._load_optimizers),
+            (lightning_private.get_checkpoint_connector(trainer), "dump_checkpoint", self._dump),
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
             (fit, "reset", self._finish_and_reset),
             (fit, "on_advance_start", self._restore_and_start),
@@ -253,6 +271,9 @@ class CheckpointState:
 
     def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
+        if self._is_open and self._is_dumping:
+            self._awaits_dump = True  # the hooks of the module and of other callbacks follow
+            return
         if self._is_open:
             self._recorder.reduce_loss(trainer)
             state = self._capture(checkpoint)
@@ -271,6 +292,7 @@ class CheckpointState:
                 self._find_late = self._remember(
                     run_state.count_logged, program=self._captured, reset=reset
                 )
+            self._recorder.run.note_save(trainer.global_step)
             state = run_state.gather_ranks(trainer, state)
         elif self._ended is not None:
             state = self._ended
@@ -282,12 +304,28 @@ class CheckpointState:
             return
         checkpoint.setdefault(CALLBACKS, {})[KEY] = state.as_plain()
 
+    def _dump(self, dump: Callable[..., dict[str, Any]], *args: Any, **words: Any) -> Any:
+        """Add the state that hooks leave which save; what they draw does not change the training.
+
+        A fit that saves more often would otherwise train on other numbers.
+        """
+        self._is_dumping, self._awaits_dump = True, False
+        try:
+            with rng_restored():
+                checkpoint = dump(*args, **words)
+        finally:
+            self._is_dumping = False
+        if self._awaits_dump:
+            self.save(self._trainer, checkpoint)
+        return checkpoint
+
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the state of the checkpoint from which a fit resumes.
 
         Raises:
             CheckpointError: If the state is damaged.
-            InexactResumeError: If it cannot be resumed exactly, unless ``on_inexact="warn"``.
+            InexactResumeError: If it cannot be resumed exactly, and ``on_inexact_resume`` is not
+                ``"warn"``.
         """
         if not self._is_open:
             return
@@ -302,7 +340,13 @@ class CheckpointState:
             return
         self._raise_or_warn(self._find_problems(state))
         self._resumed = state
+        run_state.restore_limits(trainer, state.settings.get(LIMITS, {}))
         position = state.position
+        if state.settings.get(STOPPED) and not self._accepts_breaks:
+            rank_zero().rank_zero_info(_FINISHED)
+            # Within an epoch Lightning would leave out what follows the checkpoint.
+            self._stops = position.phase != "epoch"
+            trainer.should_stop = not self._stops
         if position.phase == "cut" and not run_state.reaches_max_steps(trainer, position.step):
             # It was saved when Lightning had ended the epoch, which continues.
             progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
@@ -333,6 +377,8 @@ class CheckpointState:
                 f"It was saved while batch {position.batch} of epoch {position.epoch} was trained: "
                 "it holds part of the changes of that batch, which would be trained again."
             )
+        if state.settings.get(STOPPED) and self._accepts_breaks:
+            problems.append(_LONGER)
         if not run_state.reaches_max_steps(trainer, position.step):
             # Those of all ranks, so that all ranks agree. If no step remains, they do not matter.
             problems += dict.fromkeys(reason for rank in state.ranks for reason in rank.inexact)
@@ -365,6 +411,24 @@ class CheckpointState:
             plugin.convert_module(self._trainer.lightning_module)
         load(*args, **kwargs)
 
+    def _load_optimizers(
+        self, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **words: Any
+    ) -> None:
+        """Load the state of each parameter, whatever its place in its group."""
+        saved = {} if self._resumed is None else self._resumed.settings
+        if GROUPS in saved and not is_sharded(self._trainer.strategy):
+            found, problems = [], []
+            states = checkpoint["optimizer_states"]
+            groups = zip(states, saved[GROUPS], run_state.name_groups(self._trainer), strict=False)
+            for number, (state, before, now) in enumerate(groups):
+                own = run_state.sort_groups(state, before, now)
+                counts = ([len(group) for group in one] for one in (before, now))
+                problems += [] if own else [_OTHER_GROUPS.format(number, *counts)]
+                found.append(own or state)
+            self._raise_or_warn(problems)
+            checkpoint = {**checkpoint, "optimizer_states": [*found, *states[len(found) :]]}
+        load(checkpoint, *args, **words)
+
     def _load_loader_states(self, load: Callable[[], None]) -> None:
         trainer = self._trainer
         if trainer.fit_loop.restarting:
@@ -387,7 +451,12 @@ class CheckpointState:
         latest, device = self._rank.callback_metrics, self._trainer.strategy.root_device
         moved = {name: value.to(device, copy=True) for name, value in latest.items()}
         lightning_private.update_callback_metrics(self._trainer, moved)
+        # Of a fit that a stop has ended a validation is due.
+        self._trainer.should_stop = self._stops
+        if self._stops and self._position.phase in ("batch", "validation"):
+            self._stops_validated = lightning_private.is_validation_due(self._trainer)
         self._at_end = run_state.finish_pending_work(self._trainer, self._position, reset)
+        self._trainer.should_stop = False
 
     @property
     def _program(self) -> ProgramState:
@@ -475,9 +544,10 @@ class CheckpointState:
         trainer, loaders, fit = self._trainer, self._session.loaders, self._trainer.fit_loop
         # Lightning makes the first iterator, and starts its workers, when it loads the loaders.
         first = getattr(fit, "is_resuming", False) or fit.epoch_loop.restarting
-        # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded,
-        # and it fetches the first batch of an iterable dataset at once. So make it again.
-        again = self._was_saved_between_epochs and run_state.draws_when_iterated(trainer)
+        # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded and
+        # a dataset may be set, and it fetches the first batch of an iterable dataset at once. So
+        # make it again.
+        again = self._was_saved_between_epochs and run_state.reads_when_iterated(trainer)
         if trainer.current_epoch and (again or not first):
             loaders.restart_epoch("train", trainer.current_epoch)
         if trainer.current_epoch and again and first:
@@ -486,6 +556,7 @@ class CheckpointState:
             lightning_private.create_loader_iterator(trainer)
         self._loader_states = []
         start(*args, **words)
+        self._trainer.should_stop |= self._stops and not self._stops_validated
         if self._resumed is not None and run_state.is_at_end(trainer):  # a batch may be fetched
             loaders.restore_data("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
@@ -538,6 +609,7 @@ class CheckpointState:
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
+        self._trainer.should_stop |= self._stops
         end(*args, **words)
 
     def _find_late_changes(self) -> None:
@@ -574,7 +646,7 @@ class CheckpointState:
         """Continue a training loader, which has just been loaded, where the checkpoint was saved.
 
         Raises:
-            InexactResumeError: If it cannot, unless ``on_inexact="warn"``.
+            InexactResumeError: If it cannot, unless ``on_inexact_resume="warn"``.
         """
         trainer = self._trainer
         # `estimated_stepping_batches` loads the data before Lightning restores its progress.
@@ -601,7 +673,7 @@ class CheckpointState:
 
         Raises:
             InexactResumeError: A loader began the epoch after the resumed one at the position of
-                the checkpoint, unless ``on_inexact="warn"``.
+                the checkpoint, unless ``on_inexact_resume="warn"``.
         """
         if self._lengths is None:
             return
@@ -621,6 +693,7 @@ class CheckpointState:
         trainer = self._trainer
         self._find_trained = self._remember()
         self._schedulers = list_schedulers(trainer)
+        self._limits = run_state.capture_limits(trainer)
         if self._resumed is None and not self._reasons:
             return
         position, rank = self._position, self._rank
@@ -652,6 +725,7 @@ class CheckpointState:
                 inexact=tuple(self._reasons),
             ),
             rank.pending.get("loss"),
+            lambda problem: self._raise_or_warn([problem]),
             rank.pending.get("evaluations", ()),
         )
 
@@ -737,10 +811,17 @@ class CheckpointState:
         )  # fmt: skip
         # Callbacks and hooks freeze and unfreeze parameters at the start of an epoch.
         parameters = [name for name, own in self._parts.listed[0] if not own.requires_grad]
+        limits = run_state.capture_limits(trainer).items() - self._limits.items()
+        further = {
+            FROZEN: {"parameters": parameters},
+            STOPPED: bool(trainer.should_stop) and lightning_private.can_stop_early(trainer),
+            GROUPS: run_state.name_groups(trainer),
+            LIMITS: dict(limits) if self._has_begun else {},
+        }
         return SavedState(
             seed=session.settings.seed,
             fit=session.fit,
-            settings=self._describe_settings() | {FROZEN: {"parameters": parameters}},
+            settings=self._describe_settings() | further,
             world_size=trainer.world_size,
             position=position,
             ranks=[rank],
@@ -759,8 +840,6 @@ class CheckpointState:
             for loader in lightning_private.list_loaders(loop)
             for problem in find_loader_problems(loader, within=is_within)
         ]
-        if between and trainer.should_stop and run_state.has_batches_left(trainer):
-            found.append(_describe_unfinished(trainer, position.epoch - 1, *_STOPPED))
         # Lightning loads the state of a loader in a fit of a number of steps.
         if between and trainer.max_steps < 0:
             found += filter(None, map(find_epoch_problem, lightning_private.list_loaders(fit)))
@@ -775,6 +854,10 @@ class CheckpointState:
         changed = self._find_trained() if lost else []
         reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
         find_state(checkpoint)["ranks"][0]["inexact"] += reasons[:1]
+
+    @property
+    def _accepts_breaks(self) -> bool:
+        return self._recorder.run.options.on_inexact_resume == "warn"
 
     def _raise_or_warn(self, found: Sequence[str], *, on_all_ranks: bool = False) -> None:
         """Raise or warn of new problems; with ``on_all_ranks`` of those that any rank has found."""
@@ -791,7 +874,7 @@ class CheckpointState:
             "To resume anyway, with a break that the ledger records, pass "
             'DeterminismCallback(on_inexact_resume="warn").'
         )
-        if self._on_inexact != "warn":
+        if not self._accepts_breaks:
             raise InexactResumeError(text, reasons=problems)
         if self._trainer.is_global_zero:
             warn(text, stacklevel=2)

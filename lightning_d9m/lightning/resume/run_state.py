@@ -612,6 +612,58 @@ def is_at_end(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
+def capture_limits(trainer: Trainer) -> dict[str, Any]:
+    """Return the limits of the fit, which hooks may change."""
+    fit = trainer.fit_loop
+    named = {name: getattr(fit, name) for name in ("max_epochs", "min_epochs")}
+    return named | {name: getattr(fit.epoch_loop, name) for name in ("max_steps", "min_steps")}
+
+
+def restore_limits(trainer: Trainer, limits: Mapping[str, Any]) -> None:
+    """Set limits that ``capture_limits`` has returned."""
+    for name, limit in limits.items():
+        loop = trainer.fit_loop if name.endswith("epochs") else trainer.fit_loop.epoch_loop
+        setattr(loop, name, limit)
+
+
+def name_groups(trainer: Trainer) -> list[list[list[str]]]:
+    """Return the names of the parameters in each group of each optimizer, in their order."""
+    names = {id(own): name for name, own in trainer.lightning_module.named_parameters()}
+    return [
+        [[names.get(id(own), "") for own in group["params"]] for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
+
+
+def sort_groups(
+    state: Mapping[str, Any], saved: list[list[str]], present: list[list[str]]
+) -> dict[str, Any] | None:
+    """Return the state of an optimizer with the groups and parameters in the order of this run.
+
+    torch loads it by position, and a program that makes its groups from sets has another order in
+    each run. It stays as it is if names do not tell, as of a module that has others now. None if
+    the parameters are in other groups.
+
+    Args:
+        state: What ``Optimizer.state_dict`` returned.
+        saved: The names in each group then.
+        present: Those now.
+    """
+    names = [[name for group in groups for name in group] for groups in (saved, present)]
+    if sorted(names[0]) != sorted(names[1]) or len({*names[0]}) < len(names[0]):
+        return {**state}
+    places = {frozenset(group): number for number, group in enumerate(saved)}
+    sorted_groups = []
+    for group in present:
+        number = places.get(frozenset(group))
+        if number is None:
+            return None
+        entry = state["param_groups"][number]
+        keys = dict(zip(saved[number], entry["params"], strict=True))
+        sorted_groups.append({**entry, "params": [keys[name] for name in group]})
+    return {**state, "param_groups": sorted_groups}
+
+
 def reaches_max_steps(trainer: Trainer, step: int) -> bool:
     """Return whether the fit has no step left after this one."""
     return bool(0 <= trainer.max_steps <= step)  # -1: unlimited
@@ -673,14 +725,17 @@ def finish_pending_work(
     return at_end
 
 
-def draws_when_iterated(trainer: Trainer) -> bool:
-    """Return whether a training loader may draw in this process when its iterator is made.
+def reads_when_iterated(trainer: Trainer) -> bool:
+    """Return whether a training loader may read its dataset when its iterator is made.
 
-    torch's loader does not read a map-style dataset before a batch is fetched, and its batches are
-    seeded one by one. An iterator is excluded: making it again would lose its first batch.
+    Workers then get a copy of it. In this process torch's loader does not read a map-style dataset
+    before a batch is fetched, and its batches are seeded one by one. Persistent workers are
+    excluded, whose copy stays as it was before the first epoch; and an iterator: making it again
+    would lose its first batch.
     """
     return any(
-        loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset)
+        not loader.persistent_workers
+        and (loader.num_workers > 0 or isinstance(loader.dataset, IterableDataset))
         if isinstance(loader, DataLoader) and not iterates_itself(loader)
         else not isinstance(loader, Iterator)
         for loader in lightning_private.list_loaders(trainer.fit_loop)
