@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lightning_d9m.comparison.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import module_of
-from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
+from lightning_d9m.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT
 
 
 @dataclass(frozen=True)
@@ -282,10 +282,11 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return _INITIAL.get(first.kind, "unknown")
     if first.moment == "final":
         return "after training"
-    if first.moment == "epoch" and batches_seen:
+    ends_epoch = first.moment in ("epoch", EXCEPTION)
+    if ends_epoch and batches_seen:
         kind = _KINDS.get(first.kind, "unknown")
         return "optimizer settings" if _is_setting(kind, first.name) else kind
-    if first.moment == "epoch" and {place.kind for place in first.places} <= {"scalars"}:
+    if ends_epoch and {place.kind for place in first.places} <= {"scalars"}:
         return "scalar"
     if first.moment != "batch":
         return "unknown"

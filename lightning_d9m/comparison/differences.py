@@ -21,7 +21,7 @@ from lightning_d9m.ledger.format.records import (
     RunFacts,
 )
 from lightning_d9m.ledger.keys import Item, describe_record
-from lightning_d9m.ledger.kinds import PROBE_KINDS
+from lightning_d9m.ledger.kinds import EXCEPTION, FINAL, PROBE_KINDS
 from lightning_d9m.ledger.stack import MISSING, same_logical_ranks, table_differences
 from lightning_d9m.text import cut_digests
 
@@ -119,8 +119,8 @@ class Divergence:
     Attributes:
         rank: The rank.
         where: Description of the record, for people.
-        moment: ``"batch"`` for probes; of digests ``"initial"``, ``"epoch"`` or ``"final"``; empty
-            for another record.
+        moment: ``"batch"`` for probes; of digests ``"initial"``, ``"epoch"``, ``"final"`` or
+            ``"exception"``; empty for another record.
         epoch: Counted from 0.
         step: The global step (when the batch began) in the later run.
         batch: Index of the batch within its epoch; None without probes.
@@ -192,7 +192,7 @@ class Divergence:
         """
         if self.moment == "" and self.kind == "end":  # the end of a run comes last
             return (2**63,)
-        phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
+        phase = {"initial": 0, "batch": 1, "epoch": 2, FINAL: 3, EXCEPTION: 3}.get(self.moment, 1)
         when = (self.epoch, phase, self.step, self.batch or 0)
         if self.kind in _COMPUTED:
             return (*when, PROBE_KINDS.index("input"), self.position)

@@ -20,11 +20,13 @@ from lightning_d9m.comparison.differences import (
     name_call,
     run_refusals,
 )
+from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.reader import Break, RankReader
 from lightning_d9m.ledger.format.records import (
     Batch,
     Digests,
+    End,
     Header,
     ProbeLayout,
     RankDrift,
@@ -39,6 +41,7 @@ from lightning_d9m.ledger.keys import (
     record_key,
     record_place,
 )
+from lightning_d9m.ledger.kinds import ENDS
 from lightning_d9m.ledger.stack import (
     SHARDED_PARAMETERS,
     are_portable,
@@ -101,6 +104,8 @@ class RankComparison:
         differing_batches: Number of them that differ.
         uncompared_batches: Number of batches whose probes were not compared, because logical ranks
             ran on different numbers of processes.
+        error: The exception that ended both runs; empty if they finished, or only one did.
+        sees_end: Whether the last state of both runs was compared.
         places: Number of places (probes) that were compared.
         differing_places: Number of them that differ.
         groups: The groups of digests, kinds of probes and of records in which something differs, as
@@ -118,6 +123,8 @@ class RankComparison:
     batches: int = 0
     differing_batches: int = 0
     uncompared_batches: int = 0
+    error: str = ""
+    sees_end: bool = False
     places: int = 0
     differing_places: int = 0
     groups: tuple[str, ...] = ()
@@ -131,6 +138,11 @@ class RankComparison:
             self.differing += bool(differing)
             self.digests += isinstance(item, Digests)
             self.epochs += isinstance(item, Digests) and item.moment == "epoch"
+            self.sees_end |= isinstance(item, Digests) and item.moment in ENDS
+            if isinstance(item, End) and item.status == "failed" and found is None:
+                self.error = (item.error or "").partition(":")[0] or "an exception"
+                # It is raised by the record whose state it is about.
+                self.sees_end |= self.error == DriftError.__name__
         else:
             self.batches += 1
             self.places += item.size if found is None else found.compared
@@ -212,7 +224,8 @@ class Comparison:
     def verdict(self) -> Literal["equal", "different", "incomplete", "not comparable"]:
         """``"equal"`` only if something was compared and no record differs or is missing.
 
-        ``"incomplete"`` if one run was ended early and all that it recorded is equal.
+        ``"incomplete"`` if one run was ended early, or an exception ended both at a state that was
+        not recorded, and all that was recorded is equal.
         """
         if self.refusals or not self.ranks:
             return "not comparable"
@@ -222,7 +235,8 @@ class Comparison:
         # Without digests to compare, nothing is proven.
         if not all(rank.digests or rank.places for rank in self.ranks):
             return "not comparable"
-        return "equal" if all(rank.equal for rank in self.ranks) else "incomplete"
+        whole = all(rank.equal and (rank.sees_end or not rank.error) for rank in self.ranks)
+        return "equal" if whole else "incomplete"
 
     @property
     def extent(self) -> Literal["logged values", "evaluations", "training"]:

@@ -20,6 +20,8 @@ PROBE_KINDS = (
 # The state that a batch starts from, and what hooks may write to.
 STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
 WRITTEN = STATE | {"gradient"}
+# The moments of the last state of a fit: where it finished, or where an exception ended it.
+FINAL, EXCEPTION = ENDS = ("final", "exception")
 ALL = "all"
 # What the module that holds everything is called; its own name is empty.
 ROOT = "(model)"

@@ -222,6 +222,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             with suppress(Exception):  # do not hide the error that is being raised
                 self._recorder.run.probes.collector.close()
                 self._checkpoint_state.keep(trainer, ended=False)
+            self._recorder.record_exception(trainer)
         self._close(End.failed(exception))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

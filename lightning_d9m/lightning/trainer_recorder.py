@@ -252,6 +252,11 @@ class TrainerRecorder:
             for logger in trainer.loggers:
                 logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
+    def record_exception(self, trainer: Trainer) -> None:
+        """Record the state of this rank where an exception ends a run."""
+        self.run.record_exception(epoch=trainer.current_epoch, step=trainer.global_step)
+        self.summary.digest = self.run.digest or self.summary.digest
+
     def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 

@@ -35,7 +35,7 @@ from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import Run, Runs
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
+from lightning_d9m.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_file
@@ -358,7 +358,7 @@ class Search:
         name = escape_name(module)
         selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
         # The validation at the end of an epoch belongs to the epoch's last step.
-        step = first.step - (first.moment == "epoch")
+        step = first.step - (first.moment in ("epoch", EXCEPTION))
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
         return None
@@ -469,8 +469,8 @@ class Search:
         module = stage.removeprefix(_OPERATIONS)
         if module not in (stage, ROOT) and not f"{name_module(first)}.".startswith(f"{module}."):
             return False  # it entered the module from outside, where no operations are probed
-        if first.moment == "epoch":
-            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == "epoch")
+        if first.moment in ("epoch", EXCEPTION):
+            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == first.moment)
             return stage == _VALUES or (whole and first.epoch <= known[0].epoch)
         if first.moment != "batch":
             return stage == _VALUES

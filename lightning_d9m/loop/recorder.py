@@ -154,7 +154,7 @@ def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
 
 
 class EpochBatches(Generic[T]):
-    """The batches of a loader that ``Recorder`` hands out; each iteration is an epoch, or a part."""
+    """The batches of a loader, as ``Recorder`` returns them: each iteration is an epoch of them."""
 
     def __init__(self, loader: Iterable[T], iterate: Callable[[Iterable[T]], Iterator[T]]) -> None:
         self._loader, self._iterate = loader, iterate
@@ -260,6 +260,8 @@ class Recorder:
                 if error is None and self._run.is_open:
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
                     self.interruption.write_survey()
+                elif error is not None:
+                    self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
             except BaseException as failure:
                 end = End.failed(failure)
                 raise

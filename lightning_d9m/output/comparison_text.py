@@ -175,12 +175,12 @@ def state_verdict(comparison: Comparison) -> str:
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
             f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
-            f"{epochs}; {ranks})."
+            f"{epochs}; {ranks}).{describe_exception(comparison, ' Each run')}"
         )
     if comparison.verdict == "incomplete":
         return (
             f"incomplete: {count_compared(comparison)} bit for bit the same, as far as both runs "
-            "go; one was ended before it finished its ledger."
+            "go" + (describe_exception(comparison, "; each") or _CUT)
         )
     if comparison.verdict == "different":
         first = ""
@@ -195,6 +195,21 @@ def state_verdict(comparison: Comparison) -> str:
     if not comparison.ranks:
         return "not comparable: the ledgers have no rank in common."
     return "not comparable: a rank has no digests in common, so nothing was proven."
+
+
+_CUT = "; one was ended before it finished its ledger."
+
+
+def describe_exception(comparison: Comparison, subject: str) -> str:
+    """Return that an exception ended both runs, and whether the state there was compared.
+
+    Empty if none did. ``subject`` names the runs.
+    """
+    failed = [rank for rank in comparison.ranks if rank.error]
+    if not failed:
+        return ""
+    seen = "was compared" if all(rank.sees_end for rank in failed) else "was not recorded"
+    return f"{subject} was ended by {escape(failed[0].error)}, and the state there {seen}."
 
 
 def count_compared(comparison: Comparison) -> str:

@@ -21,10 +21,15 @@ from lightning_d9m.output.columns import (
     format_table,
     print_result,
 )
-from lightning_d9m.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.output.comparison_text import (
+    describe_exception,
+    format_evidence,
+    state_verdict,
+)
 from lightning_d9m.output.terminal import list_next_steps, terminal_width, wrap
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 
+_VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
 Row: TypeAlias = Mapping[str, Any]
 
@@ -151,7 +156,7 @@ class RepeatReport:
                 elif name in first:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
-                    verdict = "equal" if found.equal else "differs"
+                    verdict = _VERDICTS.get(found.verdict, "differs")
                 facts: dict[str, object] = {"label": run.label}
                 if run.processes is not None:  # records of all ranks, without the headers
                     records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
@@ -161,7 +166,8 @@ class RepeatReport:
                 self.rows.append(row)
                 if found is not None:
                     self._compared.append(FitOutcome(name, ledger, found, row))
-        self._differing = [entry for entry in self._compared if not entry.comparison.equal]
+        self._differing = [own for own in self._compared if own.row["verdict"] == "differs"]
+        self._partial = [own for own in self._compared if own.row["verdict"] == "incomplete"]
         self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
 
     @property
@@ -169,7 +175,7 @@ class RepeatReport:
         """``"equal"`` if all runs have the same fits and agree; failures make it incomplete."""
         if self._differing or self._unmatched:
             return "different"
-        return "incomplete" if self._failures else "equal"
+        return "incomplete" if self._failures or self._partial else "equal"
 
     @property
     def shown(self) -> FitOutcome | None:
@@ -238,7 +244,16 @@ class RepeatReport:
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         if self._failures:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
-        return f"{self.verdict}: {agree}."
+        ended = self._describe_exceptions()
+        return f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
+
+    def _describe_exceptions(self) -> str:
+        """Say of the first fit that an exception ended whether its state there was compared."""
+        for entry in (*self._partial, *self._compared):
+            fit = f"fit {entry.row['fit']}" if self._fits > 1 else "the fit"
+            if said := describe_exception(entry.comparison, f"in each run {fit}"):
+                return said
+        return ""
 
     @staticmethod
     def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:

@@ -236,7 +236,8 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     """Digests of one moment of the training.
 
     Attributes:
-        moment: ``"initial"``, ``"epoch"``, ``"final"``, or one that a later version adds.
+        moment: ``"initial"``, ``"epoch"``, ``"final"``, ``"exception"`` (where one ended the fit),
+            or one that a later version adds.
         epoch: Counted from 0; of ``"final"``, the last epoch that was trained.
         step: The global step.
         totals: One digest for each group.
