@@ -27,6 +27,7 @@ from lightning_d9m.cli.arguments import (
     whole_number,
 )
 from lightning_d9m.comparison.printed_output import compare_printed
+from lightning_d9m.control.settings import RECORD_SAVES
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
@@ -141,7 +142,8 @@ def _plan_runs(
         for number in range(1, runs + 1):
             changed = number > 1 and arguments.last_bits
             changes = {LAST_BITS: str(number - 1)} if changed else {}
-            yield f"run {number} of {runs}", None, {"variables": changes}
+            saves = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
+            yield f"run {number} of {runs}", None, {"variables": changes | saves}
     else:
         counts = arguments.processes
         starts_itself = any(_PLACEHOLDER in word for word in argv)

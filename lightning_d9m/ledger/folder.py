@@ -17,7 +17,7 @@ from lightning_d9m.ledger.format.records import MAX_RANKS, Batch, Digests, End, 
 from lightning_d9m.ledger.kinds import ENDS
 from lightning_d9m.text import escape
 
-_FOLDER = re.compile(r"(fit|final|predict|test|validate)-([0-9]{3,9})")
+_FOLDER = re.compile(r"(fit|final|predict|saved|test|validate)-([0-9]{3,9})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
 
@@ -66,7 +66,7 @@ def list_fits(parent: Path) -> list[Path]:
 
 def list_evaluations(parent: Path) -> list[Path]:
     """Return the folders of evaluations directly under ``parent``, by their names."""
-    return _find_folders(parent, "final", "predict", "test", "validate")
+    return _find_folders(parent, "final", "predict", "saved", "test", "validate")
 
 
 def _find_folders(parent: Path, *kinds: str) -> list[Path]:

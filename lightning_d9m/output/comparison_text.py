@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_d9m.comparison.causes import advise, earliest_divergences
-from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call
+from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call, name_value
 from lightning_d9m.comparison.ledgers import Comparison, RankComparison
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
@@ -108,7 +108,11 @@ def _format_divergence(
         yield f"  {escape(group)}: {count} of {of} differ"
     if first.names != ("(total)",):
         count = first.by_kind.get(first.kind, (first.count, 0))[0]
-        yield from wrap(f"first {escape(first.kind)}: {describe_names(first.names, count)}", "  ")
+        if first.kind == "batch":
+            named = f"first value: {escape(name_value(first.kind, first.name))}"
+        else:
+            named = f"first {escape(first.kind)}: {describe_names(first.names, count)}"
+        yield from wrap(named, "  ")
     expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
     yield f"    reference: {expected}"
     yield f"    this run:  {actual}"
@@ -188,6 +192,8 @@ def state_verdict(comparison: Comparison) -> str:
             verb = "diverge" if found[1:] else "diverges"
             ranks = name_ranks(sorted(entry.rank for entry in found))
             first = " " + _begin(f"{ranks} {verb} first, in {found[0].where}.")
+            if (logged := comparison.logged) is not None:
+                first += f" Logged values or evaluations differ before, from {logged.where} on."
         return f"different: {count_compared(comparison)} compared.{first}"
     if comparison.refusals:
         names = ", ".join(escape(entry.field) for entry in comparison.refusals)

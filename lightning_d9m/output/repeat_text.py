@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.kinds import SAVED
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
 from lightning_d9m.output.columns import (
     Column,
@@ -46,14 +47,16 @@ def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: obje
         verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
         **facts: What distinguishes the run: its label, number of processes, seconds, records.
     """
-    last = ledger.outcome(min(ledger.files)).final
+    outcome = ledger.outcome(min(ledger.files))
+    saved = "" if outcome.last is None else outcome.last.totals.get(SAVED, "")
+    last = outcome.final
     written = None if last is None else last.loss
     loss = None if written is None else float.fromhex(written)
     return {
         "run": run,
         "fit": fit,
         "seed": ledger.header.seed,
-        "weights": "" if last is None else last.totals.get("weights", ""),
+        "weights": saved if last is None else last.totals.get("weights", ""),
         # JSON has no infinity and no NaN.
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "loss_hex": written,
