@@ -52,8 +52,11 @@ def describe_moment(moment: str, epoch: int, step: int) -> str:
     """
     if moment == "initial":
         return "the initial state"
-    if moment == "final":
-        return f"the final state (epoch {epoch}, step {step})"
+    if moment in ("final", "exception"):
+        which = "final state" if moment == "final" else "state at the exception"
+        return f"the {which} (epoch {epoch}, step {step})"
+    if moment.startswith("saved "):
+        return f"{escape(moment)} (file {epoch + 1} of this name)"
     prefix = "" if moment == "epoch" else f"{escape(moment)}, " if moment else ""
     return f"{prefix}epoch {epoch} (step {step})"
 

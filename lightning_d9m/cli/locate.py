@@ -8,12 +8,14 @@ far as it was narrowed down.
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_d9m.cli.arguments import COMMAND, get_command
 from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.control.settings import RECORD_SAVES
 from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.ledger.kinds import STATE
@@ -39,6 +41,7 @@ _INDENT = " " * 10
 _MOST_ULPS = 2**16
 _EXAMPLES = 3
 _PAIR = 2
+_MISSED = 0.05
 # A line of the program, with its file's path, is shown in full.
 _LONGEST = 400
 ARGUMENTS = f"""
@@ -54,7 +57,8 @@ SETTINGS = {"tries": {"default": 2}}
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
     command = get_command(arguments, "locate")
-    variables = {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
+    variables = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
+    variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
     output = make_output(arguments.output)
@@ -84,6 +88,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
     """Yield the lines of the report: the cause, where it is, the evidence, the advice."""
     if found.cause is None:
         yield "equal: no two runs differ."
+        yield from wrap(describe_power(2 * found.tries))
         if determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
     else:
@@ -108,6 +113,20 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _label("advice", found.cause.advice)
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)
+
+
+def describe_power(runs: int) -> str:
+    """Return how rare a difference may be that so many equal runs show with 95%.
+
+    If one run in ``1 / q`` ends otherwise, n runs all agree with the probability ``(1 - q) ** n``.
+
+    >>> describe_power(4)
+    'A difference in more than 53% of the runs would have shown with 95%; --tries 15 shows 10%.'
+    """
+    rate, rare = 1 - _MISSED ** (1 / runs), 0.1
+    tries = math.ceil(math.log(_MISSED) / math.log(1 - rare) / 2)
+    more = f"; --tries {tries} shows {rare:.0%}" if rate > rare else ""
+    return f"A difference in more than {rate:.0%} of the runs would have shown with 95%{more}."
 
 
 def _label(label: str, text: str) -> Iterator[str]:

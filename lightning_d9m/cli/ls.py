@@ -62,14 +62,16 @@ def _make_row(entry: FoundLedger, before: FoundLedger | None) -> Row:
     except LedgerError as error:
         return row | {"problem": str(error)}
     last, end, command = outcome.last, outcome.end, str(header.program.get("command") or "")
+    is_initial = last is not None and last.moment == "initial"
     commit, dirty = header.program.get("git.commit"), header.program.get("git.dirty")
     row |= {
         "program": _name_program(command),
         "command": command,
         "seed": header.seed,
-        "epochs": 0 if last is None or last.moment == "initial" else last.epoch + 1,
+        "epochs": 0 if last is None else last.epoch + (last.moment in ("epoch", "final")),
         "status": "no end" if end is None else end.status,
-        "weights": "" if last is None else last.totals.get("weights", ""),
+        # Initial weights are no result.
+        "weights": "" if last is None or is_initial else last.totals.get("weights", ""),
         "git_commit": commit if isinstance(commit, str) else None,
         "git_dirty": dirty if isinstance(dirty, bool) else None,
     }

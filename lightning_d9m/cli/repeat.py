@@ -12,11 +12,9 @@ from its checkpoint.
 
 import argparse
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from lightning_d9m.cli.arguments import (
     get_command,
     whole_number,
 )
+from lightning_d9m.comparison.printed_output import compare_printed
+from lightning_d9m.control.settings import RECORD_SAVES
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.launch.interruption_points import (
     CHECKPOINT,
@@ -54,10 +54,6 @@ _STACKS = (
     ("one thread", _PORTABLE),
     ("two threads", _PORTABLE | {"OMP_NUM_THREADS": "2"}),
     ("no vector instructions", _PORTABLE | {"ATEN_CPU_CAPABILITY": "default"}),
-)
-_MOST_PRINTED, _MOST_SHOWN = 2**20, 60
-_VARIES = re.compile(
-    r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|%|\b[Pp][Ii][Dd]\b"
 )
 _THREADS = "OMP_NUM_THREADS"
 # A word of the command that stands for the number of processes.
@@ -123,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise CommandError(f"In {title}{before}: {error}") from error
         if arguments.last_bits:
             _check_last_bits(made)
-        printed = "" if arguments.processes else _compare_printed(output)
+        printed = "" if arguments.processes else compare_printed(output)
         report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
     report.print_out(arguments.format, verbose=arguments.verbose)
     return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
@@ -146,7 +142,8 @@ def _plan_runs(
         for number in range(1, runs + 1):
             changed = number > 1 and arguments.last_bits
             changes = {LAST_BITS: str(number - 1)} if changed else {}
-            yield f"run {number} of {runs}", None, {"variables": changes}
+            saves = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
+            yield f"run {number} of {runs}", None, {"variables": changes | saves}
     else:
         counts = arguments.processes
         starts_itself = any(_PLACEHOLDER in word for word in argv)
@@ -169,27 +166,6 @@ def _check_last_bits(runs: Mapping[int, Run]) -> None:
                     f"The training of {ledger.path} left the last bits of its weights alone: "
                     "--last-bits needs a Trainer of Lightning with DeterminismCallback."
                 )
-
-
-def _compare_printed(output: Path) -> str:
-    """Return the first line that a run printed otherwise than run 1; empty if there is none.
-
-    Lines with times, sizes, addresses and progress do not count, nor blanks: a progress bar writes
-    them over itself.
-    """
-
-    def read(log: Path) -> list[str]:
-        with log.open(errors="replace") as file:
-            text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
-        lines = map(str.strip, text.splitlines())
-        return [line for line in lines if line and not _VARIES.search(line)]
-
-    first, *others = map(read, sorted(output.glob("run-*/output.log")))
-    for lines in others:
-        for one, other in zip_longest(first, lines, fillvalue=""):
-            if one != other:
-                return f"such as {one[:_MOST_SHOWN]!r} and {other[:_MOST_SHOWN]!r}"
-    return ""
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:

@@ -6,12 +6,12 @@ This module imports torch only to look up an operation.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_d9m.comparison.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.comparison.ledgers import Comparison
 from lightning_d9m.comparison.timeline import module_of
-from lightning_d9m.ledger.kinds import PROBE_KINDS, ROOT
+from lightning_d9m.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT, SAVED, STATE
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Cause:
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
             ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialized memory"``,
             ``"value from outside torch"``, ``"module"``, ``"logged value"``,
-            ``"after training"``, ``"rank drift"``, ``"length"``, ``"incomparable"`` or
-            ``"unknown"``.
+            ``"saved file"``, ``"after training"``, ``"rank drift"``, ``"length"``,
+            ``"incomparable"`` or ``"unknown"``.
         text: One sentence on what differs and what was equal before.
         advice: Instructions for the user.
         narrows: Whether a narrower look, at modules or operations, can add to it.
@@ -127,7 +127,14 @@ Advice: Look at the code between the last equal place and the monitor.
 draw: random numbers
 An operation drew different numbers for equal inputs, while the generators of Python, NumPy and
 torch were equal when the batch began.
-Advice: It draws from a private generator, or other code drew in the same batch: seed it.
+Advice: It draws from a private generator, which needs a seed, or other code drew in the same batch,
+such as a thread that prepares the next one: give that its own generator.
+
+drawn: random numbers ...
+The generators of Python, NumPy and torch were equal when the batch began, and one differs when its
+loss is computed, so one run drew numbers in the batch that the other did not draw.
+Advice: Look for a thread that draws from them, such as one that prepares the next batch, and give
+it its own generator; and for draws whose number depends on values.
 
 empty: uninitialized memory
 The inputs of an operation differ although no operation wrote them, and the runs are equal if new
@@ -147,6 +154,11 @@ An operation gave different outputs, while everything recorded before it is equa
 module ...
 A module computes different values, while everything recorded before it is equal.
 
+saved: saved file
+A file that the program saved differs, while all fits are equal.
+Advice: Look at the code that computes what is saved, such as an average of the weights, and at what
+changes the model after the training.
+
 after training
 All epochs are equal, but the final state differs.
 Advice: Look for code that rewrites the weights when the training ends.
@@ -158,6 +170,10 @@ hook that changes the batch, such as on_train_batch_start.
 
 length
 One run continues where the other ends; everything that both recorded is equal.
+Advice: Look for what ends the training: a time limit, or a callback that stops it.
+
+steps: length ...
+The runs end the epoch after different numbers of steps.
 Advice: Look for what ends the training: a time limit, or a callback that stops it.
 
 incomparable
@@ -214,6 +230,17 @@ _KINDS = {
     **dict.fromkeys(("loss", "scalars"), "scalar"),
     "schedulers": "optimizer settings",
 }
+# What a logged value can change through a callback, such as EarlyStopping or ReduceLROnPlateau.
+_STEERED = ("length", "optimizer settings", "logged value", "unknown")
+# The kinds of probes that a cause takes for equal, by the kind of the first place that differs.
+_BEGUN = frozenset({"rng", "weight", "buffer", "batch"})
+_NEEDS = {
+    **dict.fromkeys(("weight", "buffer", "optimizer"), frozenset({"gradient"})),
+    "batch": frozenset({"rng", "weight"}),
+    **dict.fromkeys(("input", "loss", "grad_output", "local_gradient"), _BEGUN),
+    **dict.fromkeys(("output", "op"), _BEGUN | {"input"}),
+    "gradient": frozenset({"local_gradient"}),
+}
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
@@ -243,7 +270,7 @@ def advise(comparison: Comparison) -> str:
     if not comparison.divergences:
         return ""
     cause = _find_cause(comparison, batches_seen=False)
-    alone = cause.kind in ("initial weights", "buffers", "logged value")
+    alone = cause.kind in ("initial weights", "buffers", "logged value", "length")
     return f"{cause.text} {cause.advice}" if alone else ""
 
 
@@ -252,13 +279,46 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     if not found:
         sides = [side for rank in comparison.ranks for side in (rank.expected, rank.actual)]
         longer = any(side.records for side in sides)
-        return _CAUSES["length" if longer else "unknown"]
+        cause = _CAUSES["length" if longer else "unknown"]
+        return _add_text(cause, _describe_ends(comparison) if longer else "")
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
     if name == "scalar":
         name = {"logged values": "scalar", "evaluations": "evaluation"}.get(
             comparison.extent, "steering"
         )
+    if (logged := comparison.logged) is not None:
+        if _CAUSES[name].kind in _STEERED:
+            return _CAUSES["steering"]
+        which = "an evaluation" if logged.kind == "evaluation" else f"the logged {logged.name}"
+        said = f"Before it, {which} differs in {logged.where}."
+        return _add_text(_CAUSES[name], said)
+    if name == "steps":
+        one, other = found[0].steps
+        ends = _describe_ends(comparison)
+        equal = "; everything recorded before is equal" if batches_seen else ""
+        said = f"One run ends at step {one}, the other at step {other}{equal}. {ends}".rstrip()
+        return replace(_CAUSES[name], text=said, narrows=not batches_seen)
+    unseen = sorted(_NEEDS.get(found[0].kind, frozenset()) - comparison.probes)
+    if found[0].moment == "batch" and unseen and not _starts_training(found[0]):
+        said = f"Not recorded, so not ruled out: a difference of {', '.join(unseen)} before it."
+        return _add_text(_CAUSES[name], said)
     return _CAUSES[name]
+
+
+def _add_text(cause: Cause, sentence: str) -> Cause:
+    return replace(cause, text=f"{cause.text} {sentence}".rstrip())
+
+
+def _describe_ends(comparison: Comparison) -> str:
+    """Say what ended the runs, as far as their ledgers tell."""
+    rank = comparison.ranks[0]
+    sides = (("the reference", rank.expected), ("this run", rank.actual))
+    said = [f"{name} was ended by {side.reason}" for name, side in sides if side.reason]
+    return f"{said[0][:1].upper()}{'; '.join(said)[1:]}." if said else ""
+
+
+def _starts_training(first: Divergence) -> bool:
+    return first.step == 0 and first.batch == 0 and first.kind in STATE
 
 
 def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
@@ -280,12 +340,15 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
     first = found[0]
     if first.moment == "initial":
         return _INITIAL.get(first.kind, "unknown")
-    if first.moment == "final":
-        return "after training"
-    if first.moment == "epoch" and batches_seen:
+    if first.moment == "final" or first.kind == SAVED:
+        return "after training" if first.moment == "final" else SAVED
+    ends_epoch = first.moment in ("epoch", EXCEPTION)
+    if ends_epoch and "step" in first.by_kind:
+        return "steps"
+    if ends_epoch and batches_seen:
         kind = _KINDS.get(first.kind, "unknown")
         return "optimizer settings" if _is_setting(kind, first.name) else kind
-    if first.moment == "epoch" and {place.kind for place in first.places} <= {"scalars"}:
+    if ends_epoch and {place.kind for place in first.places} <= {"scalars"}:
         return "scalar"
     if first.moment != "batch":
         return "unknown"
@@ -299,6 +362,8 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return "weight and setting"
     if first.kind == "op":
         return "draw" if _draws(first.name.rpartition("::")[2]) else "op"
+    if first.kind in _INSIDE and "rng" in first.by_kind:
+        return "drawn"
     if first.kind in _INSIDE:
         return "given" if first.kind == "input" else "module"
     everywhere = first.kind == "gradient" and len(found) == ranks > 1

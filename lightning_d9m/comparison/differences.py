@@ -21,7 +21,7 @@ from lightning_d9m.ledger.format.records import (
     RunFacts,
 )
 from lightning_d9m.ledger.keys import Item, describe_record
-from lightning_d9m.ledger.kinds import PROBE_KINDS
+from lightning_d9m.ledger.kinds import EXCEPTION, FINAL, PROBE_KINDS
 from lightning_d9m.ledger.stack import MISSING, same_logical_ranks, table_differences
 from lightning_d9m.text import cut_digests
 
@@ -119,8 +119,8 @@ class Divergence:
     Attributes:
         rank: The rank.
         where: Description of the record, for people.
-        moment: ``"batch"`` for probes; of digests ``"initial"``, ``"epoch"`` or ``"final"``; empty
-            for another record.
+        moment: ``"batch"`` for probes; of digests ``"initial"``, ``"epoch"``, ``"final"`` or
+            ``"exception"``; empty for another record.
         epoch: Counted from 0.
         step: The global step (when the batch began) in the later run.
         batch: Index of the batch within its epoch; None without probes.
@@ -130,6 +130,7 @@ class Divergence:
         compared: Number of places or entries that were compared.
         by_kind: (places that differ, places) for each kind in which some differ.
         one_sided: Places of the batch that only one run has.
+        steps: The global step in the earlier run and in the later one.
     """
 
     rank: int = 0
@@ -143,6 +144,7 @@ class Divergence:
     compared: int
     by_kind: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     one_sided: Sequence[PlaceDifference] = ()
+    steps: tuple[int, int] = (0, 0)
 
     @property
     def kind(self) -> str:
@@ -192,7 +194,7 @@ class Divergence:
         """
         if self.moment == "" and self.kind == "end":  # the end of a run comes last
             return (2**63,)
-        phase = {"initial": 0, "batch": 1, "epoch": 2, "final": 3}.get(self.moment, 1)
+        phase = {"initial": 0, "batch": 1, "epoch": 2, FINAL: 3, EXCEPTION: 3}.get(self.moment, 1)
         when = (self.epoch, phase, self.step, self.batch or 0)
         if self.kind in _COMPUTED:
             return (*when, PROBE_KINDS.index("input"), self.position)
@@ -208,6 +210,21 @@ class Divergence:
         named = ("rank", "where", "moment", "epoch", "step", "batch", "kind", "name", "call")
         counted = ("position", "expected", "actual", "places", "count", "compared", "one_sided")
         return {name: getattr(self, name) for name in (*named, *counted, "by_kind")}
+
+
+def name_value(kind: str, name: str) -> str:
+    """Return a place as a program would write it.
+
+    >>> name_value("batch", "batch:0"), name_value("weight", "a.weight")
+    ('batch[0]', 'weight a.weight')
+    >>> name_value("batch", "batch:x.0")
+    "batch['x'][0]"
+    """
+    if kind != "batch":
+        return f"{kind} {name}"
+    owner, _, path = name.partition(":")
+    keys = (part if part.isdecimal() else repr(part) for part in path.split(".") if part)
+    return owner + "".join(f"[{key}]" for key in keys)
 
 
 def name_call(name: str, call: int) -> str:
@@ -311,6 +328,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
         count=len(places),
         compared=compared,
         by_kind=by_kind,
+        steps=(getattr(expected, "step", 0), getattr(actual, "step", 0)),
     )
 
 

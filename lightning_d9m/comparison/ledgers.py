@@ -20,11 +20,13 @@ from lightning_d9m.comparison.differences import (
     name_call,
     run_refusals,
 )
+from lightning_d9m.errors import DriftError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.reader import Break, RankReader
 from lightning_d9m.ledger.format.records import (
     Batch,
     Digests,
+    End,
     Header,
     ProbeLayout,
     RankDrift,
@@ -39,6 +41,7 @@ from lightning_d9m.ledger.keys import (
     record_key,
     record_place,
 )
+from lightning_d9m.ledger.kinds import ENDS
 from lightning_d9m.ledger.stack import (
     SHARDED_PARAMETERS,
     are_portable,
@@ -69,6 +72,7 @@ class Side:
         complete: Whether the run wrote its last record; a killed run does not.
         truncated: Whether its last record is torn and was skipped.
         breaks: Where the run was interrupted and resumed.
+        reason: What ended it; empty if that is not known.
     """
 
     records: int = 0
@@ -78,6 +82,12 @@ class Side:
     complete: bool = False
     truncated: bool = False
     breaks: tuple[Break, ...] = ()
+    reason: str = ""
+
+    def note_end(self, item: Item | None) -> None:
+        """Keep what ended the run, if this is its last record."""
+        if isinstance(item, End):
+            self.reason = item.reason or (item.error or "").partition("\n")[0]
 
     @property
     def alone(self) -> int:
@@ -101,11 +111,14 @@ class RankComparison:
         differing_batches: Number of them that differ.
         uncompared_batches: Number of batches whose probes were not compared, because logical ranks
             ran on different numbers of processes.
+        error: The exception that ended both runs; empty if they finished, or only one did.
+        sees_end: Whether the last state of both runs was compared.
         places: Number of places (probes) that were compared.
         differing_places: Number of them that differ.
         groups: The groups of digests, kinds of probes and of records in which something differs, as
             long as no state of the training does.
         divergence: The first divergence; None if all pairs agree.
+        trained: The first one in more than logged values and evaluations; None without one.
     """
 
     rank: int
@@ -118,10 +131,13 @@ class RankComparison:
     batches: int = 0
     differing_batches: int = 0
     uncompared_batches: int = 0
+    error: str = ""
+    sees_end: bool = False
     places: int = 0
     differing_places: int = 0
     groups: tuple[str, ...] = ()
     divergence: Divergence | None = None
+    trained: Divergence | None = None
 
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
@@ -131,6 +147,11 @@ class RankComparison:
             self.differing += bool(differing)
             self.digests += isinstance(item, Digests)
             self.epochs += isinstance(item, Digests) and item.moment == "epoch"
+            self.sees_end |= isinstance(item, Digests) and item.moment in ENDS
+            if isinstance(item, End) and item.status == "failed" and found is None:
+                self.error = (item.error or "").partition(":")[0] or "an exception"
+                # It is raised by the record whose state it is about.
+                self.sees_end |= self.error == DriftError.__name__
         else:
             self.batches += 1
             self.places += item.size if found is None else found.compared
@@ -147,12 +168,14 @@ class RankComparison:
             self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
         if differing and self.divergence is None:
             self.divergence = found.keep(self.rank)
+        if differing and self.trained is None and not EVALUATED.issuperset(found.by_kind):
+            self.trained = found.keep(self.rank)
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
-        found = self.divergence
-        facts = asdict(replace(self, divergence=None))
-        return facts | {"divergence": None if found is None else found.as_json()}
+        found = {"divergence": self.divergence, "trained": self.trained}
+        facts = asdict(replace(self, **dict.fromkeys(found)))
+        return facts | {name: own and own.as_json() for name, own in found.items()}
 
     @property
     def trained_alike(self) -> bool:
@@ -189,6 +212,7 @@ class Comparison:
         ranks_only_expected: Ranks that only the earlier ledger has.
         ranks_only_actual: Ranks that only the later ledger has.
         portable: Whether both runs computed portable bits, so that no stack explains a difference.
+        probes: The kinds of probes that both runs recorded.
     """
 
     expected: Path
@@ -200,19 +224,21 @@ class Comparison:
     ranks_only_expected: tuple[int, ...]
     ranks_only_actual: tuple[int, ...]
     portable: bool = False
+    probes: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
         paths = {"expected": str(self.expected), "actual": str(self.actual)}
         ranks = [rank.as_json() for rank in self.ranks]
-        facts = asdict(replace(self, ranks=()))
+        facts = asdict(replace(self, ranks=())) | {"probes": sorted(self.probes)}
         return {"verdict": self.verdict, **facts, **paths, "ranks": ranks}
 
     @property
     def verdict(self) -> Literal["equal", "different", "incomplete", "not comparable"]:
         """``"equal"`` only if something was compared and no record differs or is missing.
 
-        ``"incomplete"`` if one run was ended early and all that it recorded is equal.
+        ``"incomplete"`` if one run was ended early, or an exception ended both at a state that was
+        not recorded, and all that was recorded is equal.
         """
         if self.refusals or not self.ranks:
             return "not comparable"
@@ -222,7 +248,8 @@ class Comparison:
         # Without digests to compare, nothing is proven.
         if not all(rank.digests or rank.places for rank in self.ranks):
             return "not comparable"
-        return "equal" if all(rank.equal for rank in self.ranks) else "incomplete"
+        whole = all(rank.equal and (rank.sees_end or not rank.error) for rank in self.ranks)
+        return "equal" if whole else "incomplete"
 
     @property
     def extent(self) -> Literal["logged values", "evaluations", "training"]:
@@ -249,11 +276,24 @@ class Comparison:
     def divergences(self) -> list[Divergence]:
         """The first divergence of each rank that has one, earliest first.
 
-        Within a rank the order of execution decides: that of the records in the file, and within a
-        batch that of the places in the earlier run. Places that only one run has do not count.
+        If the training differs, it is that of the training: logged values and evaluations may
+        differ earlier by nature, see ``logged``. Within a rank the order of execution decides: that
+        of the records in the file, and within a batch that of the places in the earlier run. Places
+        that only one run has do not count.
         """
-        found = [rank.divergence for rank in self.ranks if rank.divergence is not None]
-        return sorted(found, key=lambda entry: entry.when)
+        found = [rank.trained for rank in self.ranks if rank.trained is not None]
+        return sorted(found or self._all, key=lambda entry: entry.when)
+
+    @property
+    def _all(self) -> list[Divergence]:
+        return [rank.divergence for rank in self.ranks if rank.divergence is not None]
+
+    @property
+    def logged(self) -> Divergence | None:
+        """The first logged value or evaluation that differs before the training does, or None."""
+        found = min(self._all, key=lambda entry: entry.when, default=None)
+        is_first = found is not None and EVALUATED.issuperset(found.by_kind)
+        return found if is_first and found not in self.divergences else None
 
 
 def compare(
@@ -302,6 +342,7 @@ def compare_ledgers(
     Raises:
         LedgerError: If a record of either is malformed or was edited.
     """
+    both = (expected, actual)
     common = [rank for rank in expected.files if rank in actual.files]
     headers: list[tuple[tuple[int, ...], Header, Header]]
     headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
@@ -343,6 +384,9 @@ def compare_ledgers(
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
         portable=are_portable(expected.header.settings, actual.header.settings),
+        probes=frozenset.intersection(
+            *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in both)
+        ),
     )
 
 
@@ -368,6 +412,8 @@ def _compare_rank(
     for one, other in align_records(*files):
         item = other or one
         assert item is not None, "one run has it"
+        result.expected.note_end(one)
+        result.actual.note_end(other)
         found = None
         if isinstance(item, Batch) and not probes:
             result.uncompared_batches += 1

@@ -122,6 +122,7 @@ def _validate_integer(name: str, value: object, low: int, high: int) -> None:
 
 SWITCH = "LIGHTNING_D9M"
 _PREFIX = f"{SWITCH}_"
+RECORD_SAVES = f"{_PREFIX}RECORD_SAVES"
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
 _NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a text", Path: "a path"}
@@ -143,6 +144,7 @@ CONTROL_VARIABLES = (
     "LIGHTNING_D9M_PROBE_MODULES",
     "LIGHTNING_D9M_PROBE_RANKS",
     "LIGHTNING_D9M_PROBE_STEPS",
+    RECORD_SAVES,
     "LIGHTNING_D9M_REPLAY_EVERY",
     "LIGHTNING_D9M_RESUME",
 )

@@ -14,9 +14,10 @@ from pathlib import Path
 from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.ledger.format.reader import LineageReader, RankReader
 from lightning_d9m.ledger.format.records import MAX_RANKS, Batch, Digests, End, Header, Record
+from lightning_d9m.ledger.kinds import ENDS
 from lightning_d9m.text import escape
 
-_FOLDER = re.compile(r"(fit|final|predict|test|validate)-([0-9]{3,9})")
+_FOLDER = re.compile(r"(fit|final|predict|saved|test|validate)-([0-9]{3,9})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
 
@@ -65,7 +66,7 @@ def list_fits(parent: Path) -> list[Path]:
 
 def list_evaluations(parent: Path) -> list[Path]:
     """Return the folders of evaluations directly under ``parent``, by their names."""
-    return _find_folders(parent, "final", "predict", "test", "validate")
+    return _find_folders(parent, "final", "predict", "saved", "test", "validate")
 
 
 def _find_folders(parent: Path, *kinds: str) -> list[Path]:
@@ -84,7 +85,8 @@ class Outcome:
     Attributes:
         records: Number of records, the header included.
         last: The last digests, whatever their moment.
-        final: The digests of moment ``"final"``, if the fit got there.
+        final: The digests of the last state, if the fit got there: that with which it finished, or
+            at which an exception ended it.
         end: The record that ends the file; None when the run was killed.
     """
 
@@ -142,7 +144,7 @@ class Ledger:
                 end = record if isinstance(record, End) else None
                 if isinstance(record, Digests):
                     last = record
-                    final = record if record.moment == "final" else final
+                    final = record if record.moment in ENDS else final
             return Outcome(reader.line, last, final, end)
 
 

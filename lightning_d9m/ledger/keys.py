@@ -3,7 +3,7 @@
 from typing import TypeAlias
 
 from lightning_d9m.ledger.format.records import Batch, Digests, End, Evaluation, Record, ReplayDrift
-from lightning_d9m.ledger.kinds import describe_batch
+from lightning_d9m.ledger.kinds import ENDS, describe_batch
 from lightning_d9m.text import describe_moment, escape
 
 Key: TypeAlias = tuple[object, ...]
@@ -24,7 +24,7 @@ def record_key(record: Item) -> Key:
     if isinstance(record, Batch):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):
-        counted = record.moment in {"initial", "epoch", "final"}
+        counted = record.moment in {"initial", "epoch", *ENDS}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
     if isinstance(record, Evaluation | ReplayDrift):
         return (record.kind, *(getattr(record, name, None) for name in _NAMED))
@@ -39,7 +39,7 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         previous: The position of the record before it, for kinds without an epoch and step.
     """
     if isinstance(record, Digests):
-        if record.moment == "final":
+        if record.moment in ENDS:
             return (_LAST, 0, 0)
         phases = {"initial": (0, 0), "epoch": (2, 0)}
         return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))

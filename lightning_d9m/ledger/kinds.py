@@ -20,6 +20,10 @@ PROBE_KINDS = (
 # The state that a batch starts from, and what hooks may write to.
 STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
 WRITTEN = STATE | {"gradient"}
+# The moments of the last state of a fit: where it finished, or where an exception ended it.
+FINAL, EXCEPTION = ENDS = ("final", "exception")
+# The group of what a saved file holds, and the beginning of its moment, which its name ends.
+SAVED = "saved"
 ALL = "all"
 # What the module that holds everything is called; its own name is empty.
 ROOT = "(model)"

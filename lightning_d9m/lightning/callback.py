@@ -63,7 +63,7 @@ from lightning_d9m.lightning.strategies import (
     register_strategies,
 )
 from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
-from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder
+from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder, describe_end
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
 from lightning_d9m.ranks.groups import (
     RankLiveness,
@@ -221,9 +221,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(ranks_of(trainer))
 
-    def teardown(self, *_: Any, **__: Any) -> None:
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Restore everything."""
-        self._close(End(status="finished"))
+        self._close(End(status="finished", reason=describe_end(trainer, stage)))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Record in the ledger that the run failed, and restore everything."""
@@ -232,6 +232,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             with suppress(Exception):  # do not hide the error that is being raised
                 self._recorder.run.probes.collector.close()
                 self._checkpoint_state.keep(trainer, ended=False)
+            self._recorder.record_exception(trainer)
         self._close(End.failed(exception))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

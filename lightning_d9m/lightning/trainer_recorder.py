@@ -1,5 +1,7 @@
 """The recorder of a Trainer: reads facts and state from it and writes them to the ledger."""
 
+import dis
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -252,6 +254,11 @@ class TrainerRecorder:
             for logger in trainer.loggers:
                 logger.log_metrics({_DRIFT: float(differing)}, step=trainer.global_step)
 
+    def record_exception(self, trainer: Trainer) -> None:
+        """Record the state of this rank where an exception ends a run."""
+        self.run.record_exception(epoch=trainer.current_epoch, step=trainer.global_step)
+        self.summary.digest = self.run.digest or self.summary.digest
+
     def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.
 
@@ -374,6 +381,31 @@ def _describe_run(
         trainer=shared,
     )
     return header, facts, replicated if trains else None
+
+
+def describe_end(trainer: Trainer, stage: str) -> str | None:
+    """Return what ended a fit that finished; None of another run."""
+    if stage != "fit":
+        return None
+    if not trainer.should_stop:
+        is_cut = trainer.max_steps == trainer.global_step
+        limit = ("max_steps", trainer.max_steps) if is_cut else ("max_epochs", trainer.max_epochs)
+        return "=".join(map(str, limit))
+    hooked = (*trainer.callbacks, trainer.lightning_module)
+    names = [type(own).__name__ for own in hooked if _sets(type(own), "should_stop")]
+    return f"trainer.should_stop, which {' or '.join(names) or 'the program'} sets"
+
+
+def _sets(owner: type, name: str) -> bool:
+    """Return whether a method of a class sets an attribute, as its code says."""
+    methods = (inspect.unwrap(own) for kind in owner.__mro__ for own in vars(kind).values())
+    codes = (method.__code__ for method in methods if inspect.isfunction(method))
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name
+        for code in codes
+        if name in code.co_names
+        for step in dis.get_instructions(code)
+    )
 
 
 _WEIGHTS = "d9m/weights"

@@ -23,7 +23,7 @@ from lightning_d9m.comparison.causes import (
     kind_of_place,
     name_module,
 )
-from lightning_d9m.comparison.differences import Divergence
+from lightning_d9m.comparison.differences import Divergence, name_value
 from lightning_d9m.comparison.ledgers import (
     Comparison,
     compare_ledgers,
@@ -35,7 +35,7 @@ from lightning_d9m.launch.left_files import FileWatch
 from lightning_d9m.launch.run import Run, Runs
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.ledger.kinds import ROOT, STATE, WRITTEN, describe_batch
+from lightning_d9m.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_file
@@ -220,6 +220,7 @@ class SearchResult:
         lines: Lines of the program that may explain the cause, the likeliest first.
         left: A sentence on files through which a run may have changed later ones.
         writer: What ran when the first place was written; empty if it is not known.
+        tries: Most pairs of runs for each look.
     """
 
     cause: Cause | None = None
@@ -233,11 +234,12 @@ class SearchResult:
     lines: list[Finding] = field(default_factory=list)
     left: str = ""
     writer: str = ""
+    tries: int = 1
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
         if self.cause is None:
-            return {"verdict": "equal", "looks": self.looks}
+            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks}
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude
@@ -278,7 +280,7 @@ def describe_place(found: Sequence[Divergence]) -> str:
     elif first.moment in ("initial", "final"):
         when = f"the {first.moment} state"
     call = f", call {first.call}" if first.call else ""
-    return f"{when}: {first.kind} {escape(first.name)}{call}"
+    return f"{when}: {escape(name_value(first.kind, first.name))}{call}"
 
 
 class Search:
@@ -296,7 +298,7 @@ class Search:
         self._tries = tries
         self._suspects = suspects
         self._gone = False  # whether no pair of a later look differs
-        self._found = SearchResult()
+        self._found = SearchResult(tries=tries)
         self._low = 0
         self._probes: dict[str, str] = {}
 
@@ -358,7 +360,7 @@ class Search:
         name = escape_name(module)
         selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
         # The validation at the end of an epoch belongs to the epoch's last step.
-        step = first.step - (first.moment == "epoch")
+        step = first.step - (first.moment in ("epoch", EXCEPTION))
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
         return None
@@ -377,6 +379,8 @@ class Search:
         if not found.divergences or found.pair is None:
             return
         if found.pair.comparison.stack and not found.pair.comparison.portable:
+            return
+        if found.cause is not None and found.cause.kind == "length":
             return
         first, initial = found.divergences[0], found.divergences[0].moment == "initial"
         found.magnitude = measure_recorded(first)
@@ -469,8 +473,8 @@ class Search:
         module = stage.removeprefix(_OPERATIONS)
         if module not in (stage, ROOT) and not f"{name_module(first)}.".startswith(f"{module}."):
             return False  # it entered the module from outside, where no operations are probed
-        if first.moment == "epoch":
-            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == "epoch")
+        if first.moment in ("epoch", EXCEPTION):
+            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == first.moment)
             return stage == _VALUES or (whole and first.epoch <= known[0].epoch)
         if first.moment != "batch":
             return stage == _VALUES

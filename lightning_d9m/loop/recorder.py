@@ -156,7 +156,7 @@ def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
 
 
 class EpochBatches(Generic[T]):
-    """The batches of a loader, as ``Recorder.batches`` returns them: each iteration is an epoch."""
+    """The batches of a loader, as ``Recorder`` returns them: each iteration is an epoch of them."""
 
     def __init__(self, loader: Iterable[T], iterate: Callable[[Iterable[T]], Iterator[T]]) -> None:
         self._loader, self._iterate = loader, iterate
@@ -226,6 +226,7 @@ class Recorder:
         self._iterated = 0  # iterations of `batches` in this epoch
         self._stepped = False  # in this epoch
         self._scalars: dict[str, float] = {}
+        self._validating = ExitStack()  # restores the generators of the training
 
     def __enter__(self) -> "Self":
         self._ranks, self._world_size = find_ranks()
@@ -255,11 +256,14 @@ class Recorder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         end = End(status="finished") if error is None else End.failed(error)
+        self._validating.close()
         with self._opened:
             try:
                 if error is None and self._run.is_open:
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
                     self.interruption.write_survey()
+                elif error is not None:
+                    self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
             except BaseException as failure:
                 end = End.failed(failure)
                 raise
@@ -345,6 +349,7 @@ class Recorder:
             self.start_batch(batch)
             before = self.epoch_steps
             yield batch
+            self._validating.close()
             if self.epoch_steps > before:  # gradients between steps are not saved
                 self._reach("batch", epoch, self.epoch_steps)
 
@@ -412,6 +417,7 @@ class Recorder:
         generators and restores its position itself.
         """
         self._check_begun("start_batch")
+        self._validating.close()
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed["batch"]
         point = ProbePoint(self.next_epoch, self.global_step, self._batch)
@@ -427,19 +433,35 @@ class Recorder:
         """The probes of the open ledger, for a loop that this does not iterate."""
         return self._run.probes
 
-    def validation(self, loader: Iterable[T]) -> Iterator[T]:
-        """Give out the batches of a validation within the training, which probes record too.
+    def validation(self, loader: Iterable[T]) -> EpochBatches[T]:
+        """Return the batches of a validation within the training, which probes record too.
 
         What it draws depends on the seed and the steps before it, and the training continues with
-        the numbers that it draws without a validation.
+        the numbers that it draws without a validation, also if you leave the loop early.
+
+        Raises:
+            SettingError: If an iterator is continued after the training was.
         """
+        return EpochBatches(loader, self._validate)
+
+    def _validate(self, loader: Iterable[T]) -> Iterator[T]:
         settings = self._open_session.settings
         words = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
-        with rng_restored():
+        self._validating.close()
+        with ExitStack() as self._validating:
+            # Leaving a loop closes this iterator; the training does so if the program has kept it.
+            is_open = [True]
+            self._validating.callback(is_open.clear)
+            self._validating.enter_context(rng_restored())
             seed_all(derive_seed(settings.seed, "validate", **words))
             for batch in loader:
                 self.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
+                if not is_open:
+                    raise SettingError(
+                        "A validation was continued after the training: its numbers would be "
+                        "those of the training. Iterate run.validation(loader) from the start."
+                    )
                 self.probes.end()
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
@@ -450,6 +472,7 @@ class Recorder:
             **scalars: Further numbers, of which the epoch records the last.
         """
         self._check_begun("step")
+        self._validating.close()
         self.log(loss, **scalars)
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
@@ -479,6 +502,7 @@ class Recorder:
                 number.
         """
         self._check_begun("epoch")
+        self._validating.close()
         if epoch is not None and epoch != self.next_epoch:
             raise SettingError(
                 f"epoch({epoch}) was called at the end of epoch {self.next_epoch}. Count epochs "
@@ -506,6 +530,7 @@ class Recorder:
             SettingError: Within an epoch in which ``batches`` was called more than once.
         """
         session = self._open_session
+        self._validating.close()
         if self._iterated > 1:
             raise SettingError(
                 f"state_dict() was called within epoch {self.next_epoch}, in which batches() was "

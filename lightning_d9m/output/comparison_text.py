@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_d9m.comparison.causes import advise, earliest_divergences
-from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call
+from lightning_d9m.comparison.differences import Divergence, FieldDifference, name_call, name_value
 from lightning_d9m.comparison.ledgers import Comparison, RankComparison
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
@@ -108,7 +108,11 @@ def _format_divergence(
         yield f"  {escape(group)}: {count} of {of} differ"
     if first.names != ("(total)",):
         count = first.by_kind.get(first.kind, (first.count, 0))[0]
-        yield from wrap(f"first {escape(first.kind)}: {describe_names(first.names, count)}", "  ")
+        if first.kind == "batch":
+            named = f"first value: {escape(name_value(first.kind, first.name))}"
+        else:
+            named = f"first {escape(first.kind)}: {describe_names(first.names, count)}"
+        yield from wrap(named, "  ")
     expected, actual = describe_pair(first.expected, first.actual, verbose=verbose)
     yield f"    reference: {expected}"
     yield f"    this run:  {actual}"
@@ -175,12 +179,12 @@ def state_verdict(comparison: Comparison) -> str:
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
             f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
-            f"{epochs}; {ranks})."
+            f"{epochs}; {ranks}).{describe_exception(comparison, ' Each run')}"
         )
     if comparison.verdict == "incomplete":
         return (
             f"incomplete: {count_compared(comparison)} bit for bit the same, as far as both runs "
-            "go; one was ended before it finished its ledger."
+            "go" + (describe_exception(comparison, "; each") or _CUT)
         )
     if comparison.verdict == "different":
         first = ""
@@ -188,6 +192,8 @@ def state_verdict(comparison: Comparison) -> str:
             verb = "diverge" if found[1:] else "diverges"
             ranks = name_ranks(sorted(entry.rank for entry in found))
             first = " " + _begin(f"{ranks} {verb} first, in {found[0].where}.")
+            if (logged := comparison.logged) is not None:
+                first += f" Logged values or evaluations differ before, from {logged.where} on."
         return f"different: {count_compared(comparison)} compared.{first}"
     if comparison.refusals:
         names = ", ".join(escape(entry.field) for entry in comparison.refusals)
@@ -195,6 +201,21 @@ def state_verdict(comparison: Comparison) -> str:
     if not comparison.ranks:
         return "not comparable: the ledgers have no rank in common."
     return "not comparable: a rank has no digests in common, so nothing was proven."
+
+
+_CUT = "; one was ended before it finished its ledger."
+
+
+def describe_exception(comparison: Comparison, subject: str) -> str:
+    """Return that an exception ended both runs, and whether the state there was compared.
+
+    Empty if none did. ``subject`` names the runs.
+    """
+    failed = [rank for rank in comparison.ranks if rank.error]
+    if not failed:
+        return ""
+    seen = "was compared" if all(rank.sees_end for rank in failed) else "was not recorded"
+    return f"{subject} was ended by {escape(failed[0].error)}, and the state there {seen}."
 
 
 def count_compared(comparison: Comparison) -> str:

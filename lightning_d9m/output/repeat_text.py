@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from lightning_d9m.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.launch.run import Run
 from lightning_d9m.ledger.folder import Ledger
+from lightning_d9m.ledger.kinds import SAVED
 from lightning_d9m.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
 from lightning_d9m.output.columns import (
     Column,
@@ -21,10 +22,15 @@ from lightning_d9m.output.columns import (
     format_table,
     print_result,
 )
-from lightning_d9m.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.output.comparison_text import (
+    describe_exception,
+    format_evidence,
+    state_verdict,
+)
 from lightning_d9m.output.terminal import list_next_steps, terminal_width, wrap
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 
+_VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
 Row: TypeAlias = Mapping[str, Any]
 
@@ -41,14 +47,16 @@ def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: obje
         verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
         **facts: What distinguishes the run: its label, number of processes, seconds, records.
     """
-    last = ledger.outcome(min(ledger.files)).final
+    outcome = ledger.outcome(min(ledger.files))
+    saved = "" if outcome.last is None else outcome.last.totals.get(SAVED, "")
+    last = outcome.final
     written = None if last is None else last.loss
     loss = None if written is None else float.fromhex(written)
     return {
         "run": run,
         "fit": fit,
         "seed": ledger.header.seed,
-        "weights": "" if last is None else last.totals.get("weights", ""),
+        "weights": saved if last is None else last.totals.get("weights", ""),
         # JSON has no infinity and no NaN.
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "loss_hex": written,
@@ -151,7 +159,7 @@ class RepeatReport:
                 elif name in first:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
-                    verdict = "equal" if found.equal else "differs"
+                    verdict = _VERDICTS.get(found.verdict, "differs")
                 facts: dict[str, object] = {"label": run.label}
                 if run.processes is not None:  # records of all ranks, without the headers
                     records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
@@ -161,7 +169,8 @@ class RepeatReport:
                 self.rows.append(row)
                 if found is not None:
                     self._compared.append(FitOutcome(name, ledger, found, row))
-        self._differing = [entry for entry in self._compared if not entry.comparison.equal]
+        self._differing = [own for own in self._compared if own.row["verdict"] == "differs"]
+        self._partial = [own for own in self._compared if own.row["verdict"] == "incomplete"]
         self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
 
     @property
@@ -169,7 +178,7 @@ class RepeatReport:
         """``"equal"`` if all runs have the same fits and agree; failures make it incomplete."""
         if self._differing or self._unmatched:
             return "different"
-        return "incomplete" if self._failures else "equal"
+        return "incomplete" if self._failures or self._partial else "equal"
 
     @property
     def shown(self) -> FitOutcome | None:
@@ -238,7 +247,16 @@ class RepeatReport:
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         if self._failures:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
-        return f"{self.verdict}: {agree}."
+        ended = self._describe_exceptions()
+        return f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
+
+    def _describe_exceptions(self) -> str:
+        """Say of the first fit that an exception ended whether its state there was compared."""
+        for entry in (*self._partial, *self._compared):
+            fit = f"fit {entry.row['fit']}" if self._fits > 1 else "the fit"
+            if said := describe_exception(entry.comparison, f"in each run {fit}"):
+                return said
+        return ""
 
     @staticmethod
     def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:

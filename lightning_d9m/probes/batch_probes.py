@@ -138,6 +138,9 @@ class BatchProbes:
         if "loss" in self._kinds:
             self._took_loss = True
             self.collector.add("loss", "loss", loss)
+            if "rng" in self._kinds and self.collector.listens:
+                # A thread may have drawn from the generators, too.
+                self._take_rng(self.collector.add_leaves)
 
     def take_step(self, optimizer: Any, *_: object) -> None:
         """Take the gradients and the state that an optimizer is about to use.
@@ -205,18 +208,7 @@ class BatchProbes:
         """Pass the state of the selected kinds and parameters to a function."""
         kinds = self._kinds
         if "rng" in kinds:
-            state = capture_rng()
-            version, words, normal = state["python"]
-            own = (numpy := state["numpy"])["state"]
-            rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
-            leaves: list[tuple[str, object]] = [
-                ("python", f"{version} {array('Q', words).tobytes().hex()} {normal}"),
-                ("numpy", f"{own['key'].tobytes().hex()} {rest}"),
-                ("torch", state["torch"]),
-            ]
-            for device, states in state["devices"].items():
-                leaves += [(f"{device}:{number}", own) for number, own in states.items()]
-            take("rng", leaves)
+            self._take_rng(take)
         if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
             return
         parameters, buffers, names = self._tensors.look()
@@ -230,6 +222,21 @@ class BatchProbes:
                 scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
                 scale = scaler.get_scale() if scale is None else scale
                 take("optimizer", [("scaler.scale", scale)])
+
+    @staticmethod
+    def _take_rng(take: Take) -> None:
+        state = capture_rng()
+        version, words, normal = state["python"]
+        own = (numpy := state["numpy"])["state"]
+        rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
+        leaves: list[tuple[str, object]] = [
+            ("python", f"{version} {array('Q', words).tobytes().hex()} {normal}"),
+            ("numpy", f"{own['key'].tobytes().hex()} {rest}"),
+            ("torch", state["torch"]),
+        ]
+        for device, states in state["devices"].items():
+            leaves += [(f"{device}:{number}", own) for number, own in states.items()]
+        take("rng", leaves)
 
     def _take_gradients(self, optimizer: Any, take: Take) -> None:
         used = {id(p) for group in optimizer.param_groups for p in group["params"]}

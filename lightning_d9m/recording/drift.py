@@ -29,6 +29,7 @@ from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.reader import RankReader
 from lightning_d9m.ledger.format.records import Digests, Header, Json, RunFacts, Scalar
 from lightning_d9m.ledger.keys import LEDGER_START, describe_record, record_key, record_place
+from lightning_d9m.ledger.kinds import EXCEPTION
 from lightning_d9m.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS, same_logical_ranks
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 
@@ -129,6 +130,8 @@ class Reference:
             LedgerError: When the reference was edited or is malformed.
         """
         while (expected := self._next) is not None:
+            if EXCEPTION in {actual.moment, expected.moment} and actual.moment != expected.moment:
+                break  # an exception ended one of the two
             if record_key(expected) == record_key(actual):
                 self._next = next(self._records, None)
                 self.checked += 1

@@ -56,6 +56,7 @@ from lightning_d9m.ledger.format.records import (
     Scalar,
 )
 from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.ledger.kinds import EXCEPTION
 from lightning_d9m.ledger.stack import (
     LOGICAL_RANKS,
     SHARDED_PARAMETERS,
@@ -371,6 +372,21 @@ class Run:
                 warnings.warn(str(error), stacklevel=2)
         return max(error.count for error in found)
 
+    def record_exception(self, *, epoch: int, step: int) -> None:
+        """Record the state of this rank where an exception ends the training.
+
+        Ranks do not communicate, because some may be lost: a state that they share out is not
+        recorded. A difference from the reference is a warning, and no error hides the exception.
+        """
+        if self._header is None or SHARDED_PARAMETERS in self._header.stack:
+            return
+        with suppress(Exception):
+            self.probes.collector.close()
+            digests = self._describe(EXCEPTION, epoch, step, self._read())
+            self.digest = digests.totals["weights"]
+            for error in self._write(digests):
+                warnings.warn(str(error), stacklevel=2)
+
     def _take(
         self,
         moment: str,
@@ -381,10 +397,19 @@ class Run:
     ) -> Digests:
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
-        training = self._training
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
         complete_snapshot(snapshot, self.ranks)
-        totals = snapshot.total()
+        return self._describe(moment, epoch, step, snapshot, scalars)
+
+    def _describe(
+        self,
+        moment: str,
+        epoch: int,
+        step: int,
+        snapshot: Snapshot,
+        scalars: Mapping[str, str] = MappingProxyType({}),
+    ) -> Digests:
+        training, totals = self._training, snapshot.total()
         self.digest = totals["weights"]
         gradients: dict[str, dict[str, str]] = {}
         if training.records_gradients:  # those that the program has not cleared yet

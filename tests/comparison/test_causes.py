@@ -1,5 +1,6 @@
 """The cause of the first place that differs: one row for each kind of cause."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from lightning_d9m.comparison.causes import earliest_divergences, find_cause
 from lightning_d9m.comparison.differences import Divergence, PlaceDifference
 from lightning_d9m.comparison.ledgers import Side
+from lightning_d9m.ledger.kinds import PROBE_KINDS
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0, batch=0):
@@ -18,7 +20,9 @@ def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), pos
     )  # fmt: skip
 
 
-def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
+def comparison(
+    *divergences, refusals=(), stack=(), extent="logged values", logged=None, probes=PROBE_KINDS
+):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
     ranks = [
         SimpleNamespace(divergence=entry, expected=Side(), actual=Side()) for entry in divergences
@@ -29,6 +33,8 @@ def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
         refusals=refusals,
         stack=stack,
         extent=extent,
+        logged=logged,
+        probes=frozenset(probes),
         divergences=sorted(filter(None, divergences), key=lambda entry: entry.when),
     )
 
@@ -55,6 +61,7 @@ def comparison(*divergences, refusals=(), stack=(), extent="logged values"):
         (divergence("gradient", "a.weight"), "gradients"),
         (divergence("scalar", "time"), "logged value"),
         (divergence("weights", moment="final"), "after training"),
+        (divergence("saved", moment="saved ema.pt"), "saved file"),
         (divergence("weights", moment="epoch"), "weights"),
         (divergence("buffers", moment="epoch"), "buffers"),
         (divergence("optimizers", "0.group.0", moment="epoch"), "optimizer settings"),
@@ -128,5 +135,42 @@ def test_of_what_ranks_compute_the_first_goes_first():
 def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
     one, other = (Side(count) for count in counts)
     rank = SimpleNamespace(divergence=None, expected=one, actual=other)
-    runs = SimpleNamespace(ranks=[rank], refusals=(), stack=(), divergences=[])
+    runs = SimpleNamespace(ranks=[rank], refusals=(), stack=(), divergences=[], logged=None)
     assert find_cause(runs).kind == kind
+
+
+def test_an_epoch_that_ends_after_other_steps_is_a_length_with_both_numbers():
+    found = replace(
+        divergence("weights", moment="epoch", others=[("step", "global step")]),
+        by_kind={"weights": (1, 1), "step": (1, 1)}, steps=(113, 79),
+    )  # fmt: skip
+    runs = comparison(found, extent="training")
+    runs.ranks[0].actual.reason = "trainer.should_stop, which Timer sets"
+    seen, unseen = find_cause(runs, batches_seen=True), find_cause(runs)
+    assert (seen.kind, seen.narrows, unseen.kind, unseen.narrows) == ("length", 0, "length", 1)
+    assert seen.text == (
+        "One run ends at step 113, the other at step 79; everything recorded before is equal. "
+        "This run was ended by trainer.should_stop, which Timer sets."
+    )
+    assert "everything" not in unseen.text
+
+
+def test_a_logged_value_that_differs_earlier_is_said_beside_the_cause_of_the_training():
+    logged = divergence("scalar", "clock", step=0)
+    found = find_cause(comparison(divergence("batch", "batch:0"), logged=logged))
+    assert found.kind == "data"
+    assert "Before it, the logged clock differs in" in found.text
+    steered = comparison(divergence("optimizer", "0.group.0:lr"), logged=logged)
+    assert find_cause(steered).text.startswith("A logged value differs first")
+
+
+def test_what_was_not_recorded_is_not_ruled_out():
+    found = comparison(divergence("output", "a"), probes=["output"])
+    said = "ruled out: a difference of batch, buffer, input, rng, weight before it."
+    assert find_cause(found).text.endswith(said)
+    assert "Not recorded" not in find_cause(comparison(divergence("output", "a"))).text
+
+
+def test_draws_of_another_thread_within_a_batch():
+    found = replace(divergence("loss", "loss"), by_kind={"loss": (1, 1), "rng": (1, 3)})
+    assert find_cause(comparison(found)).kind == "random numbers"

@@ -19,10 +19,12 @@ from trainings import NoisyDigits, make_loader, make_model
 from lightning_d9m import DeterminismCallback, DriftError, SettingError, compare
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.control import session
+from lightning_d9m.hashing.digest import digest
 from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.output.comparison_text import state_verdict
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -114,6 +116,29 @@ def test_an_exception_is_recorded_and_everything_restored(fit, tmp_path):
     end = read_ledger(folder).outcome(0).end
     assert end.status == "failed"
     assert "ZeroDivisionError: in user code" in end.error
+
+
+def test_the_state_at_an_exception_is_compared(fit, tmp_path):
+    """A program that catches the exception goes on with the weights of that moment."""
+
+    def train(factor):
+        def training_step(self, batch, batch_idx):
+            if batch_idx + self.current_epoch > 5:
+                raise MemoryError
+            return self.layers(batch[0]).square().mean() * factor**self.current_epoch
+
+        model = make_model(training_step=training_step)
+        with pytest.raises(MemoryError):
+            fit(model=model, trainer_limit_val_batches=0)
+        return max(tmp_path.glob("fit-*")), model
+
+    (one, model), (other, _), (third, _) = map(train, (1.0, 1.0, 1.1))
+    found = compare(one, other)
+    assert (found.verdict, found.first) == ("equal", None)
+    assert "ended by MemoryError, and the state there was compared." in state_verdict(found)
+    assert compare(one, third).first.where == "the state at the exception (epoch 1, step 11)"
+    digests = {name: digest(weight) for name, weight in model.named_parameters()}
+    assert read_ledger(one).outcome(0).final.groups["weights"] == digests
 
 
 def test_a_ledger_holds_initial_epochs_and_final(fit):

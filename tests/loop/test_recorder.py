@@ -276,6 +276,27 @@ def test_batches_of_a_validation_are_probed_and_change_no_draw_of_the_training(t
     assert drawn == same
 
 
+def test_a_validation_that_is_left_early_changes_no_draw_of_the_training(tmp_path):
+    def draw(*validated):
+        drawn, model = [], nn.Linear(1, 1)
+        with deterministic(seed=3), Recorder(tmp_path, model) as run:
+            for (batch,) in run.batches([(torch.ones(1, 1),)] * 3):
+                run.step(model(batch).sum())
+                kept = run.validation(validated)
+                for _ in kept:
+                    torch.rand(1)
+                    break
+                drawn.append(torch.rand(1).item())
+                for iterator in map(iter, [kept] * len(validated)):
+                    next(iterator)  # nothing closes it
+                    run.step()
+                    with pytest.raises(SettingError, match="continued after the training"):
+                        next(iterator)
+        return drawn
+
+    assert draw(1, 2) == draw()
+
+
 class Noise(nn.Module):
     """Adds numbers of a generator that no seed controls."""
 

@@ -42,6 +42,7 @@ from lightning_d9m.ledger.format.records import (
     chain_record,
     decode_record,
 )
+from lightning_d9m.ledger.kinds import ENDS
 from lightning_d9m.text import quote
 from lightning_d9m.version import __version__
 
@@ -345,7 +346,7 @@ def find_parent(path: Path, parent: str) -> Path | None:
 
 def _counts(record: Record | Batch, reader: RankReader, resume: Resume) -> bool:
     """Return whether the run that continues a file does not repeat a record of it."""
-    if isinstance(record, End) or getattr(record, "moment", "") == "final":
+    if isinstance(record, End) or getattr(record, "moment", "") in ENDS:
         return False  # the resumed run has not reached the end of a run
     if not 0 < reader.marked < reader.line or isinstance(record, ProbeLayout):
         return True

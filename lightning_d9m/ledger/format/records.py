@@ -236,7 +236,8 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     """Digests of one moment of the training.
 
     Attributes:
-        moment: ``"initial"``, ``"epoch"``, ``"final"``, or one that a later version adds.
+        moment: ``"initial"``, ``"epoch"``, ``"final"``, ``"exception"`` (where one ended the fit),
+            or one that a later version adds.
         epoch: Counted from 0; of ``"final"``, the last epoch that was trained.
         step: The global step.
         totals: One digest for each group.
@@ -358,15 +359,17 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
         status: The outcome.
         error: The error's message.
         drift: The difference between ranks, if that is the error.
+        reason: What ended a training that finished, where it is known.
     """
 
-    cut: ClassVar[tuple[str, ...]] = ("error",)
-    uncompared: ClassVar[tuple[str, ...]] = ("error", "drift")
+    cut: ClassVar[tuple[str, ...]] = ("error", "reason")
+    uncompared: ClassVar[tuple[str, ...]] = ("error", "drift", "reason")
     status: Annotated[
         str, Meta(pattern=r"\A(?:finished|failed)\Z", description="'finished' or 'failed'")
     ]
     error: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
     drift: Annotated[RankDrift | None, _describe("an object: RankDrift")] = None
+    reason: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
 
     @classmethod
     def failed(cls, error: BaseException) -> "End":

@@ -90,7 +90,7 @@ def _is_unsupported() -> bool:
 
 
 def _start() -> None:
-    from lightning_d9m.control.settings import read_switch
+    from lightning_d9m.control.settings import RECORD_SAVES, read_switch, read_variable
 
     if not read_switch(os.environ) or _is_unsupported():
         return
@@ -106,6 +106,10 @@ def _start() -> None:
         from lightning_d9m.loop.optimizer_steps import OptimizerSteps
 
         OptimizerSteps().install()  # for a program without a Trainer, whose callback has precedence
+        if read_variable(RECORD_SAVES, os.environ, bool):
+            from lightning_d9m.loop.saved_files import SavedFiles
+
+            SavedFiles().install(call_after_import)
 
 
 def _open_session() -> None:

@@ -311,7 +311,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     def process_dataloader(self, dataloader: object) -> object:
         """Load the micro-batches of all logical ranks of this process together."""
         dataloader = super().process_dataloader(dataloader)
-        if self.logical_ranks is None:
+        # Lightning hands over an empty list of loaders as if it were a loader.
+        if self.logical_ranks is None or dataloader in ([], (), {}):
             return dataloader
         padded = self.lightning_module.trainer.state.fn != "predict"
         return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)

@@ -55,6 +55,11 @@ def test_a_plain_training_after_all_refusals_is_accepted(found):
     assert [messages["none"] for messages in found.values()] == [2, 4, 4]
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list`")
+def test_an_empty_list_of_loaders_has_nothing_to_split(fit):
+    fit(model=make_model(val_dataloader=lambda _: []))
+
+
 def test_samplers_of_torch_are_split(fit):
     for sampler in (WeightedRandomSampler(torch.ones(16), 16), DistributedSampler(DATA, 2, 0)):
         words = {"options": {"find_unused_parameters": True}}  # which is not needed

@@ -1,0 +1,60 @@
+"""The files that a program saves are digested by their tensors, and compared by order and name."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_d9m import compare, read_ledger
+from lightning_d9m.hashing.digest import digest
+from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.lightning.autoload.entry_points import call_after_import
+from lightning_d9m.loop.saved_files import SavedFiles
+
+
+@pytest.fixture
+def save(tmp_path, monkeypatch):
+    """Return a function that saves values in a run, and returns its ledger."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *values):
+        monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / name))
+        saved = SavedFiles()
+        saved.install(call_after_import)
+        try:
+            for number, value in enumerate(values):
+                torch.save(value, f"{name}-{number}.pt")
+            with Path("other.pt").open("wb") as file:
+                torch.save({"made": np.ones(2), "at": name}, file)
+            torch.save({"run": torch.tensor(len(name))}, io.BytesIO())
+            sys.modules["safetensors.torch"].save_file({"x": torch.ones(2)}, "x.safetensors")
+        finally:
+            saved.remove()
+        return tmp_path / name / "saved-000"
+
+    return run
+
+
+def test_tensors_are_compared_whatever_the_file_is_called(save):
+    before = torch.save, torch.serialization.save, sys.modules["safetensors.torch"].save_file
+    model, average = nn.Linear(2, 1), torch.zeros(3)
+    one, other = (save(name, model, {"ema": average}) for name in ("run1", "run20"))
+    assert compare(one, other).equal
+    found = [record for record in read_ledger(one).records(0) if isinstance(record, Digests)]
+    assert [(own.moment, own.epoch) for own in found] == [
+        ("saved run#-#.pt", 0),
+        ("saved run#-#.pt", 1),
+        ("saved other.pt", 0),
+        ("saved x.safetensors", 0),
+    ]
+    assert found[0].groups["saved"] == {n: digest(p) for n, p in model.state_dict().items()}
+    assert before == (torch.save, torch.serialization.save, save_file)
+    third = compare(one, save("run3", model, {"ema": average + 1}))
+    assert (third.first.where, third.first.name) == ("saved run#-#.pt (file 2 of this name)", "ema")
+    assert [own.count for own in third.divergences] == [1]
