@@ -95,11 +95,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         yield from wrap(f"different: {found.cause.kind}. {found.cause.text}")
         yield ""
         yield from _describe_moment(found)
-        for finding in found.lines:
-            label = "line" if explains(finding.rule, found.cause.kind) else "suspect"
-            place = escape(finding.location, _LONGEST)
-            yield from _label(label, f"{place}: {escape(finding.code)}")
-            yield from _label("", f"{finding.rule}: {finding.reason}")
+        yield from _describe_lines(found)
         if found.op is not None:
             yield from describe_op(found.op)
         magnitude = found.magnitude if found.op is None else found.op.magnitude
@@ -152,6 +148,8 @@ def _describe_moment(found: SearchResult) -> Iterator[str]:
             yield from _label("fit", f"{escape(pair.fit)}, one of {pair.fits}")
         differ = f"{first.count:,} of {first.compared:,} values recorded there"
         yield from _label("differ", differ)
+        if found.samples:
+            yield from _label("samples", found.samples)
         if written := _describe_writing(found, first):
             yield from _label("written", written)
     if pair is None:
@@ -160,6 +158,20 @@ def _describe_moment(found: SearchResult) -> Iterator[str]:
         yield from format_field(entry, len(pair.comparison.ranks))
     for sentence in () if found.divergences else list_one_sided(pair.comparison):
         yield from wrap(sentence, "  ")
+
+
+def _describe_lines(found: SearchResult) -> Iterator[str]:
+    """Yield the lines of the program that a scan found, and those that read from outside."""
+    for finding in found.lines:
+        label = "line" if explains(finding.rule, found.explained) else "suspect"
+        place = escape(finding.location, _LONGEST)
+        yield from _label(label, f"{place}: {escape(finding.code)}")
+        yield from _label("", f"{finding.rule}: {finding.reason}")
+    if found.outside:
+        yield "read from outside before it differed, the nearest first:"
+    for read in found.outside:
+        yield from _label("", f"{escape(read.location, _LONGEST)}: {escape(read.code)}")
+        yield from _label("", escape(str(read), _LONGEST))
 
 
 def _describe_writing(found: SearchResult, first: Divergence) -> str:

@@ -40,6 +40,8 @@ from lightning_d9m.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.lint.rules import Finding
 from lightning_d9m.lint.scanner import scan_file
 from lightning_d9m.lint.source import SourceError, list_imports, read_python
+from lightning_d9m.locate.outside import OutsideRead, describe_samples, find_reads
+from lightning_d9m.probes.outside import VARIABLE as WATCH
 from lightning_d9m.text import escape
 
 if TYPE_CHECKING:
@@ -50,7 +52,10 @@ _MOST_FILES = 500
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
 _ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305))
 # By the kind of the cause.
-_RULES = {"data": _ANY, "initial weights": _ANY, "random numbers": ("D9M204",)}
+_RULES = {
+    **dict.fromkeys(("data", "initial weights", "inputs", "value from outside torch"), _ANY),
+    "random numbers": ("D9M204",),
+}
 
 _DUMP = "LIGHTNING_D9M_DUMP"
 _DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
@@ -130,7 +135,7 @@ class Runner:
         number = next(self._numbers)
         folder = self._runs.output / f"run-{number:03d}"
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
-        variables |= _FILLED if filled else {}
+        variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
         if dump:
             place = escape_name(dump)  # and its leaves
             variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
@@ -218,6 +223,8 @@ class SearchResult:
         magnitude: How far the values are apart at the first place, unless it is an operation.
         reference_rank: The rank whose values are the expected ones, if ranks of one run differ.
         lines: Lines of the program that may explain the cause, the likeliest first.
+        outside: What the program read from outside before it differed, the nearest first.
+        samples: How the samples of the epoch compare, if the batches differ and it is known.
         left: A sentence on files through which a run may have changed later ones.
         writer: What ran when the first place was written; empty if it is not known.
         tries: Most pairs of runs for each look.
@@ -232,9 +239,20 @@ class SearchResult:
     magnitude: "Magnitude | None" = None
     reference_rank: int | None = None
     lines: list[Finding] = field(default_factory=list)
+    outside: list[OutsideRead] = field(default_factory=list)
+    samples: str = ""
     left: str = ""
     writer: str = ""
     tries: int = 1
+
+    @property
+    def explained(self) -> str:
+        """What lines may explain: the kind of cause, or that the inputs of the model differ.
+
+        A loop without a Trainer has its batches as these.
+        """
+        inputs = self.divergences and self.divergences[0].kind == "input"
+        return "inputs" if inputs else self.cause.kind if self.cause else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
@@ -254,6 +272,8 @@ class SearchResult:
             "magnitude": None if op is not None else measured,
             "reference_rank": self.reference_rank,
             "lines": [finding.as_record() for finding in self.lines] or None,
+            "outside": [read.as_record() for read in self.outside] or None,
+            "samples": self.samples or None,
             "left": self.left or None,
             "writer": self.writer or None,
         }
@@ -312,10 +332,23 @@ class Search:
                 raise
             found.looks.append(f"stopped: {type(error).__name__}: {error}")
         if found.cause is not None:
-            found.lines = find_cause_lines(self._runner.command, found.cause.kind)[:_MOST_LINES]
+            found.lines = find_cause_lines(self._runner.command, found.explained)[:_MOST_LINES]
+            self._find_outside()
         if self._gone:
             found.left = self._runner.files.describe(first_alone=True)
         return found
+
+    def _find_outside(self) -> None:
+        """Find what the program read from outside, unless an operation alone is the cause."""
+        found, pair = self._found, self._found.pair
+        alone = found.op is not None and found.op.outcomes > 1
+        if alone or pair is None or found.reference_rank is not None:
+            return
+        first = found.divergences[0] if found.divergences else None
+        name, folders = pair.expected.path.name, [dump.parent for dump in pair.dumps]
+        found.outside = find_reads(folders, name, first)[:_MOST_LINES]
+        if first is not None:
+            found.samples = describe_samples(folders, name, first)
 
     def _narrow(self) -> None:
         """Look closer and closer; each look adds to what was found."""
@@ -332,13 +365,16 @@ class Search:
 
     def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
         """Narrow from an epoch to its steps; return a pair that diverged in an earlier epoch."""
-        known = self._found.cause
-        if known is None or not known.narrows:
+        known, found = self._found.cause, self._found.divergences
+        if known is None or not found:
             return None
-        first = self._found.divergences[0]
+        first = found[0]
         # Each pair may diverge at a different step, so all looks begin at the start of the epoch,
         # the last point at which the runs are known to agree.
         low, high = pair.steps_of_epoch(first.epoch)
+        # Steps after the last epoch that was recorded end with the final state.
+        if not known.narrows and not (first.moment == "final" and first.step > low):
+            return None
         self._low = low
         stages = [(_FIRST, _STEPS), (_SECOND, _MODULES)]
         if first.moment == "batch":  # the look at suspects saw the step

@@ -18,6 +18,7 @@ from lightning_d9m.hashing.training_state import ModelTensors, optimizer_state, 
 from lightning_d9m.ledger.kinds import ROOT, VALIDATION
 from lightning_d9m.probes.dumps import Dump
 from lightning_d9m.probes.module_hooks import OpMode, hook_model
+from lightning_d9m.probes.outside import Watch
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import (
     Leaves,
@@ -105,6 +106,8 @@ class BatchProbes:
         ``scaler`` is the ``torch.amp.GradScaler``, where the precision has one.
         """
         self._ops_entered.close()
+        if Watch.current is not None:
+            Watch.current.mark("batch", *point)
         if point.batch < VALIDATION:
             self._validated = 0
         if not self._kinds or point.step not in self._settings.steps:
@@ -132,6 +135,8 @@ class BatchProbes:
         """Take the batch, or what the model is given of it; None if that is not known."""
         if batch is not None and "batch" in self._kinds and self.collector.listens:
             self.collector.add("batch", "batch", batch)
+            if Watch.current is not None:
+                Watch.current.take_samples(batch)
 
     def take_loss(self, loss: Any) -> None:
         """Take the loss that is about to be differentiated, or was."""

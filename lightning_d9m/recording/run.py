@@ -66,6 +66,7 @@ from lightning_d9m.ledger.stack import (
     check_stack,
 )
 from lightning_d9m.probes.batch_probes import BatchProbes, Training
+from lightning_d9m.probes.outside import Watch
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import StatePoint
 from lightning_d9m.ranks.ranks import Ranks
@@ -283,6 +284,8 @@ class Run:
         if not ranks.is_alone and replicated is not None:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
+        if Watch.current is not None:
+            Watch.current.begin(self.folder, ranks.rank)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
         if control_is_on():
             settle_buckets(training.model if training.wrapped is None else training.wrapped)
@@ -395,6 +398,8 @@ class Run:
         scalars: Mapping[str, str],
         verify: Callable[[], None] | None,
     ) -> Digests:
+        if Watch.current is not None:
+            Watch.current.mark(moment, epoch, step)
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))

@@ -38,6 +38,7 @@ def pair(
         ),
         steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit=fit,
+        expected=SimpleNamespace(path=Path("nowhere/fit-000")),
         fits=1,
         dumps=(Path("nowhere"), Path("nowhere")),
     )

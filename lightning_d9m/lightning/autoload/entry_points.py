@@ -48,6 +48,14 @@ def load() -> None:
         os.environ.setdefault("LIGHTNING_D9M", "1")
     if os.environ.get("LIGHTNING_D9M", "") not in _OFF:
         _attempt(_start)
+    if os.environ.get("LIGHTNING_D9M_WATCH"):
+        _attempt(_watch)
+
+
+def _watch() -> None:
+    from lightning_d9m.probes.outside import watch_process
+
+    watch_process()
 
 
 def make_lightning_callbacks() -> list[Any]:
