@@ -54,7 +54,11 @@ class CustomMetadataHook(MetadataHookInterface):
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """Set the addresses of the site and of the repository."""
     urls = read_urls()
-    config.site_url, config.repo_url = urls["Documentation"], urls["Homepage"]
+    config.site_url = urls["Documentation"]
+    # With `repo_url`, the theme's script would ask the repository's host for its stars, from the
+    # browser of each reader. A link in the footer asks nobody.
+    link = {"icon": "material/source-repository", "link": urls["Homepage"], "name": "Repository"}
+    config.extra["social"] = [link]
     return config
 
 

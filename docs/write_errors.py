@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m import errors
+from lightning_d9m.text import pluralize
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 _HEAD = """# Errors
 
-Every message of the package, by the class of its exception; all of them are
-`lightning_d9m.D9mError`s. `…` stands for what is filled in. Search this page for a piece of the
-message that you have: each says what was allowed and what to do, and the page of the feature says
-more.
-
-This page is written from the code by `python docs/write_errors.py`.
+The search (press `/`) finds the message that you have; `…` stands for what is filled in. Each
+message says what is wrong, what is allowed and what to do. All are `lightning_d9m.D9mError`s,
+listed by class, and below it by the part of the package that raises them.
 """
 
 
@@ -138,9 +136,15 @@ def format_page() -> str:
             continue
         summary = (inspect.getdoc(getattr(errors, name)) or "").splitlines()[0]
         lines += [f"## {name}", "", summary, ""]
+        parts: dict[str, list[str]] = {}
         for module, message in dict.fromkeys(messages):
-            lines.append(f"- {_plain(message)} (`{module.removeprefix('lightning_d9m.')}`)")
-        lines.append("")
+            short = module.removeprefix("lightning_d9m.")
+            line = f"- {_plain(message)} (`{short}`)"
+            parts.setdefault(short.partition(".")[0], []).append(line)
+        for part, listed in parts.items():
+            head = f"<summary><code>{part}</code>: {pluralize(len(listed), 'message')}</summary>"
+            lines += ['<details markdown="1">', head, "", *listed, "", "</details>", ""]
+    lines.append("<!-- `python docs/write_errors.py` writes this page from the code. -->\n")
     return "\n".join(lines)
 
 

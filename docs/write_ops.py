@@ -4,10 +4,11 @@
 the catalog.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_d9m.cli.ops import list_op_facts
-from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.patches.catalog.catalog import OPS, Op
 
 PAGE = Path(__file__).with_name("ops.md")
 _HEADINGS = {
@@ -19,8 +20,8 @@ _HEADINGS = {
 _INTRODUCTION = """\
 # Ops
 
-The ops that torch leaves nondeterministic on CUDA, and their deterministic replacements.
-`python docs/write_ops.py` makes this page from the catalog.
+The ops that torch leaves nondeterministic on CUDA, and their deterministic replacements, in groups
+of one replacement or one reason. `d9m ops NAME` prints all facts about one of them.
 
 The replacements are registered in torch's dispatcher for CUDA, all or none, and removed at the
 end. Nearly all are one of two [primitives](primitives.md). They are tested on a CPU against torch's
@@ -53,10 +54,31 @@ def format_page() -> str:
     parts = [_INTRODUCTION.rstrip()]
     for status, heading in _HEADINGS.items():
         parts.append(f"## {heading}")
-        for op in (op for op in OPS if op.status == status):
-            facts = "\n".join(f"- **{label}**: {text}" for label, text in list_op_facts(op))
-            parts.append(f"### `{op.name}`\n\n{facts}")
+        groups: dict[tuple[str, ...], list[Op]] = {}
+        for op in OPS:
+            if op.status == status:
+                groups.setdefault((op.cause, op.instead, op.bits, op.reason), []).append(op)
+        parts += [_format_group(ops) for ops in groups.values()]
+    parts.append("<!-- `python docs/write_ops.py` writes this page from the catalog. -->")
     return "\n\n".join(parts) + "\n"
+
+
+def _format_group(ops: Sequence[Op]) -> str:
+    """Return the facts that all ops of a group share, and those of each that differ."""
+    facts = {op.name: dict(list_op_facts(op)) for op in ops}
+    labels = dict.fromkeys(label for own in facts.values() for label in own)
+    shared = {
+        label: texts.pop()
+        for label in labels
+        if len(texts := {own.get(label, "") for own in facts.values()}) == 1
+    }
+    names = " and ".join([f"`{ops[0].name}`", *([f"{len(ops) - 1} more"] if ops[1:] else [])])
+    lines = [f"### {names}", "", *(f"- **{label}**: {text}" for label, text in shared.items())]
+    for name, own in facts.items():
+        differing = [f"{label}: {text}" for label, text in own.items() if label not in shared]
+        if differing:
+            lines.append(f"- `{name}`: {'; '.join(text.rstrip('.') for text in differing)}.")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

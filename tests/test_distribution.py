@@ -61,6 +61,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives):
     files = [path for path in (ROOT / "lightning_d9m").rglob("*.*") if path.suffix != ".pyc"]
     expected = {str(path.relative_to(ROOT)) for path in files if path.is_file()}
     assert "lightning_d9m/output/templates/report.html.j2" in expected
+    assert "lightning_d9m/.agents/skills/lightning-d9m/SKILL.md" in expected
     assert expected <= set(names)
 
 

@@ -1,6 +1,7 @@
 """``d9m report``: write the comparison of runs as one HTML file that needs no network."""
 
 import argparse
+import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError, file_errors
+from lightning_d9m.history.bundle import read_located
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
@@ -20,6 +22,7 @@ _ALL_RUNS = "the folder of a `d9m repeat`, all of whose runs are compared, or a 
 ARGUMENTS = f"""{LEDGERS.replace("a folder, whose", f"{_ALL_RUNS}, whose")}
 -o, --output OUTPUT  file to write (default: report.html); replaces an earlier report
 --force  replace the file even if it is not a report
+--open  show the report in the browser
 """
 SETTINGS = {"output": {"default": Path("report.html")}}
 
@@ -30,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = compare_chosen(arguments)
     write_page(arguments.output, render_page(found))
     print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
+    if arguments.open and not webbrowser.open(arguments.output.resolve().as_uri()):
+        print_lines(["No browser was found that can show it here."])
     return 0 if found.verdict == "equal" else 1
 
 
@@ -48,7 +53,7 @@ def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
-    return ComparedRuns(comparison, timeline, ledgers)
+    return ComparedRuns(comparison, timeline, ledgers, located=read_located(ledgers))
 
 
 def _compare_runs(runs: Mapping[int, Run], folder: Path) -> ComparedRuns:

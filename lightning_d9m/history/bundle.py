@@ -30,6 +30,7 @@ SIDES = ("reference", "this-run")
 _MANIFEST = "bundle.json"
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.jsonl", re.ASCII)
 _CONTEXT = 5
+_EXCERPT = re.compile(r"\S.*\.py, line \d+:")
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
@@ -215,6 +216,27 @@ def _list_added(added: Sequence[Path]) -> dict[str, Path]:
             if one.is_file():
                 files[f"added/{os.path.relpath(one).replace('../', 'parent/')}"] = one
     return files
+
+
+def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
+    """Return what `d9m locate` found, if it compared these ledgers, and its report with sources.
+
+    Raises:
+        LedgerError: If it cannot be read.
+    """
+    facts, compared = find_located(ledgers[1].path)
+    if [path.resolve() for path in compared] != [ledger.path.resolve() for ledger in ledgers]:
+        return {}, []
+    return facts, list(_list_report(facts))
+
+
+def find_excerpt(report: Sequence[str]) -> Sequence[str]:
+    """Return the first lines of source in a report, below their heading; empty without any."""
+    numbers = (number for number, line in enumerate(report) if _EXCERPT.fullmatch(line))
+    for start in numbers:
+        lines = report[start + 1 :]
+        return lines[: lines.index("") if "" in lines else None]
+    return ()
 
 
 def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -418,17 +418,21 @@ LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
     """Create a new folder; an existing one is an error.
 
-    Without a chosen one it is the next free number in ``parent``, after ``prefix``.
+    Without a chosen one it is the next free number in ``parent``, after ``prefix``; if ``parent``
+    is new, git ignores it.
 
     Raises:
         LedgerError: If it exists already or cannot be created.
     """
     numbered = (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
+    is_first = chosen is None and not Path(parent).exists()
     for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
             folder.mkdir(parents=True)
+            if is_first:
+                Path(parent, ".gitignore").write_text("*\n", encoding="utf-8")
             return folder.resolve()
     if chosen is None:
         raise LedgerError(

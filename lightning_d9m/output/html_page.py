@@ -7,14 +7,15 @@ line.
 """
 
 import math
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from itertools import groupby, takewhile
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_d9m.comparison.causes import find_cause
 from lightning_d9m.comparison.differences import Divergence, name_call
@@ -30,6 +31,7 @@ from lightning_d9m.comparison.timeline import (
     ValuePair,
     module_of,
 )
+from lightning_d9m.history.bundle import find_excerpt
 from lightning_d9m.ledger.folder import Ledger
 from lightning_d9m.ledger.format.records import Header, Scalar
 from lightning_d9m.ledger.kinds import ROOT
@@ -49,6 +51,7 @@ _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_LINES = 1_000
 _MAX_MODULES = 1_500
 _MAX_LAYERS = 8
+_MAX_EXCERPT = 20  # lines
 # Of a layer: the first epoch at whose end it differs, and the distances there and at the end.
 _LAYER_TITLES = ("layer", "first epoch", "size there", "size at the end")
 # What ran, by its name on the page.
@@ -67,11 +70,15 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "lightning_d9m": lambda header: header.package,
 }
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
+# A line has its dashes, too, for who does not tell colors apart, and where lines lie on each other.
+_DASHES = ("", ";stroke-dasharray:9 4", ";stroke-dasharray:2 4", ";stroke-dasharray:9 4 2 4")
 WIDTH, HEIGHT = 720, 228
 LEFT, _RIGHT = 8, 712
 _TOP, _BOTTOM = 34, 172
 _DARKEST = 4
 _WORDS = {"same": "equal", "alone": "in one run only"}
+# Where a narrow window breaks a long name: before a word, and not within it or a number.
+_WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
 # (step, value), in order of the steps.
 Points: TypeAlias = Sequence[tuple[int, float]]
 
@@ -86,6 +93,7 @@ class ComparedRuns:
         ledgers: Their ledgers.
         report: The comparison of all runs, if they are of a `d9m repeat`.
         values: For each of these but the first, the logged values of the first and its own.
+        located: What `d9m locate` found between the two, as its JSON, and its report.
     """
 
     comparison: Comparison
@@ -93,6 +101,7 @@ class ComparedRuns:
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
     values: Sequence[Mapping[str, Sequence[ValuePair]]] = ()
+    located: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
 
     @property
     def verdict(self) -> str:
@@ -128,6 +137,8 @@ def render_page(compared: ComparedRuns) -> str:
         weights="" if final is None else final.totals.get("weights", ""),
         facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
         command=find_command(ledgers),
+        located=_list_located(compared.located[0]),
+        excerpt=find_excerpt(compared.located[1])[:_MAX_EXCERPT],
         first=found[0] if found else None,
         evidence=evidence[:_MAX_LINES],
         evidence_left=len(evidence) - _MAX_LINES,
@@ -154,6 +165,26 @@ def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]
         values = [read(header) for header in headers]
         if any(value not in (None, "") for value in values):
             yield name, ["" if value is None else str(value) for value in values]
+
+
+def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what `d9m locate` found, as pairs of a label and a text.
+
+    In a bundle the facts may come from anybody, so that a value may have any type.
+    """
+    lines, op = facts.get("lines"), facts.get("op")
+    found: list[tuple[str, object]] = []
+    for line in lines[:1] if isinstance(lines, list) else ():
+        if isinstance(line, dict):
+            where = ":".join(str(line.get(name)) for name in ("file", "line"))
+            found += [("Line", f"{where}: {line.get('code')}"), ("Reason", line.get("reason"))]
+            found.append(("Fix", line.get("fix")))
+    if isinstance(op, dict):
+        called = f", called at {op['source']}" if op.get("source") else ""
+        found.append(("Op", f"{op.get('op')}{called}"))
+    if found and "Fix" not in dict(found):
+        found.append(("Advice", facts.get("advice")))
+    return [(label, str(text)) for label, text in found if text]
 
 
 def _name_pair(one: Path, other: Path) -> str:
@@ -192,7 +223,8 @@ def _list_layers(found: DistanceSeries) -> tuple[list[tuple[str, str, str, str]]
     # There is nothing to see of sizes that are too small.
     if not any(RESOLUTION <= value < math.inf for points in lines for _, value in points):
         return rows, ""
-    return rows, draw_chart("Size of the difference of each layer by step", lines, log=True)
+    label = "Size of the difference of each layer by step"
+    return rows, draw_chart(label, lines, log=True, name="layer", unit="relative to the weights")
 
 
 def _describe_distance(distance: Distance) -> str:
@@ -217,8 +249,8 @@ def _draw_values(
         label = f"Logged value {number}"
         drawing = ""
         if any(gap > 0 and math.isfinite(gap) for _, gap in gaps):
-            drawing = draw_chart(f"{label}: difference", [gaps], log=True)
-        yield name, draw_chart(label, lines, name="run"), drawing
+            drawing = draw_chart(label, [gaps], log=True, unit="size of the difference")
+        yield name, draw_chart(label, lines, name="run", unit="value"), drawing
 
 
 @cache
@@ -250,7 +282,8 @@ def _mark_untrusted(value: object, limit: int = 160) -> "Markup":
     text = str(value)
     if len(text) > limit or not text.isprintable():
         text = quote(text, limit)
-    return (Markup("{}") if text.isascii() else Markup("<bdi>{}</bdi>")).format(text)
+    parts = Markup("<wbr>").join(_WORD.split(text))
+    return (Markup("{}") if text.isascii() else Markup("<bdi>{}</bdi>")).format(parts)
 
 
 def _list_places(found: Divergence, most: int | None) -> Iterator[tuple[object, ...]]:
@@ -297,18 +330,20 @@ def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, o
 
 
 def draw_chart(
-    label: str, lines: Sequence[Points], *, log: bool = False, name: str = "line"
+    label: str, lines: Sequence[Points], *, log: bool = False, name: str = "line", unit: str = ""
 ) -> str:
     """Draw the values of several lines by step, with the least and the greatest of both.
 
-    A line ends where a value is NaN or infinite.
+    A line ends where a value is NaN or infinite. Each step has the values of all lines as its
+    title, which a browser shows under the pointer.
 
     Args:
         label: What is drawn, for a reader that does not see it.
         lines: The values of each line.
         log: Whether the scale is logarithmic; then no value is negative, and zero lies below all
             others. On a linear one the first line is the reference, and the widest.
-        name: What a line is, for the titles of its dots.
+        name: What a line is, for the titles of its steps.
+        unit: What the values are, for the axis.
     """
     finite = sorted(value for own in lines for _, value in own if math.isfinite(value)) or [0.0]
     least = math.log10(next((value for value in finite if value > 0), 1.0)) if log else 0.0
@@ -317,36 +352,56 @@ def draw_chart(
         return value if not log else math.log10(value) if value > 0 else least - 1
 
     up = _make_scale(scale(finite[0]), scale(finite[-1]), _BOTTOM, _TOP)
-    steps = [step for own in lines for step, _ in own] or [0]
-    across = _make_scale(min(steps), max(steps), LEFT, _RIGHT)
+    steps = sorted({step for own in lines for step, _ in own}) or [0]
+    across = _make_scale(steps[0], steps[-1], LEFT, _RIGHT)
     low, high = describe_limits(finite[0], finite[-1])
+    axis = ", ".join(filter(None, [unit, "logarithmic scale" if log else ""]))
     parts = [
         f'<path class="axis" d="M{LEFT - 4},{_TOP}V{_BOTTOM + 4}H{_RIGHT}" fill="none"/>',
         f'<text x="0" y="20">{high}</text><text x="0" y="198">{low}</text>',
-        f'<text x="0" y="222">step {min(steps):,}</text>',
-        f'<text x="{_RIGHT}" y="222" text-anchor="end">{max(steps):,}</text>',
+        f'<text x="{_RIGHT}" y="20" text-anchor="end">{axis}</text>',
+        f'<text x="0" y="222">step {steps[0]:,}</text>',
+        f'<text x="{WIDTH // 2}" y="222" text-anchor="middle">steps at the ends of epochs</text>',
+        f'<text x="{_RIGHT}" y="222" text-anchor="end">{f"{steps[-1]:,}" * bool(steps[1:])}</text>',
     ]
+    shown: dict[int, list[str]] = {step: [] for step in steps}
     for number, own in enumerate(lines):
         wide = not (number or log)
         color, dashes = _choose_style(number)
-        width = f";stroke-width:{4 if wide else 1.5};opacity:{0.45 if wide else 1}"
+        width = f";stroke-width:{5 if wide else 2};opacity:{0.4 if wide else 1}"
+        for step, value in own:
+            shown[step].append(f"{name} {number + 1}: {f'{value:.2g}' if log else repr(value)}")
         for is_drawn, group in groupby(own, key=lambda point: math.isfinite(point[1])):
-            points = [(across(step), up(scale(value)), step, value) for step, value in group]
-            if not is_drawn:
-                continue
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in points)
-            style = f"fill:none;stroke:{color}{dashes}{width}"
-            parts.append(f'<polyline points="{path}" style="{style}"/>')
-            for x, y, step, value in points:
-                shown = f"{value:.2g}" if log else repr(value)
-                title = f"{name} {number + 1}, step {step:,}: {shown}"
-                place = f'cx="{x:.1f}" cy="{y:.1f}" r="{3.5 if wide else 2}"'
-                parts.append(
-                    f'<circle {place} style="fill:{color}"><title>{title}</title></circle>'
-                )
+            points = [(across(step), up(scale(value))) for step, value in group if is_drawn]
+            if points:
+                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                style = f"fill:none;stroke:{color}{dashes}{width}"
+                parts.append(f'<polyline points="{path}" style="{style}"/>')
+            radius = 4 if wide else 2.5
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="fill:{color}"/>'
+                for x, y in points
+            ]
+    parts += _draw_powers(least, scale(finite[-1]), up) if log else ()
+    # The pointer finds the nearest step: its rectangle reaches half way to those beside it.
+    edges = [0.0, *((across(a) + across(b)) / 2 for a, b in pairwise(steps)), float(WIDTH)]
+    for (left, right), (step, values) in zip(pairwise(edges), shown.items(), strict=True):
+        title = "\n".join([f"step {step:,}", *values])
+        place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
+        parts.append(f'<rect class="step" {place} fill-opacity="0"><title>{title}</title></rect>')
+    label = ", ".join(filter(None, [label, axis, f"from {low} to {high}"]))
     # The style of a page has other sizes.
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     return f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _draw_powers(low: float, high: float, up: Callable[[float], float]) -> Iterator[str]:
+    """Yield a line at each power of ten, at most six of them; a label ends each line."""
+    powers = range(math.ceil(low), math.floor(high) + 1)
+    for power in powers[:: 1 + len(powers) // 6]:
+        y = up(power)
+        yield f'<path class="axis" d="M{LEFT},{y:.1f}H{_RIGHT - 54}" stroke-dasharray="1 4"/>'
+        yield f'<text x="{_RIGHT}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>'
 
 
 def _make_scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
@@ -368,16 +423,16 @@ def describe_limits(low: float, high: float) -> list[str]:
 def draw_key(number: int) -> str:
     """Draw a piece of a line of ``draw_chart``, for its legend."""
     color, dashes = _choose_style(number)
-    piece = f'<path d="M0,5H24" style="stroke:{color};stroke-width:3{dashes}"/>'
-    return f'<svg viewBox="0 0 24 10" width="24" height="10" class="key-line">{piece}</svg>'
+    piece = f'<path d="M0,5H36" style="stroke:{color};stroke-width:3{dashes}"/>'
+    size = 'viewBox="0 0 36 10" width="36" height="10"'
+    return f'<svg {size} class="key-line" aria-hidden="true">{piece}</svg>'
 
 
 def _choose_style(number: int) -> tuple[str, str]:
-    """Return the color of a line, and its dashes once the colors are used up."""
-    dashed = ";stroke-dasharray:6 3" if number // len(COLORS) % 2 else ""
+    """Return the color of a line, and its dashes; twelve lines differ from each other."""
     # The page has other colors for a dark background.
     name = number % len(COLORS)
-    return f"var(--line-{name},{COLORS[name]})", dashed
+    return f"var(--line-{name},{COLORS[name]})", _DASHES[number % len(_DASHES)]
 
 
 def draw_row(cells: Mapping[int, Sequence[int]], table: StepTable, most: int) -> str:
@@ -394,7 +449,7 @@ def draw_row(cells: Mapping[int, Sequence[int]], table: StepTable, most: int) ->
             return "alone" if alone else "same"
         return f"heat-{round(_DARKEST * math.log(differing) / math.log(most)) if most > 1 else 4}"
 
-    parts = []
+    parts, titles = [], []
     for kind, group in groupby(table.columns, choose_class):
         columns = list(group)
         if not kind:
@@ -403,9 +458,10 @@ def draw_row(cells: Mapping[int, Sequence[int]], table: StepTable, most: int) ->
         first = max(columns[0] * table.width, table.first)
         last = min((columns[-1] + 1) * table.width - 1, table.last)
         steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-        title = f"<title>{steps}: {f'{count:,} differ' if count else _WORDS[kind]}</title>"
+        titles.append(f"{steps}: {f'{count:,} differ' if count else _WORDS[kind]}")
         place = f'x="{columns[0] - table.columns[0]}" width="{len(columns)}" height="1"'
-        parts.append(f'<rect class="{kind}" {place}>{title}</rect>')
+        parts.append(f'<rect class="{kind}" {place}><title>{titles[-1]}</title></rect>')
     # The page stretches the row.
     shape = f'viewBox="0 0 {len(table.columns)} 1" preserveAspectRatio="none"'
+    shape += f' role="img" aria-label="{"; ".join(titles)}"'
     return f"<svg {shape}>{''.join(parts)}</svg>" if parts else ""

@@ -140,7 +140,7 @@ def test_other_numbers_of_fits_are_a_difference_and_shared_fits_are_compared(rep
 def test_nothing_is_overwritten(repeat, tmp_path):
     repeat("train()")
     repeat("train()")
-    assert sorted(p.name for p in (tmp_path / "d9m-runs").iterdir()) == ["000", "001"]
+    assert sorted(p.name for p in (tmp_path / "d9m-runs").glob("[0-9]*")) == ["000", "001"]
     (tmp_path / "mine").mkdir()
     status, _, err = repeat("train()", "-o", "mine")
     assert status == 2

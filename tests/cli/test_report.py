@@ -41,7 +41,7 @@ def write(
     records = [make_facts(), *make_probes(places, batches)]
     weight = "0" if drift is None or drift >= steps else "f"
     weights = {f"{name}.weight": weight * 32 for name in names}
-    records.append(make_weights("epoch", 0, weights, step=steps))
+    records.append(make_weights("epoch", 0, weights, step=steps, loss=(0.5).hex()))
     folder = folder or create_ledger_folder(parent)
     return write_rank(folder, records, stack={"device.driver": stack}, **changes)
 
@@ -160,10 +160,10 @@ def test_what_ran_and_the_logged_values_are_shown(tmp_path, report):
     assert "Next: d9m locate -- python 'a <b>.py' narrows this down" in words
     assert "date 2026-11-22 19:18:44 UTC" in words
     assert "torch 2.13.0 2.13.0" in words
-    assert "run 1, step 27: 0.25" in words
-    assert "run 2, step 18: 0.5001" in words
-    assert "step 18: 0.0001" in words
-    assert "val_<b> at the ends of epochs, both runs: the wide line" in words
+    assert "step 27 run 1: 0.25 run 2: nan" in words
+    assert "step 18 run 1: 0.5 run 2: 0.5001" in words
+    assert "step 18 line 1: 0.0001" in words
+    assert "val_<b> of both runs: the wide line" in words
 
 
 def test_all_runs_of_a_repeat_are_shown(tmp_path, report):
@@ -178,7 +178,7 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path, report):
     assert "Different: 1 of 3 runs differs from run 1. Run 3: " in words
     assert f"verdict 1 42 {'0' * 16} 0.5 reference" in words
     assert f"equal 3 42 {'1' * 16} 0.25 differs" in words
-    assert "run 3, step 18: 0.25" in words
+    assert "step 18 run 1: 0.5 run 2: 0.5 run 3: 0.25" in words
     assert "all runs: the wide line" in words
     assert "run-003/fit-000" in words
 
@@ -227,6 +227,17 @@ def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m):
     assert d9m("report", one, one, "-o", path)[0] == 0
 
 
+@pytest.mark.parametrize("has_browser", [True, False])
+def test_a_report_opens_in_a_browser_on_request(tmp_path, d9m, monkeypatch, has_browser):
+    one, path, opened = write(tmp_path), tmp_path / "report.html", []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or has_browser)
+    _, out, _ = d9m("report", one, one, "-o", path)
+    assert not opened
+    _, out, _ = d9m("report", one, one, "-o", path, "--open")
+    assert opened == [path.as_uri()]
+    assert ("No browser was found" in out) is not has_browser
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -262,6 +273,12 @@ var search = label[0].querySelector("input"), shown = label[0].querySelector("ou
   seen.push(shown.textContent);
 });
 search.focus(); seen.push(document.activeElement === search);
+var chart = document.querySelector("figure .step");
+chart.dispatchEvent(new Event("pointerover", { bubbles: true }));
+seen.push(chart.closest("figure").querySelector("output").textContent);
+seen.push(Array.prototype.every.call(document.querySelectorAll(".scroll"), function (box) {
+  return box.offsetHeight < 700 && box.getAttribute("aria-label");
+}));
 var root = document.documentElement;
 seen.push(root.scrollWidth <= root.clientWidth, root.clientWidth < 600);
 seen.push(document.querySelector(".heat-map .first").closest(".heat-map").scrollTop > 0);
@@ -292,7 +309,8 @@ def test_filters_and_a_narrow_window(tmp_path, report):
     dom = subprocess.check_output([CHROMIUM, *options], text=True, timeout=120)
     title = dom.partition("<title>")[2].partition("</title>")[0]
     assert title == (
-        "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;true"
+        "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;"
+        "step 3, run 1: 0.5, run 2: 0.5;true;true;true;true"
     )
 
 
@@ -307,7 +325,8 @@ def test_the_size_of_the_difference_of_each_layer(tmp_path, report):
     section = page.words.partition("Size of the difference by layer")[2].partition(
         "Ranks and modules"
     )[0]
-    shown = ["<b>", *(f"layers.{number}" for number in range(9, 2, -1)), "all other layers"]
+    names = ["<b>", *(f"layers.{number}" for number in range(9, 2, -1)), "all other layers"]
+    shown = [f"{number} {name}" for number, name in enumerate(names, start=1)]
     legend, _, table = section.partition("layer first epoch size there size at the end ")
     assert legend.strip().endswith(" ".join(shown))
     assert table.startswith("<b> 2 not finite not finite layers.9 1 1.0e-03 9.0e-01 ")

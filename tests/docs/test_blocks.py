@@ -11,8 +11,10 @@ import gc
 import json
 import re
 import shlex
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -21,9 +23,15 @@ from sybil.example import SybilFailure
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from lightning_d9m.cli.main import build_parser
+from lightning_d9m.comparison.causes import Cause
+from lightning_d9m.lint.rules import Finding
+from lightning_d9m.locate.op_evidence import OpFinding
+from lightning_d9m.locate.search import SearchResult
 
 ROOT = Path(__file__).parents[2]
+SKILL = ROOT / "lightning_d9m/.agents/skills/lightning-d9m/SKILL.md"
 PAGES = [
+    SKILL,
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -31,7 +39,7 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 HOOKS = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
 CALLBACK = "{class_path: lightning_d9m.DeterminismCallback, init_args: {sed: 1}}"
 LANGUAGES = {"diff", "python", "sh", "yaml", "json", "text"}
-_FENCED = re.compile(r"^```(.*)\n(?:.*\n)*?```$", re.MULTILINE)
+_FENCED = re.compile(r"^ *```(.*)\n(?:.*\n)*? *```$", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -113,6 +121,30 @@ def test_blocks_say_what_they_are_and_links_lead_to_files(page):
     links = [link.partition("#")[0] for link in _LINK.findall(text)]
     local = [link for link in links if link and "://" not in link and "mailto:" not in link]
     assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_the_skill_names_fields_that_the_json_has():
+    """An assistant loads it from the wheel, by its front matter."""
+    head, text = SKILL.read_text().split("---\n", 2)[1:]
+    front = yaml.safe_load(head)
+    assert front["name"] == SKILL.parent.name
+    assert len(front["description"]) < 1024
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    shown = {
+        command: {
+            name
+            for own, *cells in rows
+            if own == command
+            for cell in cells
+            for name in re.findall(r"`(\w+)`", cell)
+        }
+        for command in ("locate", "scan")
+    }
+    line = Finding(file="a.py", rule="D9M201", line=1, end_line=1).as_record()
+    found = SearchResult(Cause("data", "", ""), (MagicMock(rank=0),), lines=[])
+    op = {own.name for own in fields(OpFinding)}
+    assert shown["scan"] <= {"findings", *line}
+    assert shown["locate"] <= {*found.as_json(), "lines", "op", *line, *op}
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,28 @@ def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, bundle, m
     assert max(map(len, shown.splitlines())) <= 80
     status, page, _ = bundle("open", "b.zip", "-o", "report.html", "--json")
     assert json.loads(page)["comparison"]["verdict"] == "different"
-    assert "<h1>Different</h1>" in (other / "report.html").read_text()
+    page = (other / "report.html").read_text()
+    assert "<h1>Different</h1>" in page
+    assert all(text in page for text in NAMED)
     # Only what was asked for is left on the disk.
     assert sorted(path.name for path in other.iterdir()) == ["b.zip", "report.html"]
+
+
+# What `d9m report` shows at the top: the line, the fix, and the lines around it.
+NAMED = (
+    "<dd><code>train.<wbr>py:4: rng = numpy.<wbr>random.<wbr>default_<wbr>rng()</code>",
+    "<dt>Fix</dt><dd>Pass a seed that is fixed and recorded.",
+    "<strong>&gt;     4 rng = numpy.random.default_rng()</strong>",
+)
+
+
+@pytest.mark.parametrize(("order", "shown"), [((1, 2), True), ((2, 1), False)])
+def test_a_report_names_the_line_of_the_pair_that_was_located(located, d9m, order, shown):
+    folders = [located / f"runs/run-{number:03d}/fit-000" for number in order]
+    assert d9m("report", *folders)[0] == 1
+    page = (located / "report.html").read_text()
+    assert [text in page for text in NAMED] == [shown] * len(NAMED)
+    assert ("Next: <code>d9m locate" in page) is not shown
 
 
 def test_no_secret_is_in_any_file(located, bundle, monkeypatch):

@@ -12,7 +12,7 @@ from rank_processes import has_ended
 from lightning_d9m.errors import CommandError
 from lightning_d9m.launch import run as launched
 from lightning_d9m.launch.progress import RunProgress
-from lightning_d9m.launch.run import pair_fits, run_once
+from lightning_d9m.launch.run import make_output, pair_fits, run_once
 from lightning_d9m.ledger.folder import list_fits, read_ledger
 
 PAUSE = "import signal; signal.pause()"
@@ -234,3 +234,15 @@ PAIRS = {
 def test_fits_are_paired(write, one, other, expected):
     found = pair_fits(write(*one), write(*other))
     assert {name: ledger.path.name for name, ledger in found.items()} == expected
+
+
+def test_git_ignores_runs_in_the_folder_that_we_choose(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_output(tmp_path / "mine" / "runs")
+    assert not list(tmp_path.rglob(".gitignore"))
+    make_output(None)
+    ignored = tmp_path / "d9m-runs" / ".gitignore"
+    assert ignored.read_text() == "*\n"
+    ignored.unlink()  # by a user who keeps runs in git
+    make_output(None)
+    assert not ignored.exists()

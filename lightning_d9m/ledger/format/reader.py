@@ -285,7 +285,12 @@ class LineageReader(RankReader):
 
 def holds_record(path: Path, chain_hash: str) -> bool:
     """Return whether a rank's file or one that it continues has a record with this chain hash."""
-    return any(_holds(part, chain_hash) for part in (path, *(part for part, _ in _follow(path)[0])))
+    return any(_holds(part, chain_hash) for part in (path, *list_continued(path)))
+
+
+def list_continued(path: Path) -> list[Path]:
+    """Return the files that a rank's file continues, the oldest first."""
+    return [part for part, _ in _follow(path)[0]]
 
 
 def _holds(path: Path, chain_hash: str) -> bool:
