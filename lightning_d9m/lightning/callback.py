@@ -546,7 +546,7 @@ def change_last_bits(
     generator = torch.Generator().manual_seed(int(text))
     with torch.no_grad():
         for weight in module.parameters():
-            upwards = torch.randint(2, weight.shape, generator=generator).bool()
+            upwards = torch.randint(2, weight.shape, generator=generator, device="cpu").bool()
             limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
             weight.copy_(torch.nextafter(weight, limit))
     return {LAST_BITS_SETTING: int(text)}
