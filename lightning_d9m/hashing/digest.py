@@ -6,7 +6,7 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 from types import ModuleType

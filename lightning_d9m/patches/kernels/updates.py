@@ -85,9 +85,8 @@ def _plan(
     )
     if not prod(wanted):
         return _NOTHING
-    terms, keys = wanted[axis], wanted[axis] if by_slice else prod(wanted)
-    if reduce == "sum" and _takes_less_in_torch(self, size, wanted, terms, keys):
-        return NotImplemented
+    keys = wanted[axis] if by_slice else prod(wanted)
+    is_torchs = reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys)
     narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
     is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
     places = make_places(self.device, *((shape[axis],) if by_slice else size))
@@ -118,7 +117,7 @@ def _plan(
             getattr(target, fill)(axis, keys, _NEUTRAL[reduce])
         change(target, index, source)
 
-    return Update(write)
+    return NotImplemented if is_torchs else Update(write)
 
 
 def _takes_less_in_torch(

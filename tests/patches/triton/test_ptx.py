@@ -291,11 +291,9 @@ def test_each_block_touches_its_elements_at_any_size(
         assert one.constants["WIDE"] == (2 * elements > LIMIT)
         compiled = benchmark.compile_ptx(one, 90)
         arguments, number = [], 0
-        for name, kind in one.signature.items():
-            if kind != "constexpr":
-                is_tensor = isinstance(named[name], Tensor)
-                number += is_tensor
-                arguments.append(number << APART if is_tensor else named[name])
+        for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
+            number += isinstance(named[name], Tensor)
+            arguments.append(number << APART if isinstance(named[name], Tensor) else named[name])
         chosen = {0, blocks // 2, blocks - 1, 2**24, 2**24 - 1, 2**25, terms // 128}
         for block in sorted(number for number in chosen if number < blocks):
             run = Block(
