@@ -189,6 +189,7 @@ class Comparison:
         ranks_only_expected: Ranks that only the earlier ledger has.
         ranks_only_actual: Ranks that only the later ledger has.
         portable: Whether both runs computed portable bits, so that no stack explains a difference.
+        varying_ops: Ops that one of the runs allowed although they may vary.
     """
 
     expected: Path
@@ -200,6 +201,7 @@ class Comparison:
     ranks_only_expected: tuple[int, ...]
     ranks_only_actual: tuple[int, ...]
     portable: bool = False
+    varying_ops: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
@@ -343,6 +345,15 @@ def compare_ledgers(
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
         portable=are_portable(expected.header.settings, actual.header.settings),
+        varying_ops=tuple(
+            sorted(
+                {
+                    op
+                    for ledger in (expected, actual)
+                    for op in str(ledger.header.settings.get("varying_ops", "")).split()
+                }
+            )
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from lightning_d9m.output.columns import (
     format_table,
     print_result,
 )
-from lightning_d9m.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.output.comparison_text import describe_varying, format_evidence, state_verdict
 from lightning_d9m.output.terminal import list_next_steps, terminal_width, wrap
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 
@@ -238,7 +238,8 @@ class RepeatReport:
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         if self._failures:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
-        return f"{self.verdict}: {agree}."
+        varying = {describe_varying(entry.comparison): None for entry in self._compared}
+        return f"{self.verdict}: {agree}.{''.join(varying)}"
 
     @staticmethod
     def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
