@@ -4,7 +4,7 @@ A call runs the parts in their order, what decides first, and ends within SECOND
 with the same folder, or with its ``rows.jsonl`` on another machine, continues where it ended until
 every part has ended; then the exit status is 0, or 1 if something failed. It is 3 if another call
 is needed, and 2 if this Python lacks a package: nothing is run then. Packages in a folder
-``vendor`` of the repository are found; ``pip install --target vendor msgspec`` makes one.
+``vendor`` of the repository are found; ``pip install --no-deps --target vendor msgspec`` makes one.
 
 FOLDER receives few files: ``rows.jsonl``, to which each row is appended when it is measured,
 ``tests.jsonl``, ``report.md``, and after each part ``results.tgz``, which has the logs, too.
@@ -16,6 +16,7 @@ Whatever interrupts a call, what was measured before is kept.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 TESTS = ROOT / "tests"
 VENDOR = ROOT / "vendor"
-NEEDED = ("torch", "triton", "lightning", "msgspec", "numpy", "xxhash", "rich", "jinja2", "pytest")
+NEEDED = ("triton", "lightning", "pytest")  # beside the dependencies of the package
 # The most seconds of each part in a call: the first nine fit into one.
 FIRST = {
     "machine": 90, "doctor": 60, "example": 120, "tests": 100, "sizes": 90, "smoke": 90,
@@ -345,13 +346,16 @@ def ended_by_exception() -> Iterator[None]:
 def find_problem(*, dry: bool) -> str:
     """Return why nothing can be run with this Python, in a sentence; empty if it can."""
     sys.path.insert(0, str(VENDOR))
-    if missing := [
-        name for name in NEEDED if find_spec(name) is None and not (dry and name == "triton")
-    ]:
-        names = " ".join(missing)
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"(?s)^dependencies = \[(.*?)^\]", text, re.MULTILINE)[1]
+    needed = [*re.findall(r'^ *"([\w-]+)', listed, re.MULTILINE), *NEEDED]
+    if dry:
+        needed.remove("triton")
+    if missing := [name for name in needed if find_spec(name.replace("-", "_")) is None]:
         return (
-            f"{sys.executable} has no {', '.join(missing)}: run `pip install --target vendor "
-            f"{names}` in the repository where there is a network, and bring the folder along."
+            f"{sys.executable} has no {', '.join(missing)}: run `pip install --no-deps --target "
+            f"vendor {' '.join(missing)}` in the repository, with a Python of this version and a "
+            "network, and bring the folder along."
         )
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if not dry and subprocess.run([sys.executable, "-c", code], check=False).returncode:

@@ -175,7 +175,7 @@ def test_a_package_that_is_missing_is_said_at_once(modules, tmp_path, monkeypatc
         suite.main()
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "has no msgspec: run `pip install --target vendor msgspec`" in said
+    assert "has no msgspec: run `pip install --no-deps --target vendor msgspec`" in said
     assert not (tmp_path / "out").exists()
 
 
