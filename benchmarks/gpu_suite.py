@@ -1,11 +1,13 @@
 """All measurements and tests for a CUDA machine: ``bash gpu_suite.sh FOLDER [PART...]``.
 
-A call runs the parts in their order, the most important evidence first, and ends within SECONDS.
-The next call with the same folder continues where it ended, until every part has ended; then the
-exit status is 0, or 1 if something failed. It is 3 if another call is needed.
+A call runs the parts in their order, what decides first, and ends within SECONDS. The next call
+with the same folder, or with its ``rows.jsonl`` on another machine, continues where it ended until
+every part has ended; then the exit status is 0, or 1 if something failed. It is 3 if another call
+is needed, and 2 if this Python lacks a package: nothing is run then. Packages in a folder
+``vendor`` of the repository are found; ``pip install --no-deps --target vendor msgspec`` makes one.
 
-FOLDER receives ``rows.jsonl``, to which each row is appended when it is measured, a log of each
-part that is a command, ``report.md``, and after each part ``results.tgz`` with all of them.
+FOLDER receives few files: ``rows.jsonl``, to which each row is appended when it is measured,
+``tests.jsonl``, ``report.md``, and after each part ``results.tgz``, which has the logs, too.
 Whatever interrupts a call, what was measured before is kept.
 
 ``--dry-run`` runs every part on the CPU with few calls, which shows only that it runs.
@@ -14,38 +16,43 @@ Whatever interrupts a call, what was measured before is kept.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 
-from suite_client import START_SECONDS, Journal, Row, Worker
+from suite_client import Journal, Row, Worker
 from suite_report import render
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-# The first four settle in minutes what is most likely to fail.
-ROW_PARTS = (
-    "start",
-    "smoke",
-    "scans",
-    "steps",
-    "facts",
-    "determinism",
-    "speed",
-    "models",
-    "digest",
-    "graphs",
-)
+TESTS = ROOT / "tests"
+VENDOR = ROOT / "vendor"
+NEEDED = ("triton", "lightning", "pytest")  # beside the dependencies of the package
+# The most seconds of each part in a call: the first nine fit into one.
+FIRST = {
+    "machine": 90, "doctor": 60, "example": 120, "tests": 100, "sizes": 90, "smoke": 90,
+    "scans": 40, "steps": 90, "determinism": 300,
+}  # fmt: skip
+SECOND = ("speed", "graphs", "digest", "portable", "models", "facts")
+COMMANDS = ("probes", "gpus", "audit", "paper", "graphsage")
+PARTS = (*FIRST, *SECOND, *COMMANDS)
+APART = ("sizes",)  # each task in its own process
 CUDA_TESTS = ("tests/hashing/test_cuda.py", "tests/lightning/test_probes_cuda.py")
-NO_TIME = 15.0  # seconds; with less left, nothing is started
+NO_TIME = 20.0  # seconds; with less left, nothing is started
+TASK_SECONDS = 90.0
 CONTINUED = 3  # the exit status of a call after which another one is needed
+MOST_BYTES = 2**22  # of a file in the archive
+MOST_LATE = 3  # calls in which a command that continues may be cut off
+MISSING = "ModuleNotFoundError"  # a part that failed for it runs again in the next call
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,6 @@ class Command:
 
     Attributes:
         words: The command.
-        dry: The arguments of a dry run, in place of those from ``device`` on.
         needs: Seconds that must be left to start it, unless it is the first part of a call.
         continues: Whether a second run continues the first one.
     """
@@ -64,69 +70,58 @@ class Command:
     continues: bool = False
 
 
-def list_commands(folder: Path, *, dry: bool, limit: float) -> dict[str, Command]:
-    """Return the parts that are commands, in their order."""
+def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
+    """Return the parts that are commands; they write into a folder of their own."""
     python = sys.executable
     d9m = (python, "-m", "lightning_d9m")
     device = "cpu" if dry else "cuda"
     example = ["--accelerator", "cpu", "--epochs", "1", "--scenes", "32"]
     probes = ["--kinds", "Digits", "--variants", "module probes", "--rounds", "1"]
     audit = ["--quick", "-n", "2", "--ops", "index_add"]
+    # Without the project's settings, which need a new pytest and plugins.
     tests = ("-c", os.devnull, "--rootdir", ROOT, "--import-mode=importlib", "-m", "cuda", "-v")
+    plugins = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "pytest_rows")
+    markers = ("-o", "markers=cuda: needs a CUDA device")
+
+    def script(name: str, *words: str | Path, small: Sequence[str] = ()) -> tuple[str | Path, ...]:
+        return (
+            python,
+            f"benchmarks/{name}.py",
+            "--device",
+            device,
+            *words,
+            *(small if dry else ()),
+        )
+
     return {
+        "doctor": Command([*d9m, "doctor", "--json"], 30),
         "example": Command(
             [
-                *(*d9m, "repeat", "-n", "2", "-o", folder / "segmentation", "--json", "--"),
+                *(*d9m, "repeat", "-n", "2", "-o", work / "segmentation", "--json", "--"),
                 *(python, "examples/segmentation.py"),
                 *(example if dry else ["--accelerator", "gpu"]),
             ],
-            needs=120,
-        ),
-        "probes": Command(
-            [
-                *(python, "benchmarks/probes.py", "--device", device),
-                *("-o", folder / f"probes-{device}.json", *(probes if dry else [])),
-            ],
-            needs=300,
-        ),
-        "gpus": Command(
-            [
-                *(python, "benchmarks/several_gpus.py", "--device", device, "-o", folder),
-                *(["--calls", "2"] if dry else []),
-            ],
-            needs=120,
-        ),
-        # Without the project's settings, which need a new pytest and plugins.
-        "tests": Command(
-            [
-                *(python, "-m", "pytest", *tests, "-o", "markers=cuda: needs a CUDA device"),
-                *("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "pytest_rows", *CUDA_TESTS),
-            ],
             needs=60,
-            continues=True,
         ),
+        "tests": Command(
+            [python, "-m", "pytest", *tests, *markers, *plugins, *CUDA_TESTS], 30, True
+        ),
+        "probes": Command(script("probes", "-o", work / "probes.json", small=probes), 300),
+        "gpus": Command(script("several_gpus", "-o", work, small=["--calls", "2"]), 120),
         "audit": Command(
             [
-                *(*d9m, "audit", "ops", "--device", device, "-o", folder / "audit"),
+                *(*d9m, "audit", "ops", "--device", device, "-o", work / "audit"),
                 *(audit if dry else ["--runs", "30"]),
             ],
             needs=60,
             continues=True,
         ),
-        "paper": Command(
-            [
-                *(python, "benchmarks/paper_ops.py", "--device", device, "--output", folder),
-                *(["--runs", "2"] if dry else []),
-            ],
-            needs=120,
-            continues=True,
-        ),
+        "paper": Command(script("paper_ops", "--output", work, small=["--runs", "2"]), 120, True),
         "graphsage": Command(
-            [
-                *(python, "benchmarks/graphsage.py", "--device", device, "--output", folder),
-                *("--limit", str(int(limit - 60))),
-                *(["--trainings", "2", "--epochs", "1"] if dry else []),
-            ],
+            script(
+                *("graphsage", "--output", work, "--limit", str(int(limit - 60))),
+                small=["--trainings", "2", "--epochs", "1"],
+            ),
             needs=120,
             continues=True,
         ),
@@ -138,40 +133,35 @@ class Suite:
 
     Args:
         folder: Where the results are.
+        work: The folder of logs, and of what commands write.
         worker: Measures rows.
         commands: The parts that are commands.
         seconds: The time of the call.
-        task_seconds: The most time of a row.
         about: What the report says about the call.
+        clock: Returns seconds.
+        run: Runs a command; see :func:`run_limited`.
     """
 
     def __init__(
         self,
         folder: Path,
+        work: Path,
         worker: Worker,
         commands: Mapping[str, Command],
         *,
         seconds: float,
-        task_seconds: float = 90.0,
         about: Row | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        run: Callable[..., int | None] | None = None,
     ) -> None:
-        self._folder = folder
-        self._worker = worker
-        self._commands = commands
-        self._begin = time.monotonic()
-        self._seconds = seconds
-        self._task_seconds = task_seconds
-        self._about = about or {}
+        self._folder, self._work, self._worker, self._commands = folder, work, worker, commands
+        self._clock, self._run_command_line = clock, run or run_limited
+        self._begin, self._seconds, self._about = clock(), seconds, about or {}
         self.journal = Journal(folder / "rows.jsonl")
-
-    @property
-    def parts(self) -> list[str]:
-        """All parts in their order."""
-        return [*ROW_PARTS, *self._commands]
 
     def left(self) -> float:
         """Return the seconds that are left."""
-        return self._seconds - (time.monotonic() - self._begin)
+        return self._seconds - (self._clock() - self._begin)
 
     def run(self, parts: Sequence[str]) -> int:
         """Run what is left of the parts; return the exit status."""
@@ -180,82 +170,89 @@ class Suite:
             if self._has_ended(part):
                 continue
             print(f"== {part}", flush=True)
+            limit = min(self.left() - NO_TIME, FIRST.get(part, self._seconds))
             try:
                 if part in self._commands:
-                    self._run_command(part, self._commands[part], is_first=is_first)
+                    self._run_command(part, self._commands[part], limit, is_first=is_first)
                 else:
-                    self._run_rows(part)
+                    self._run_rows(part, self._clock() + limit)
             finally:
-                self._worker.close()
                 self.pack()
             is_first = False
-        states = {part: self._find_state(part) for part in parts}
-        for part, state in states.items():
-            print(f"{part}: {state}", flush=True)
-        if not all(self._has_ended(part) for part in parts):
+        for part in parts:
+            print(f"{part}: {self._find_part(part)['state']}", flush=True)
+        if not all(map(self._has_ended, parts)):
             print("Call it again to continue.", flush=True)
             return CONTINUED
-        return int(any(state != "complete" for state in states.values()))
+        return int(any(self._find_part(part)["state"] != "complete" for part in parts))
 
     def pack(self) -> None:
         """Write the report, and the archive of all files."""
-        page = render(self.journal, self.parts)
+        page = render(self.journal, PARTS)
         (self._folder / "report.md").write_text(page, encoding="utf-8")
         archive = self._folder / "results.tgz"
-        new = self._folder.with_name(f"{self._folder.name}.new")
+        new = self._work / "results.new"
         with tarfile.open(new, "w:gz") as file:
-            for path in sorted(self._folder.rglob("*")):
-                if path != archive and path.is_file():
-                    file.add(path, path.relative_to(self._folder))
-        new.replace(archive)
+            for folder in (self._folder, self._work):
+                for path in sorted(folder.rglob("*")):
+                    is_small = path.is_file() and path.stat().st_size <= MOST_BYTES
+                    if is_small and path not in {archive, new}:
+                        file.add(path, path.relative_to(folder))
+        archive.write_bytes(new.read_bytes())
 
-    def _run_rows(self, part: str) -> None:
-        tasks = self._worker.ask(f"list {part}", START_SECONDS)
-        if "error" in tasks:
-            self._end(part, f"failed: {tasks['error']}")
+    def _run_rows(self, part: str, end: float) -> None:
+        done = {row["task"] for row in self.journal.of_part(part) if not _lacks(row)}
+        known = self._worker.ask(f"list {part}", end - self._clock()) if end > self._clock() else {}
+        if known.get("is_late") or not known:
+            self._note_unfinished(part)
+            return
+        if "error" in known:
+            self._end(part, f"failed: {known['error']}", missing=_lacks(known))
             return
         self._greet()
-        done = {row["task"] for row in self.journal.of_part(part)}
-        for task in tasks["tasks"]:
+        for task in known["tasks"]:
             if task in done:
                 continue
-            if self.left() < NO_TIME:
+            if part in APART:
+                self._worker.close()
+            begin = self._clock()
+            limit = min(end - begin, TASK_SECONDS)
+            if limit <= 0:
                 self._note_unfinished(part)
                 return
-            begin = time.monotonic()
-            limit = min(self.left(), self._task_seconds)
             row = self._worker.ask(f"{part} {task}", limit)
-            # What only the end of the call has cut short is measured again in the next one.
-            if row.pop("is_late", False) and limit < min(self._task_seconds, self._seconds / 2):
+            # What only the end of the time has cut short is measured again in the next call.
+            most = min(TASK_SECONDS, FIRST.get(part, TASK_SECONDS), self._seconds)
+            if row.pop("is_late", False) and limit < most / 2:
                 self._note_unfinished(part)
                 return
-            self._append({"part": part, "task": task, **row, "seconds": _round(begin)})
+            seconds = round(self._clock() - begin, 2)
+            self._append({"part": part, "task": task, **row, "seconds": seconds})
         rows = [row for row in self.journal.of_part(part) if row["task"] != "part"]
         failed = sum("error" in row for row in rows)
         state = f"{failed} of {len(rows)} rows failed" if failed else "complete"
-        sizes = {
-            name: max((row[name] for row in rows if row.get(name)), default=None)
-            for name in ("host_mb", "device_mb")
-        }
-        self._end(part, state, seconds=round(sum(row["seconds"] for row in rows), 2), **sizes)
+        seconds = round(sum(row["seconds"] for row in rows), 2)
+        self._end(part, state, missing=any(map(_lacks, rows)), seconds=seconds)
 
-    def _run_command(self, part: str, command: Command, *, is_first: bool) -> None:
-        limit = self.left() - NO_TIME
+    def _run_command(self, part: str, command: Command, limit: float, *, is_first: bool) -> None:
         if limit < (0 if is_first else command.needs):
             self._note_unfinished(part)
             return
-        begin = time.monotonic()
-        with (self._folder / f"{part}.log").open("ab") as log:
-            status = run_limited(command.words, log, limit, self._folder / f"{part}.jsonl")
-        tail = (self._folder / f"{part}.log").read_text(errors="replace").splitlines()[-20:]
-        print("\n".join(tail), flush=True)
-        if status is None and command.continues:
-            self._note_unfinished(part)
-        elif status is None:
-            self._end(part, f"ended after {limit:.0f} s", seconds=_round(begin))
+        begin, path = self._clock(), self._work / f"{part}.log"
+        with path.open("ab") as log:
+            status = self._run_command_line(
+                command.words, log, limit, self._folder / f"{part}.jsonl"
+            )
+        tail = path.read_text(errors="replace")[-4000:]
+        print("\n".join(tail.splitlines()[-20:]), flush=True)
+        found: Row = {"seconds": round(self._clock() - begin, 2)}
+        if status is None and command.continues and self._count_late(part) < MOST_LATE:
+            self._note_unfinished(part, late=True)
+        elif status == 0:
+            self._end(part, "complete", said=tail, **found)
         else:
-            state = "complete" if status == 0 else f"failed with status {status}"
-            self._end(part, state, seconds=_round(begin))
+            state = f"ended after {limit:.0f} s" if status is None else f"status {status}"
+            self._end(part, f"failed: {state}", missing=MISSING in tail, said=tail, **found)
 
     def _greet(self) -> None:
         if not any(row["part"] == "suite" for row in self.journal.rows):
@@ -265,13 +262,19 @@ class Suite:
 
     def _append(self, row: Row) -> None:
         self.journal.append(row)
-        print(json.dumps(row), flush=True)
+        print(json.dumps({**row, "said": ""})[:2000], flush=True)
 
-    def _end(self, part: str, state: str, **more: object) -> None:
-        self._append({"part": part, "task": "part", "ended": True, "state": state, **more})
+    def _end(self, part: str, state: str, *, missing: bool = False, **more: object) -> None:
+        """Note the end of a part; one that lacks a package has not ended."""
+        ended = {"ended": not missing, "state": state}
+        self._append({"part": part, "task": "part", **ended, **more})
 
-    def _note_unfinished(self, part: str) -> None:
-        self._append({"part": part, "task": "part", "ended": False, "state": "unfinished"})
+    def _note_unfinished(self, part: str, *, late: bool = False) -> None:
+        row = {"part": part, "task": "part", "ended": False, "state": "unfinished"}
+        self._append({**row, **({"late": True} if late else {})})
+
+    def _count_late(self, part: str) -> int:
+        return sum(row["part"] == part and row.get("late", False) for row in self.journal.rows)
 
     def _find_part(self, part: str) -> Row:
         found = [row for row in self.journal.of_part(part) if row["task"] == "part"]
@@ -280,17 +283,14 @@ class Suite:
     def _has_ended(self, part: str) -> bool:
         return bool(self._find_part(part)["ended"])
 
-    def _find_state(self, part: str) -> str:
-        return str(self._find_part(part)["state"])
+
+def _lacks(row: Row) -> bool:
+    return MISSING in str(row.get("error", ""))
 
 
 def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Path) -> int | None:
     """Run a command; return its exit status, or None if it was interrupted at its time limit."""
-    tests = ROOT / "tests"
-    paths = [ROOT, tests, tests / "support", BENCHMARKS, os.environ.get("PYTHONPATH", "")]
     variables = {
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products beside a second stream
         "PYTHONUNBUFFERED": "1",  # an interrupted part has a log
         "SUITE_ROWS": str(rows),
     }
@@ -299,7 +299,7 @@ def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Pa
         stdout=log,
         stderr=subprocess.STDOUT,
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, **make_environment(), **variables},
         start_new_session=True,
     )
     try:
@@ -310,18 +310,23 @@ def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Pa
         _end_group(process)
 
 
+def make_environment() -> dict[str, str]:
+    """Return the variables of everything that the suite starts."""
+    paths = [ROOT, TESTS, TESTS / "support", BENCHMARKS, VENDOR, os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path)),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products beside a second stream
+    }
+
+
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End a command and what it started: first by an interruption, which lets it write."""
-    for number, seconds in ((signal.SIGINT, 10.0), (signal.SIGKILL, 10.0)):
+    for number, seconds in ((signal.SIGINT, 10.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)
             process.wait(seconds)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
-
-
-def _round(begin: float) -> float:
-    return round(time.monotonic() - begin, 2)
 
 
 @contextmanager
@@ -338,10 +343,27 @@ def ended_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def has_device() -> bool:
-    """Return whether this Python's torch finds a CUDA device; not in this process."""
+def find_problem(*, dry: bool) -> str:
+    """Return why nothing can be run with this Python, in a sentence; empty if it can."""
+    sys.path.insert(0, str(VENDOR))
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"(?s)^dependencies = \[(.*?)^\]", text, re.MULTILINE)[1]
+    needed = [*re.findall(r'^ *"([\w-]+)', listed, re.MULTILINE), *NEEDED]
+    if dry:
+        needed.remove("triton")
+    if missing := [name for name in needed if find_spec(name.replace("-", "_")) is None]:
+        return (
+            f"{sys.executable} has no {', '.join(missing)}: run `pip install --no-deps --target "
+            f"vendor {' '.join(missing)}` in the repository, with a Python of this version and a "
+            "network, and bring the folder along."
+        )
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    if not dry and subprocess.run([sys.executable, "-c", code], check=False).returncode:
+        return (
+            f"{sys.executable} finds no torch with a CUDA device: set PYTHON to another one, or "
+            "pass --dry-run."
+        )
+    return ""
 
 
 def main() -> None:
@@ -349,44 +371,35 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="*", help="all, in their order")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with few calls")
-    parser.add_argument("--seconds", type=float, default=570, help="time of this call")
+    parser.add_argument("--seconds", type=float, default=565, help="time of this call")
     parser.add_argument("--rounds", type=int, help="number of timed calls (20)")
-    parser.add_argument("--calls", type=int, help="number of compared calls (100)")
+    parser.add_argument("--calls", type=int, help="number of compared calls (30)")
     parser.add_argument("--only", default="", help="only ops and models with this in their name")
-    words = parser.parse_args()
-    if not words.dry_run and not has_device():
-        print(
-            f"gpu_suite: {sys.executable} finds no torch with a CUDA device (set PYTHON to another "
-            "one, or pass --dry-run)",
-            file=sys.stderr,
-        )
+    words = parser.parse_intermixed_args()
+    if unknown := [part for part in words.parts if part not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    begin = time.monotonic()
+    if problem := find_problem(dry=words.dry_run):
+        print(f"gpu_suite: {problem}", file=sys.stderr)
         sys.exit(2)
     folder = words.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    work = folder.with_name(f"{folder.name}-work")
+    for path in (folder, work):
+        path.mkdir(parents=True, exist_ok=True)
     rounds = words.rounds or (1 if words.dry_run else 20)
-    calls = words.calls or (2 if words.dry_run else 100)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        path for path in (str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")) if path
-    )
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # products beside a second stream
-    worker = Worker(
-        [
-            *(sys.executable, str(BENCHMARKS / "suite_worker.py")),
-            *("cpu" if words.dry_run else "cuda", str(rounds), str(calls), words.only),
-        ]
-    )
-    commands = list_commands(folder, dry=words.dry_run, limit=words.seconds)
-    about = {"rounds": rounds, "calls": calls}
-    task_seconds = words.seconds if words.dry_run else 90.0
+    calls = words.calls or (2 if words.dry_run else 30)
+    os.environ.update(make_environment())
+    device = "cpu" if words.dry_run else "cuda"
+    script = str(BENCHMARKS / "suite_worker.py")
+    worker = Worker([sys.executable, script, device, str(rounds), str(calls), words.only])
     suite = Suite(
-        *(folder, worker, commands), seconds=words.seconds, task_seconds=task_seconds, about=about
+        *(folder, work, worker, list_commands(work, dry=words.dry_run, limit=words.seconds)),
+        seconds=words.seconds - (time.monotonic() - begin),
+        about={"rounds": rounds, "calls": calls},
     )
-    unknown = [part for part in words.parts if part not in suite.parts]
-    if unknown:
-        parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(suite.parts)}")
     with ended_by_exception():
         try:
-            status = suite.run(words.parts or suite.parts)
+            status = suite.run(words.parts or PARTS)
         finally:
             worker.close()
     sys.exit(status)

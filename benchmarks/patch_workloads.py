@@ -6,6 +6,7 @@ pass.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as nnf
@@ -33,12 +34,21 @@ class Workload:
 
 
 def _normal(device: str, *shape: int) -> Tensor:
-    # Drawn on the CPU, so that each device has the same inputs.
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    return _draw(0, shape, torch.get_default_dtype()).to(device, copy=True)
 
 
 def _integers(device: str, high: int, *shape: int) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1)).to(device)
+    return _draw(high, shape, torch.int64).to(device, copy=True)
+
+
+@lru_cache(maxsize=64)
+def _draw(high: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Draw normal numbers, or integers below ``high``, once for all parts and devices."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draws = torch.Generator(device).manual_seed(int(bool(high)))
+    if high:
+        return torch.randint(high, shape, generator=draws, device=device)
+    return torch.randn(shape, generator=draws, device=device, dtype=dtype)
 
 
 def _gradient(forward: Callable[[Tensor], Tensor], *shape: int) -> Callable[[str], Call]:

@@ -4,10 +4,9 @@ import json
 import os
 import select
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-START_SECONDS = 120.0  # for a worker to load torch and to find the device
 
 Row = dict[str, object]
 
@@ -21,22 +20,25 @@ class Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end = 0.0
         self.greeting: Row = {}
 
     def ask(self, task: str, seconds: float) -> Row:
         """Return the answer, or ``{"error": ...}``; then the next call starts a new process.
 
-        If no answer came in time, ``"is_late"`` is there as well.
+        The seconds are for the start of a process, too. If no answer came in time, ``"is_late"`` is
+        there as well.
         """
+        self._end = time.monotonic() + seconds
         try:
             process = self._start()
-            process.stdin.write(f"{task}\n")
+            process.stdin.write(f"{task}\n".encode())
             process.stdin.flush()
-            answer = self._read(process, seconds)
-        except TimeoutError as error:
+            answer = self._read(process)
+        except TimeoutError:
             self.close()
-            return {"error": str(error), "is_late": True}
+            return {"error": f"no answer within {seconds:.0f} seconds", "is_late": True}
         except (OSError, ValueError) as error:
             self.close()
             return {"error": str(error) or type(error).__name__}
@@ -54,14 +56,13 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None:
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
-            self.greeting = self._read(self._process, START_SECONDS)
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe)
+            self.greeting = self._read(self._process)
         return self._process
 
-    @staticmethod
-    def _read(process: subprocess.Popen[str], seconds: float) -> Row:
-        if not select.select([process.stdout], [], [], seconds)[0]:
-            raise TimeoutError(f"no answer within {seconds:g} seconds")
+    def _read(self, process: subprocess.Popen[bytes]) -> Row:
+        if not select.select([process.stdout], [], [], max(self._end - time.monotonic(), 0))[0]:
+            raise TimeoutError
         line = process.stdout.readline()
         if not line:
             raise ValueError(f"the worker ended with status {process.wait()}")

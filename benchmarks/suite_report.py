@@ -2,93 +2,99 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from suite_client import Journal, Row
 
 GOAL_MEAN, GOAL_WORST, GOAL_MODEL, GOAL_SHARE = 1.5, 3.0, 1.05, 0.8
 COLUMNS = ("original", "torch_deterministic", "patched", "patched_fill_off")
 MODEL_COLUMNS = ("plain", "fill_on", "fill_off")
+SENTENCES = {
+    "doctor": "A session opens; the digest kernel and both primitives have the CPU's bits.",
+    "example": "Two trainings of a segmentation network on this device are equal bit for bit.",
+    "tests": "The tests marked `cuda` pass.",
+    "sizes": "Sums of more than 2**31 elements, a default device and bounded memory work.",
+    "smoke": "Each patched op has torch's values, and two calls have equal bits.",
+    "scans": "Scans of one row end in one output beside other work.",
+    "steps": "The callback adds no wait for the device to a batch.",
+    "portable": "Portable gradients have the CPU's bits.",
+}
 
 
 def render(journal: Journal, parts: Sequence[str]) -> str:
-    """Return the results as Markdown."""
+    """Return the results as Markdown: what failed and why, what was shown, then figures."""
     greeting = next((row for row in journal.rows if row["part"] == "suite"), {})
-    lines = [
-        f"# Measurements on {greeting.get('device', 'an unknown device')}",
-        "",
-        (
-            f"torch {greeting.get('torch')}, {greeting.get('date')}; "
-            f"{greeting.get('rounds')} timed and {greeting.get('calls')} compared calls."
-        ),
-        "",
-        "| part | state | rows | failed | seconds | host MB | device MB |",
-        "| - | - | -: | -: | -: | -: | -: |",
-    ]
-    for part in parts:
+    lines = [f"# Measurements on {greeting.get('device', 'a device that is not known yet')}", ""]
+    if greeting:
+        named = {"torch": "torch", "date": "on", "rounds": "timed calls:", "calls": "compared:"}
+        known = [f"{word} {greeting[name]}" for name, word in named.items() if name in greeting]
+        lines += [f"{', '.join(known)}.", ""]
+    lines += ["## Failed", ""]
+    for row in _last_rows(journal):
+        if row["task"] != "part" and "error" in row:
+            lines.append(f"- {row['part']}, {row['task']}: {row['error']}")
+        elif str(row.get("state", "")).startswith("failed"):
+            lines.append(f"- {row['part']}: {row['state']}")
+            if said := str(row.get("said", ""))[-1500:].strip():
+                lines += ["", *(f"      {line}" for line in said.splitlines()), ""]
+    states = {part: find_state(journal, part) for part in parts}
+    if lines[-2:] == ["## Failed", ""]:
+        ended = sum(state == "complete" for state in states.values())
+        lines.append(f"Nothing, in {ended} of {len(parts)} parts.")
+    lines += ["", "## Shown", "", *(f"- {finding}" for finding in list_findings(journal)), ""]
+    lines += ["| part | state | rows | failed | seconds |", "| - | - | -: | -: | -: |"]
+    for part, state in states.items():
         rows = [row for row in journal.of_part(part) if row["task"] != "part"]
         failed = sum("error" in row for row in rows)
         ended = next((row for row in journal.of_part(part) if row["task"] == "part"), {})
-        sizes = [ended.get(name) for name in ("seconds", "host_mb", "device_mb")]
-        cells = " | ".join("" if size is None else f"{size:.0f}" for size in sizes)
-        lines.append(f"| {part} | {find_state(journal, part)} | {len(rows)} | {failed} | {cells} |")
-    lines += ["", *(f"- {finding}" for finding in list_findings(journal)), ""]
-    lines += _render_times(journal.of_part("speed"), COLUMNS, "op")
+        seconds = f"{ended['seconds']:.0f}" if "seconds" in ended else ""
+        lines.append(f"| {part} | {state} | {len(rows)} | {failed} | {seconds} |")
+    lines += ["", *_render_times(journal.of_part("speed"), COLUMNS, "op")]
     lines += _render_times(journal.of_part("models"), MODEL_COLUMNS, "model")
-    lines += ["## Failed", ""]
-    for row in _last_rows(journal):
-        if "error" in row:
-            lines.append(f"- {row['part']}, {row['task']}: {row['error']}")
     return "\n".join(lines) + "\n"
 
 
 def find_state(journal: Journal, part: str) -> str:
     """Return whether a part has ended, and how."""
     ended = [row for row in journal.of_part(part) if row["task"] == "part"]
-    if not ended:
-        return "not reached"
-    return str(ended[0]["state"])
+    return str(ended[0]["state"]) if ended else "not reached"
 
 
-def list_findings(journal: Journal) -> list[str]:
-    """Return speed and repeatability compared with the goals."""
-    times = [row for row in journal.of_part("speed") if "ratio" in row]
-    ratios = [row["ratio"] for row in times if row["status"] != "exempt"]
+def list_findings(journal: Journal) -> Iterator[str]:
+    """Yield what was shown, and figures compared with the goals; nothing of what did not run."""
+    for part, sentence in SENTENCES.items():
+        if find_state(journal, part) == "complete":
+            yield sentence
     counts = [row for row in journal.of_part("determinism") if "patched_outputs" in row]
-    found = journal.of_part("models")
-    models = [row["fill_on_ratio"] for row in found if "fill_on_ratio" in row]
+    if counts:
+        several = [row["op"] for row in counts if row["patched_outputs"] != 1]
+        yield f"Patched ops with several outputs for one input: {_join(several)}."
+        single = [row["op"] for row in counts if row["original_outputs"] == 1]
+        yield f"Originals with one output, which cannot serve as a control: {_join(single)}."
+    times = [row for row in journal.of_part("speed") if "ratio" in row]
+    if ratios := [row["ratio"] for row in times if row["status"] != "exempt"]:
+        yield (
+            f"Patched over original: geometric mean {statistics.geometric_mean(ratios):.2f} (goal "
+            f"{GOAL_MEAN}), worst {max(ratios):.2f} (goal {GOAL_WORST})."
+        )
+        slower = {
+            row["op"]
+            for row in times
+            if "torch_deterministic" in row
+            and row["patched"]["device_us"] >= row["torch_deterministic"]["device_us"]
+        }
+        yield f"Not faster than torch's deterministic version on a shape: {_join(slower)}."
+    found = [row["fill_on_ratio"] for row in journal.of_part("models") if "fill_on_ratio" in row]
+    if found:
+        yield f"Whole models: worst {max(found):.2f} (goal {GOAL_MODEL})."
     shares = [row["share_of_copy_rate"] for row in journal.of_part("digest") if _is_large(row)]
-    mean = statistics.geometric_mean(ratios) if ratios else math.nan
-    slower = {
-        row["op"]
-        for row in times
-        if "torch_deterministic" in row
-        and row["patched"]["device_us"] >= row["torch_deterministic"]["device_us"]
-    }
-    return [
-        (
-            f"Patched over original: geometric mean {mean:.2f} (goal {GOAL_MEAN}), worst "
-            f"{max(ratios, default=math.nan):.2f} (goal {GOAL_WORST})."
-        ),
-        (f"Whole models: worst {max(models, default=math.nan):.2f} (goal {GOAL_MODEL})."),
-        (
-            f"Digest: {min(shares, default=math.nan):.2f} of the copy's read rate for the largest "
-            f"tensors (goal {GOAL_SHARE})."
-        ),
-        (
-            "Patched ops with several outputs for one input: "
-            f"{_join(row['op'] for row in counts if row['patched_outputs'] != 1)}."
-        ),
-        (
-            "Originals with one output, which cannot serve as a control: "
-            f"{_join(row['op'] for row in counts if row['original_outputs'] == 1)}."
-        ),
-        (f"Not faster than torch's deterministic version on a shape: {_join(slower)}."),
-        (
-            "Warnings: "
-            f"{_join(text for row in _last_rows(journal) for text in row.get('warnings', []))}."
-        ),
-    ]
+    if shares:
+        yield (
+            f"Digest: {min(shares):.2f} of the copy's read rate for the largest tensors (goal "
+            f"{GOAL_SHARE})."
+        )
+    if said := {text for row in _last_rows(journal) for text in row.get("warnings", [])}:
+        yield f"Warnings: {_join(said)}."
 
 
 def _is_large(row: Row) -> bool:
@@ -104,6 +110,9 @@ def _join(names: Iterable[str]) -> str:
 
 
 def _render_times(rows: Sequence[Row], columns: Sequence[str], kind: str) -> list[str]:
+    rows = [row for row in rows if row["task"] != "part" and columns[0] in row]
+    if not rows:
+        return []
     lines = [
         f"## {kind.capitalize()}s",
         "",
@@ -113,8 +122,6 @@ def _render_times(rows: Sequence[Row], columns: Sequence[str], kind: str) -> lis
         f"| - |{' -: |' * (len(columns) + 1)}",
     ]
     for row in rows:
-        if row["task"] == "part" or columns[0] not in row:
-            continue
         cells = [_render_cell(row.get(column)) for column in columns]
         ratio = row.get("ratio", row.get("fill_on_ratio", math.nan))
         task = str(row["task"]).replace(" | ", ", ")

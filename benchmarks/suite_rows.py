@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from patch_models import MODELS
 from patch_workloads import REALISTIC, WORKLOADS, Workload
+from probe_models import KINDS
 from suite_client import Row
 from suite_measures import (
     Settings,
@@ -25,6 +26,7 @@ from lightning_d9m.hashing.digest import digest, digest_many, load_kernel, locat
 from lightning_d9m.ledger.stack import capture_stack
 from lightning_d9m.patches.catalog.catalog import find_op
 from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.portability.mode import portable
 
 CUDA_SIZES = {"4 kB": 2**12, "1 MB": 2**20, "40 MB": 40 * 2**20, "400 MB": 400 * 2**20}
 CUDA_SIZES |= {"4 GB": 2**32 + 2**20}
@@ -152,6 +154,20 @@ def run_model(name: str, settings: Settings) -> Row:
             row[label] = measure(make(device, scale), settings)
         row[f"{label}_ratio"] = row[label]["device_us"] / row["plain"]["device_us"]
     return row
+
+
+def run_portable(name: str, settings: Settings) -> Row:
+    """Compare the gradients of a model, computed with portable bits, with those of the CPU."""
+    found = {}
+    with portable():
+        for device in dict.fromkeys(("cpu", settings.device)):
+            torch.manual_seed(0)
+            model = KINDS[name]().to(device)
+            inputs = torch.stack([KINDS[name].data()[number][0] for number in range(4)])
+            model.layers(inputs.to(device)).square().mean().backward()
+            found[device] = digest_many([part.grad for part in model.parameters()])
+    same = len({tuple(own) for own in found.values()}) == 1
+    return {"tensors": len(found["cpu"]), **({} if same else {"error": "not the CPU's bits"})}
 
 
 def run_digest(name: str, settings: Settings) -> Row:

@@ -15,7 +15,7 @@ import torch
 from patch_models import MODELS
 from patch_workloads import REALISTIC, WORKLOADS
 from suite_client import Row
-from suite_first import SCANS, run_scan, run_start, run_steps
+from suite_first import SCANS, run_scan, run_steps
 from suite_measures import Settings, default_dtype, list_outputs
 from suite_rows import (
     SIZES,
@@ -25,9 +25,11 @@ from suite_rows import (
     run_facts,
     run_graph,
     run_model,
+    run_portable,
     run_smoke,
     run_speed,
 )
+from suite_sizes import LARGE, run_size
 
 from lightning_d9m.patches.triton.launch import _withdrawn
 
@@ -42,11 +44,13 @@ def list_tasks(part: str, settings: Settings) -> list[str]:
     )
     models = [name for name in MODELS if settings.only in name] or [*MODELS][:1]
     fixed = {
-        "start": ["session and digests"],
+        "machine": ["stack", "nvidia-smi"],
+        "sizes": [*LARGE],
+        "portable": ["Digits", "Transformer"],
         "smoke": ["patches", "forward", *ops, *large],
         "scans": [*SCANS],
         "steps": ["ResNet50", "Transformer"] if settings.device == "cuda" else ["Digits"],
-        "facts": ["stack", "nvidia-smi", "copy", "matmul"],
+        "facts": ["copy", "matmul"],
         "digest": [*SIZES[settings.device], "1,000 tensors"],
         "graphs": [*ops, suite_graphs.COMPILED],
     }
@@ -56,9 +60,11 @@ def list_tasks(part: str, settings: Settings) -> list[str]:
     return [f"{name} | {dtype}" for dtype in DTYPES for name in names]
 
 
-STRICT = ("start", "smoke")  # parts in which a warning is a failure
+STRICT = ("smoke",)  # parts in which a warning is a failure
 RUN = {
-    "start": run_start,
+    "machine": run_facts,
+    "sizes": run_size,
+    "portable": run_portable,
     "scans": run_scan,
     "steps": run_steps,
     "facts": run_facts,

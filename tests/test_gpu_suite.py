@@ -42,7 +42,7 @@ def modules(monkeypatch):
     Those of the worker run here, so that a failure can be planted.
     """
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = [f"suite_{name}" for name in ("client", "worker", "rows", "first", "measures")]
+    names = [f"suite_{name}" for name in ("client", "worker", "rows", "first", "measures", "sizes")]
     yield {name: importlib.import_module(name) for name in [*names, "suite_report", "gpu_suite"]}
     for name in [*names, "suite_report", "gpu_suite"]:
         del sys.modules[name]
@@ -53,12 +53,17 @@ def read_archive(folder):
         return {member.name: archive.extractfile(member).read().decode() for member in archive}
 
 
+def make_suite(modules, folder, worker, commands, **more):
+    """Return a call of the suite whose results are in a folder."""
+    for path in (folder / "out", folder / "work"):
+        path.mkdir(exist_ok=True)
+    return modules["gpu_suite"].Suite(folder / "out", folder / "work", worker, commands, **more)
+
+
 def test_every_failure_is_a_row(modules, tmp_path, capsys):
     """And the rows after it are measured by a new process; the report and the archive have all."""
-    script = modules["gpu_suite"]
     worker = modules["suite_client"].Worker([sys.executable, "-c", FAKE])
-    (tmp_path / "out").mkdir()
-    made = script.Suite(tmp_path / "out", worker, {}, seconds=LONG)
+    made = make_suite(modules, tmp_path, worker, {}, seconds=LONG)
     assert made.run(["speed", "models"]) == 1
     worker.close()
     rows = {row["task"]: row for row in made.journal.of_part("speed")}
@@ -75,8 +80,103 @@ def test_every_failure_is_a_row(modules, tmp_path, capsys):
     assert "# Measurements on A device" in page
     assert "geometric mean 1.50" in page
     assert "| good | 2 / 1 / 2.0 |  | 3 / 1 / 2.0 | 2 / 1 / 2.0 | 1.50 |" in page
-    assert "- speed, refused: ValueError: no" in page
+    assert page.index("- speed, refused: ValueError: no") < page.index("## Shown")
     assert "models: failed: no list" in capsys.readouterr().out
+
+
+class Rehearsal:
+    """Stands for a machine: its clock advances by what each part would take.
+
+    Args:
+        broken: The part that hangs, or fails for a package that is missing.
+        missing: Whether it does the latter.
+    """
+
+    ROWS = 2
+
+    def __init__(self, broken, *, missing):
+        self.now, self.broken, self.missing, self.ran = 0.0, broken, missing, []
+        self.greeting = {"device": "A device", "torch": "2.11"}
+
+    def take(self, part, seconds, limit):
+        """Advance the clock; return the error, if there is one, or None if the time is over."""
+        self.ran.append(part)
+        hangs = part == self.broken and not self.missing
+        self.now += limit if hangs else min(seconds, limit)
+        if hangs or seconds > limit:
+            return None
+        return "ModuleNotFoundError: No module named 'x'" if part == self.broken else ""
+
+    def ask(self, task, seconds):
+        part, _, name = task.partition(" ")
+        if part == "list":
+            self.now += 0.1
+            return {"tasks": [f"task {number}" for number in range(self.ROWS)]}
+        error = self.take(part, 8, seconds)
+        if error is None:
+            return {"error": f"no answer within {seconds:.0f} seconds", "is_late": True}
+        return {"op": name, **({"error": error} if error else {})}
+
+    def run(self, words, log, limit, _):
+        part = Path(log.name).stem
+        error = self.take(part, 30, limit)
+        self.now += 15 if error is None else 0  # to end it
+        log.write(f"Traceback of {part}: {error or 'it hangs'}\n".encode())
+        return None if error is None else int(bool(error))
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_rehearsal_ends_in_time_whatever_fails(modules, tmp_path, monkeypatch, missing):
+    """Each part in turn: calls end within 590 s, go on with the others, and come to an end."""
+    suite = modules["gpu_suite"]
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    for broken in suite.PARTS:
+        folder, machine = tmp_path / broken, Rehearsal(broken, missing=missing)
+        folder.mkdir()
+        commands = suite.list_commands(folder / "work", dry=False, limit=565)
+        first, ended = len(suite.FIRST), []
+        for call in range(8):
+            begin = machine.now
+            if call == 2:  # another machine, which has the package
+                machine.broken = broken if not missing else ""
+                (folder / "out" / "tests.jsonl").touch()
+            made = make_suite(
+                modules, folder, machine, commands,
+                seconds=565, clock=lambda own=machine: own.now, run=machine.run,
+            )  # fmt: skip
+            status = made.run(suite.PARTS)
+            assert machine.now - begin <= 590
+            ended.append(sum(made._has_ended(part) for part in suite.PARTS))
+            page = (folder / "out" / "report.md").read_text()
+            assert "None" not in page
+            if status != suite.CONTINUED:
+                break
+        assert status == int(not missing), (broken, ended)
+        assert ended[0] >= first - 1
+        assert ended[-1] == len(suite.PARTS)
+        files = [path for path in (folder / "out").iterdir() if path.is_file()]
+        assert len(files) <= 8
+        assert max(path.stat().st_size for path in files) < 2**24
+        is_named = page.index(f"- {broken}") < page.index("## Shown") if not missing else True
+        assert is_named, page
+        if missing:
+            assert machine.ran.count(broken) > Rehearsal.ROWS * (broken not in commands)
+
+
+def test_a_package_that_is_missing_is_said_at_once(modules, tmp_path, monkeypatch, capsys):
+    """In one sentence, before anything is run."""
+    suite = modules["gpu_suite"]
+    monkeypatch.setattr(suite, "find_spec", lambda name: None if name == "msgspec" else name)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", str(tmp_path / "out"), "smoke", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        suite.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "has no msgspec: run `pip install --no-deps --target vendor msgspec`" in said
+    assert not (tmp_path / "out").exists()
 
 
 def run_suite(folder, *arguments, python):
@@ -92,8 +192,8 @@ def run_suite(folder, *arguments, python):
 
 def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     """One op through the real worker, with graphs built under the flag."""
-    parts = ["start", "smoke", "scans", "steps", "facts", "determinism", "speed"]
-    parts += ["digest", "graphs"]
+    parts = ["machine", "sizes", "smoke", "scans", "steps", "determinism", "speed", "graphs"]
+    parts += ["digest", "portable"]
     words = (*parts, "--dry-run", "--only", "adaptive_max_pool3d")
     done = run_suite(tmp_path / "out", *words, python=forking_python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -104,15 +204,18 @@ def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):
     assert {row["verdict"] for row in rows.values() if "verdict" in row} == {"ok", "unsupported"}
     assert rows["scans", "cumprod"]["patched_outputs"] == 1
     assert rows["steps", "Digits"]["callback"]["waits"] == [0, 0]
-    assert all(rows[part, "part"]["host_mb"] > 0 < rows[part, "part"]["seconds"] for part in parts)
+    assert rows["sizes", "index_add of 2.25e9 elements"]["terms"] == 152 * 128
+    assert rows["sizes", "a default device"]["steps"] == 2
+    assert rows["portable", "Transformer"]["tensors"] > 20
+    assert all(rows[part, "part"]["seconds"] > 0 for part in parts)
     assert rows["smoke", "forward"]["nodes"]["bilinear"] == "UpsampleBilinear2DBackward0"
     for dtype in ("float32", "bfloat16"):
         assert rows["determinism", f"{name} | {dtype}"]["patched_outputs"] == 1
         assert rows["speed", f"{name} | {dtype}"]["ratio"] > 0
     assert rows["graphs", name]["unsupported"] == "a CPU has no CUDA graphs"
     assert rows["graphs", "torch.compile, reduce-overhead"]["outputs"] == 1
-    assert rows["facts", "stack"]["stack"]["device.kind"] == "cpu"
-    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 9
+    assert rows["machine", "stack"]["stack"]["device.kind"] == "cpu"
+    assert [rows[part, "part"]["state"] for part in parts] == ["complete"] * 10
 
 
 def plant(change):
@@ -191,5 +294,5 @@ def test_every_part_of_a_dry_run_is_reported(tmp_path):
             break
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert page.count("| complete |") == 17
+    assert page.count("| complete |") == 20
     assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "tests.jsonl", "report.md"}

@@ -35,7 +35,9 @@ def try_device(device: torch.device) -> CheckResult:
         warnings.simplefilter("always")
         try:
             with deterministic(seed=0):
-                tensors = [torch.arange(size, dtype=torch.float32).sin() for size in _SIZES]
+                tensors = [
+                    torch.arange(size, dtype=torch.float32, device="cpu").sin() for size in _SIZES
+                ]
                 there = [tensor.to(device) for tensor in tensors]
                 if digest_many(there) != digest_many(tensors):
                     problems.append("digests on the device differ from those of the CPU")

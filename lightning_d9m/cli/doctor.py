@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_d9m.ledger.stack import capture_stack
 
     findings = [*find_problems(), *check_installation()]
-    findings += [try_device(torch.device("cuda"))] if torch.cuda.is_available() else []
+    findings += [try_device(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     findings.sort(key=lambda finding: [*_MARKS].index(finding.status))
     facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
     statuses = [finding.status for finding in findings]

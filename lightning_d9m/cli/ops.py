@@ -5,10 +5,10 @@ import sys
 
 from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.terminal import make_table, measure, render, style, terminal_width
-from lightning_d9m.patches.catalog.catalog import OPS, Op, find_op
+from lightning_d9m.patches.catalog.catalog import OPS, Op, search_op
 
 ARGUMENTS = """
-name:NAME?  print all facts about this op
+name:NAME?  print all facts about this op; a name in torch's message, or a part of it, finds it, too
 --json  print JSON
 """
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         if on_terminal:
             steps = [("d9m ops NAME", "prints all facts about an op")]
     else:
-        op = find_op(arguments.name)
+        op = search_op(arguments.name)
         facts = [("name", op.name), ("status", op.status), *list_op_facts(op)]
         records, width = op.as_record(), terminal_width()
         table = make_table(["", ""], [(f"{label}:", text) for label, text in facts])
@@ -41,6 +41,7 @@ def list_op_facts(op: Op) -> list[tuple[str, str]]:
     """Return the facts about an op, as pairs of a label and a sentence."""
     facts = [
         ("torch's name", ", ".join(op.documented)),
+        ("in messages", ", ".join(op.alerts)),
         ("with the flag on, torch", op.torch_does),
         ("why", op.cause),
         ("instead", op.instead),

@@ -213,6 +213,7 @@ class Comparison:
         ranks_only_actual: Ranks that only the later ledger has.
         portable: Whether both runs computed portable bits, so that no stack explains a difference.
         probes: The kinds of probes that both runs recorded.
+        varying_ops: Ops that one of the runs allowed although they may vary.
     """
 
     expected: Path
@@ -225,6 +226,7 @@ class Comparison:
     ranks_only_actual: tuple[int, ...]
     portable: bool = False
     probes: frozenset[str] = frozenset()
+    varying_ops: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
@@ -386,6 +388,15 @@ def compare_ledgers(
         portable=are_portable(expected.header.settings, actual.header.settings),
         probes=frozenset.intersection(
             *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in both)
+        ),
+        varying_ops=tuple(
+            sorted(
+                {
+                    op
+                    for ledger in (expected, actual)
+                    for op in str(ledger.header.settings.get("varying_ops", "")).split()
+                }
+            )
         ),
     )
 

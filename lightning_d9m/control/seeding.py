@@ -181,9 +181,9 @@ class RandomStreams:
 
     def share(self, *, persistent: bool) -> None:
         """Allocate what workers and the main process tell each other."""
-        self.report = torch.zeros(_PATH_BYTES, dtype=torch.uint8).share_memory_()
+        self.report = torch.zeros(_PATH_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
         if persistent:
-            self.shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+            self.shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def start_epoch(self, epoch: int) -> None:
         """Enter an epoch in the main process."""

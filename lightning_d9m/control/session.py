@@ -27,7 +27,7 @@ from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hooks import check_hooks
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.patches.registration import is_patched, patches_applied, variation_allowed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,7 +92,11 @@ class Session:
                     and not _is_patched(settings)
                     and can_patch()
                 ):
-                    stack.enter_context(patches_applied("CUDA", exclude=settings.unpatched_ops))
+                    varying = (op for op in settings.varying_ops if is_patched(op))
+                    exclude = (*settings.unpatched_ops, *varying)
+                    stack.enter_context(patches_applied("CUDA", exclude=exclude))
+                if torch.backends.cuda.is_built():
+                    stack.enter_context(variation_allowed(settings.varying_ops, "CUDA"))
             stack.enter_context(rng_restored())
             seed_all(settings.seed)
             self._stack = stack.pop_all()

@@ -53,6 +53,9 @@ class Settings:
             see ``d9m ops``. Without it, torch raises where it has no deterministic kernel. The
             default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that torch computes anyway.
+        varying_ops: Operations that run although they may vary: names of ``d9m ops``, or of
+            torch's dispatcher such as ``"torchvision::_roi_pool_backward"``. Without it, torch
+            raises. The ledger and each verdict name them.
         portable: Compute every operation so that the bits are the same on every machine, several
             times slower; see ``docs/portable.md``. The default is True if the variables
             ``LIGHTNING_D9M`` and ``LIGHTNING_D9M_PORTABLE`` are 1.
@@ -67,6 +70,7 @@ class Settings:
     fill_uninitialized_memory: bool = True
     patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
+    varying_ops: tuple[str, ...] = ()
     portable: bool = field(
         default_factory=lambda: (
             read_switch(os.environ)
@@ -87,16 +91,19 @@ class Settings:
                 f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
                 "patched. Switch patch_ops on, or leave unpatched_ops out."
             )
-        for name in self.unpatched_ops:
-            find_op(name)  # raises for a misspelled name
+        for name in (*self.unpatched_ops, *self.varying_ops):
+            if "::" not in name or name in self.unpatched_ops:
+                find_op(name)  # raises for a misspelled name
 
     def as_record(self) -> dict[str, int | bool | str | None]:
         """Return the settings as the ledger stores them; one that is off by default only if on."""
-        record = asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
+        names = ("unpatched_ops", "varying_ops")
+        record = asdict(self) | {name: " ".join(sorted(getattr(self, name))) for name in names}
         record["portable"] = self.portable or is_portable()  # which may have been entered before
         if record["portable"]:  # the same on every machine, whatever torch was built for
             record |= {"patch_ops": False, "unpatched_ops": ""}
-        return {name: value for name, value in record.items() if name != "portable" or value}
+        rare = ("portable", "varying_ops")
+        return {name: value for name, value in record.items() if value or name not in rare}
 
 
 def validate_choice(name: str, value: object, allowed: Sequence[str]) -> None:

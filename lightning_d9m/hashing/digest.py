@@ -8,6 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -23,18 +24,20 @@ from lightning_d9m.state.parts import SPARSE
 VERSION = "d9m-digest-1"
 
 ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_MOST_COPIED = 2**26
+"""Bytes of tensors that are copied at once because they are not in row-major order."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DenseTensor(NamedTuple):
-    """A tensor whose elements are in row-major order in memory."""
+    """A strided tensor, whose elements are hashed in row-major order, and its header."""
 
     header: bytes
     data: torch.Tensor
 
 
 def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
-    """Return the header and the data of a tensor; copy it only if it is not in row-major order.
+    """Return the header and the data of a tensor, without copying it.
 
     A tensor that consists of others is a list of its header, these, and what describes it. Call it
     under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
@@ -65,14 +68,37 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
         )
     if tensor.device.type == "meta":
         raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
-    header = make_header(tensor.dtype, tensor.shape)
-    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-        # In row-major order, as integers, because torch cannot copy every dtype (int4) and must
-        # not interpret any.
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        integer = _INTEGERS.get(tensor.itemsize)
-        tensor = (tensor if integer is None else tensor.view(integer)).contiguous()
-    return DenseTensor(header, tensor)
+    return DenseTensor(make_header(tensor.dtype, tensor.shape), tensor)
+
+
+def _is_ordered(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in row-major order in memory."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in row-major order, as integers: torch cannot copy every dtype (int4)."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    integer = _INTEGERS.get(tensor.itemsize)
+    return (tensor if integer is None else tensor.view(integer)).contiguous()
+
+
+def _group(data: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return numbers of tensors: of those in row-major order, then of the others in groups.
+
+    Each of these groups has at most ``_MOST_COPIED`` bytes, or one tensor.
+    """
+    groups, left = [list[int]()], 0
+    for number, tensor in enumerate(data):
+        if _is_ordered(tensor):
+            groups[0].append(number)
+            continue
+        if left < tensor.nbytes or len(groups) == 1:
+            groups.append([])
+            left = _MOST_COPIED
+        groups[-1].append(number)
+        left -= tensor.nbytes
+    return groups
 
 
 def locate(data: torch.Tensor) -> tuple[int, int]:
@@ -88,10 +114,14 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
         raise _refuse(
             data, "it has no memory of its own", "Call digest() outside transforms."
         ) from error
-    if size and held < data.storage_offset() * data.itemsize + size:
+    reach = data.numel()
+    if not data.is_contiguous():
+        reach = 1 + sum(map(mul, (side - 1 for side in data.shape), data.stride()))
+    if size and held < (data.storage_offset() + reach) * data.itemsize:
         raise _refuse(
             data,
-            f"its storage has {held:,} bytes, too few for {size:,} at {data.storage_offset():,}",
+            f"its storage has {held:,} bytes, too few for {reach:,} elements from "
+            f"{data.storage_offset():,} on",
             "Its memory was freed, as FSDP does between steps: gather the parameters first.",
         )
     return data.data_ptr(), size
@@ -297,19 +327,26 @@ class DigestQueue:
         return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
 
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
-        """Read tensors whose elements are in row-major order, in one launch on each CUDA device.
+        """Read tensors, in one launch on each CUDA device.
+
+        Those that are not in row-major order are copied and read in groups.
 
         Raises:
-            DigestError: One has no memory; nothing is added then.
+            DigestError: One has no memory; the queue cannot be used any more then.
         """
-        memory = [locate(tensor) for tensor in data]
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
+        for group in _group(data):
+            self._read_group({start + number: data[number] for number in group})
+
+    def _read_group(self, group: dict[int, torch.Tensor]) -> None:
+        """Read tensors, or copies of them that are alive only here."""
+        group = {n: one if _is_ordered(one) else _order(one) for n, one in group.items()}
         here: dict[int, tuple[int, int]] = {}
         there: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for number, (tensor, span) in enumerate(zip(data, memory, strict=True), start):
+        for number, tensor in group.items():
             if tensor.is_cpu:
-                here[number] = span
+                here[number] = locate(tensor)
             else:
                 there.setdefault(tensor.device, {})[number] = tensor
         for device, tensors in there.items():

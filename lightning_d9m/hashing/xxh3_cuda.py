@@ -213,7 +213,7 @@ def start_hashing(memory: Sequence[tuple[int, int]], device: torch.device) -> to
 def start_copy(launched: list[torch.Tensor]) -> torch.Tensor:
     """Copy chunk digests to pinned memory on the current stream, without waiting."""
     chunk_digests = torch.cat(launched)
-    here = torch.empty(chunk_digests.shape, dtype=torch.int64, pin_memory=True)
+    here = torch.empty(chunk_digests.shape, dtype=torch.int64, pin_memory=True, device="cpu")
     return here.copy_(chunk_digests, non_blocking=True)
 
 

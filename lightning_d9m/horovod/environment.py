@@ -128,11 +128,11 @@ def connect_store(hvd: Any, timeout: timedelta) -> Any:
     """
     make: Any = distributed.TCPStore  # type: ignore[attr-defined] # public, but not in __all__
     options = {"timeout": timeout, "wait_for_workers": False}
-    store, sent = None, torch.zeros(_STORE_BYTES, dtype=torch.uint8)
+    store, sent = None, torch.zeros(_STORE_BYTES, dtype=torch.uint8, device="cpu")
     if hvd.rank() == 0:
         store = make("127.0.0.1", 0, is_master=True, **options)
         text = f"{_find_address()} {store.port}".encode()
-        sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     received = hvd.broadcast(sent, 0, name="d9m.store")
     host, port = bytes(received.tolist()).rstrip(b"\0").decode().split()
     try:

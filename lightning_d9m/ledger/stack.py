@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -30,8 +31,10 @@ INFORMATIONAL = {
     "cpu.count": "the threads that share out the work are recorded as threads.*",
     "threads.interop": "whole ops are shared out among these, never the terms of one sum",
     "variable.CUDA_LAUNCH_BLOCKING": "changes when kernels run, not what they compute",
-    "variable.CUDA_VISIBLE_DEVICES": "the devices themselves are recorded as device.*",
+    "variable.CUDA_VISIBLE_DEVICES": "the rank's own device is recorded as device.*",
     "compiler.cache": "holds what the compiler would make again",
+    "device.count": "each rank computes on its own device alone",
+    "device.visible": "as device.count",
     "device.order": "equal devices compute equal bits; NCCL builds its ring from their order",
 }
 
@@ -138,7 +141,7 @@ _MAX_VALUE = 256
 
 
 def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
-    """Record the stack of this process as it is now.
+    """Record the stack of this process as it is now, with the device that it computes on.
 
     CUDA is initialized only if there are devices. Paths, host names and addresses are not
     recorded.
@@ -257,19 +260,20 @@ def _capture_devices() -> dict[str, Scalar]:
     if accelerator.type != "cuda":
         return stack
     stack["device.driver"] = _read_driver()
-    identities = []
-    for number in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(number)
-        stack[f"device.{number}.name"] = facts.name
-        stack[f"device.{number}.capability"] = f"{facts.major}.{facts.minor}"
-        stack[f"device.{number}.multiprocessors"] = facts.multi_processor_count
+    every = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    facts = every[torch.cuda.current_device()]
+    names = Counter(one.name for one in every)
+    # A hash, because the UUID itself identifies the machine; torch 2.4 and older have none.
+    uuids = [str(getattr(one, "uuid", "")).encode() for one in every]
+    return stack | {
+        "device.name": facts.name,
+        "device.capability": f"{facts.major}.{facts.minor}",
+        "device.multiprocessors": facts.multi_processor_count,
         # Rounded: drivers differ in how many bytes they keep for themselves.
-        stack[f"device.{number}.memory_gib"] = round(facts.total_memory / 2**30)
-        # A hash, because the UUID itself identifies the machine.
-        uuid = str(getattr(facts, "uuid", ""))  # torch 2.4 and older have none
-        identities.append(blake2b(uuid.encode(), digest_size=4).hexdigest())
-    stack["device.order"] = _bounded(" ".join(identities))
-    return stack
+        "device.memory_gib": round(facts.total_memory / 2**30),
+        "device.visible": _bounded(", ".join(f"{count} {name}" for name, count in names.items())),
+        "device.order": _bounded(" ".join(blake2b(u, digest_size=4).hexdigest() for u in uuids)),
+    }
 
 
 def _read_driver() -> str | None:

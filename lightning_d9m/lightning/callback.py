@@ -106,6 +106,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             (``d9m ops`` lists them). If False, torch raises where it has no deterministic kernel.
             None inherits; the default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that ``patch_ops`` does not replace. None inherits.
+        varying_ops: Operations that run although they may vary, where torch would raise: names of
+            ``d9m ops``, or of torch's dispatcher such as ``"torchvision::_roi_pool_backward"``.
+            The ledger and each verdict name them. None inherits.
         portable: Compute the same bits on every machine, several times slower. Initial weights are
             the same only if the model is built with it on: with ``LIGHTNING_D9M=1`` and
             ``LIGHTNING_D9M_PORTABLE=1``, or after ``enable(portable=True)``. None inherits; the
@@ -149,6 +152,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         fill_uninitialized_memory: bool | None = None,
         patch_ops: bool | None = None,
         unpatched_ops: Sequence[str] | None = None,
+        varying_ops: Sequence[str] | None = None,
         portable: bool | None = None,
         ignored_metrics: Sequence[str] = (),
         on_inexact_resume: Literal["raise", "warn"] = "raise",
@@ -574,7 +578,7 @@ def change_last_bits(
     generator = torch.Generator().manual_seed(int(text))
     with torch.no_grad():
         for weight in module.parameters():
-            upwards = torch.randint(2, weight.shape, generator=generator).bool()
+            upwards = torch.randint(2, weight.shape, generator=generator, device="cpu").bool()
             limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
             weight.copy_(torch.nextafter(weight, limit))
     return {LAST_BITS_SETTING: int(text)}

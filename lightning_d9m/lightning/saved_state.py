@@ -273,7 +273,7 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
     ranks = ranks_of(trainer)
     checkpoint = ranks.raise_on_all(load)
     place = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-    manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0), "values": ""}
+    manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0, device="cpu"), "values": ""}
     content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
     own = [str(path) if checkpoint else "", place, blake2b(content, digest_size=16).hexdigest()]
     rows = ranks.gather_json(own)

@@ -219,7 +219,7 @@ class TrainerRecorder:
         reduce = getattr(trainer.strategy, "reduce_loss", None)
         number = None if reduce is None else reduce()
         if number is not None:
-            self.run.loss = torch.tensor(number, dtype=torch.float64)
+            self.run.loss = torch.tensor(number, dtype=torch.float64, device="cpu")
 
     def record(self, trainer: Trainer, session: TrainerSession, moment: RecordKind) -> None:
         """Record one moment, and compare it with the reference and across ranks.

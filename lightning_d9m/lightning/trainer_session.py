@@ -264,8 +264,9 @@ def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {name: arguments.get(name) for name in Settings.__dataclass_fields__}
     given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if names := given.get("unpatched_ops"):
-        given["unpatched_ops"] = (names,) if isinstance(names, str) else tuple(names)
+    for name in ("unpatched_ops", "varying_ops"):
+        if names := given.get(name):
+            given[name] = (names,) if isinstance(names, str) else tuple(names)
     replace(Settings(), **given)
     return given
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import SettingError, file_errors
-from lightning_d9m.lint.checks import ops, order, settings
+from lightning_d9m.lint.checks import ops, order, packages, settings
 from lightning_d9m.lint.rules import CODE, RULES, Finding
 from lightning_d9m.lint.source import Source, SourceError, parse, read_source
 from lightning_d9m.lint.tree import Call, Report, Tree
@@ -34,6 +34,7 @@ _COMMENT = re.compile(r"#\s*d9m:\s*ignore\s*\[(?P<rules>[^\]]*)\]\s*\S.*")
 _NOT_SCANNED = "D9M001"
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
+    packages.check_package,
     settings.check_choice_by_time,
     settings.check_seed,
     settings.check_system_draw,

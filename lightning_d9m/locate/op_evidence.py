@@ -117,7 +117,9 @@ def measure_recorded(found: Divergence) -> Magnitude | None:
     texts = (found.expected, found.actual)
     if found.moment == "batch" or found.kind not in ("loss", "scalars") or MISSING in texts:
         return None
-    values = torch.tensor([float.fromhex(text) for text in texts], dtype=torch.float64)
+    values = torch.tensor(
+        [float.fromhex(text) for text in texts], dtype=torch.float64, device="cpu"
+    )
     if torch.equal(values.float().double(), values):
         values = values.float()  # its dtype when it was logged; ulps of float64 are too small
     return measure_difference(values[0], values[1])

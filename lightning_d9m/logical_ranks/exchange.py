@@ -74,7 +74,7 @@ class RootExchange:
             place = self.group.size(), self.group.rank()
             assert place == (blocks.processes, process), "it is not a group of all processes"
         # Processes must agree on this flag of the processor, which changes bits.
-        self.flushes = torch.tensor([2.0**-149]).add(0.0).item() == 0.0
+        self.flushes = torch.tensor([2.0**-149], device="cpu").add(0.0).item() == 0.0
         self.close()
 
     @property

@@ -485,7 +485,7 @@ class Recorder:
         if isinstance(loss, torch.Tensor):
             self._run.loss = loss.detach()
         elif loss is not None:
-            self._run.loss = torch.tensor(loss, dtype=torch.float64)
+            self._run.loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
         self._scalars.update(scalars)
 
     def epoch(self, epoch: int | None = None, **scalars: float) -> None:

@@ -173,6 +173,18 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
 
 def state_verdict(comparison: Comparison) -> str:
     """Return a sentence with the verdict and what it is based on."""
+    return f"{_state_verdict(comparison)}{describe_varying(comparison)}"
+
+
+def describe_varying(comparison: Comparison) -> str:
+    """Return a sentence that begins with a blank about ops that may vary; empty without any."""
+    if not comparison.varying_ops:
+        return ""
+    names = describe_names(comparison.varying_ops, len(comparison.varying_ops))
+    return f" Another run may differ: varying_ops lets {names} run although they may vary."
+
+
+def _state_verdict(comparison: Comparison) -> str:
     if comparison.verdict == "equal":
         digests = sum(rank.digests for rank in comparison.ranks)
         epochs = pluralize(max(rank.epochs for rank in comparison.ranks), "epoch")

@@ -61,7 +61,7 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "date": lambda header: header.created and f"{header.created[:19].replace('T', ' ')} UTC",
     "seed": lambda header: header.seed,
     "ranks": lambda header: header.world_size,
-    "device": lambda header: header.stack.get("device.0.name", header.stack.get("device.kind")),
+    "device": lambda header: header.stack.get("device.name", header.stack.get("device.kind")),
     "processor": lambda header: header.stack.get("cpu.model"),
     "torch": lambda header: header.stack.get("torch.version"),
     "CUDA": lambda header: header.stack.get("torch.cuda"),

@@ -24,6 +24,7 @@ from lightning_d9m.output.columns import (
 )
 from lightning_d9m.output.comparison_text import (
     describe_exception,
+    describe_varying,
     format_evidence,
     state_verdict,
 )
@@ -248,7 +249,8 @@ class RepeatReport:
         if self._failures:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         ended = self._describe_exceptions()
-        return f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
+        varying = {describe_varying(entry.comparison): None for entry in self._compared}
+        return f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}{''.join(varying)}"
 
     def _describe_exceptions(self) -> str:
         """Say of the first fit that an exception ended whether its state there was compared."""

@@ -8,9 +8,10 @@ kernel never fires. The tables of other keys (autograd, autocast, meta, vmap) st
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch.library import Library
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, select_ops
+from lightning_d9m.patches.catalog.catalog import FlagEffect, Op, find_op, select_ops
 
 _MOST_FUNCTIONS = 4096
 _native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the flag off
@@ -100,6 +101,72 @@ def _register(library: Library, op: Op, device_key: str) -> None:
             switches=op.flag_effect is FlagEffect.SWITCHES,
         )
         library.impl(overload, kernel, device_key, with_keyset=True)
+
+
+@contextmanager
+def variation_allowed(names: Iterable[str], device_key: str) -> Iterator[None]:
+    """Run the body with kernels that may vary, although torch's flag is on.
+
+    The flag is off while one of their kernels runs. A kernel that does not ask for the flag runs
+    as it is.
+
+    Args:
+        names: Names of the catalog, or of operators such as ``"torchvision::_roi_pool_backward"``.
+        device_key: The backend's dispatch key.
+
+    Raises:
+        SettingError: An operator does not exist, or has no kernel for the backend.
+    """
+    with ExitStack() as stack:
+        given = [*names]
+        for name in sorted({operator for one in given for operator in _list_operators(one)}):
+            namespace, _, overload = name.partition("::")
+            if not _has_kernel(name, device_key):
+                with suppress(ImportError):  # an operator exists when its package is loaded
+                    import_module(namespace)
+            if not _has_kernel(name, device_key):
+                if name not in given:  # one of several overloads
+                    continue
+                raise SettingError(
+                    f"varying_ops names {name!r}, and no operator of that name has a kernel for "
+                    f"{device_key}. Import the package that defines it first, or leave it out."
+                )
+            library = Library(namespace, "IMPL")
+            stack.callback(library._destroy)  # noqa: SLF001 - as in patches_applied
+            kernel = partial(_run_varying, get_boxed_kernel(name, device_key))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously")
+                library.impl(overload, kernel, device_key, with_keyset=True)
+        yield
+
+
+def _has_kernel(name: str, device_key: str) -> bool:
+    with suppress(RuntimeError):  # the operator does not exist
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key)  # noqa: SLF001 - as in _register
+    return False
+
+
+def _list_operators(name: str) -> Collection[str]:
+    """Return the operators of a name of ``varying_ops``."""
+    if "::" in name:
+        return [name]
+    op = find_op(name)
+    return [*(f"aten::{one}" for one in op.kernels), *(one for one in op.operators if "::" in one)]
+
+
+def is_patched(name: str) -> bool:
+    """Return whether a name of ``varying_ops`` is that of an op with a replacement."""
+    return "::" not in name and bool(find_op(name).kernels)
+
+
+def _run_varying(call: Any, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(False)  # noqa: FBT003, SLF001 - the public one loads the compiler
+    try:
+        return call(keyset, *args, **kwargs)
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)  # noqa: SLF001 - as above
 
 
 class RefusedError(Exception):

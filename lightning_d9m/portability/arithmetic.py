@@ -263,7 +263,9 @@ def sqrt(values: Tensor) -> Tensor:
 def power(base: Any, exponent: Any) -> Tensor:
     """The power; whole exponents up to 3 are products."""
     if not isinstance(base, Tensor):
-        base = torch.full((), base, dtype=torch.result_type(exponent, base)).to(exponent.device)
+        base = torch.full((), base, dtype=torch.result_type(exponent, base), device="cpu").to(
+            exponent.device
+        )
     dtype = torch.result_type(base, exponent)
     if not isinstance(exponent, Tensor):
         simple: dict[float, Rule] = {0.5: sqrt, 1.0: torch.clone, 2.0: lambda x: x * x}
@@ -503,7 +505,9 @@ def draw(size: Any, generator: torch.Generator | None, bits: int = 53) -> Tensor
             "CPU. Make it with torch.Generator()."
         )
     # The same on every machine: one draw of the Mersenne Twister for each number, in order.
-    drawn = torch.empty(size, dtype=torch.int64).random_(0, 2**bits, generator=generator)
+    drawn = torch.empty(size, dtype=torch.int64, device="cpu").random_(
+        0, 2**bits, generator=generator
+    )
     return drawn.double() * 2.0**-bits
 
 
@@ -560,7 +564,9 @@ def permute(
     n: int, *, generator: Any = None, dtype: Any = None, device: Any = None, **_: Any
 ) -> Tensor:
     """A permutation, drawn on the CPU and moved."""
-    return torch.randperm(n, generator=generator, dtype=dtype or torch.int64).to(device or "cpu")
+    return torch.randperm(n, generator=generator, dtype=dtype or torch.int64, device="cpu").to(
+        device or "cpu"
+    )
 
 
 @rule("random_")

@@ -145,8 +145,13 @@ def ctc_loss(
     emitted = log_probs.gather(2, labels.expand(steps, -1, -1))
     jumps = torch.zeros_like(labels, dtype=torch.bool)
     jumps[:, 2:] = (labels[:, 2:] != labels[:, :-2]) & (labels[:, 2:] != blank)
-    states, nowhere = torch.arange(width).to(labels), torch.full_like(emitted[0], -torch.inf)
-    last_time, last_state = (torch.tensor(one).to(labels)[:, None] for one in (times, counts))
+    states, nowhere = (
+        torch.arange(width, device="cpu").to(labels),
+        torch.full_like(emitted[0], -torch.inf),
+    )
+    last_time, last_state = (
+        torch.tensor(one, device="cpu").to(labels)[:, None] for one in (times, counts)
+    )
     real = states <= 2 * last_state
     path = [torch.where(real & (states < 2), emitted[0], -torch.inf)]
     for step in range(1, steps):

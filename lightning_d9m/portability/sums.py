@@ -86,7 +86,7 @@ def settle(
             terms = find_terms(some)
             if terms.numel() <= _FEW_TERMS:
                 exact = [_add_to_odd(row) for row in terms.tolist()]
-                result[some] = torch.tensor(exact, dtype=torch.float64).to(result)
+                result[some] = torch.tensor(exact, dtype=torch.float64, device="cpu").to(result)
                 continue
             pieces, tops = cut_exactly(terms, 1)
             sums = [piece.sum(1, keepdim=True) for piece in pieces]
@@ -310,8 +310,8 @@ def find_reads(
     Returns:
         The places, ``[windows, taps]``; -1 beside the image.
     """
-    places = torch.arange(1, prod(sizes) + 1, dtype=torch.float64).view(1, 1, *sizes)
-    taps = torch.eye(prod(kernel), dtype=torch.float64).view(-1, 1, *kernel)
+    places = torch.arange(1, prod(sizes) + 1, dtype=torch.float64, device="cpu").view(1, 1, *sizes)
+    taps = torch.eye(prod(kernel), dtype=torch.float64, device="cpu").view(-1, 1, *kernel)
     # A kernel of a single 1 moves the number of a place, or the 0 beside the image.
     more = (*given[:3], False, [0] * len(sizes), 1)
     found: Tensor = torch.ops.aten.convolution(places, taps, None, *more)[0]
@@ -321,8 +321,8 @@ def find_reads(
 
 def _turn(reads: Tensor, size: int) -> Tensor:
     """Return the window that reads each of so many places of an image with each tap, or -1."""
-    windows, taps = (torch.arange(length) for length in reads.shape)
-    turned = torch.full((size + 1, len(taps)), -1)
+    windows, taps = (torch.arange(length, device="cpu") for length in reads.shape)
+    turned = torch.full((size + 1, len(taps)), -1, device="cpu")
     turned[reads, taps] = windows.unsqueeze(1)  # the last row is that of place -1
     return turned[:size]
 
@@ -457,7 +457,7 @@ def _differentiate_by_weight(
 @lru_cache(maxsize=256)
 def _read_matrix(size: int, *side: Any) -> Tensor:
     """Return the matrix ``[outputs, inputs]`` of an operation along one dimension."""
-    found = run_side(*side, torch.eye(size, dtype=torch.float64))
+    found = run_side(*side, torch.eye(size, dtype=torch.float64, device="cpu"))
     return found.t().mul(_GRID).round_().div_(_GRID).contiguous()
 
 

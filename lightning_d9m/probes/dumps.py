@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,12 +204,21 @@ def replay_op(dumped: Mapping[str, Any]) -> Any:
     args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
     with ExitStack() as stack, torch.no_grad():
         if (rng := dumped.get("rng")) is not None:
-            device = torch.device(dumped["rng_device"])
-            module = torch if device.type == "cpu" else torch.get_device_module(device)
-            stack.callback(module.set_rng_state, module.get_rng_state())
-            module.set_rng_state(rng)
+            read, write = access_rng(torch.device(dumped["rng_device"]))
+            stack.callback(write, read())
+            write(rng)
         outputs = op(*args, **kwargs)
     return written_arguments(op, args, kwargs) if outputs is None else outputs
+
+
+def access_rng(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what reads and what writes the state of a device's default generator.
+
+    Without a device, torch's functions take that of the current device.
+    """
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    more = {} if device.type in {"cpu", "mps"} else {"device": device}
+    return partial(module.get_rng_state, **more), partial(module.set_rng_state, **more)
 
 
 def written_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.hashing.training_state import plain_name
 from lightning_d9m.ledger.kinds import ROOT
-from lightning_d9m.probes.dumps import keep, written_arguments
+from lightning_d9m.probes.dumps import access_rng, keep, written_arguments
 from lightning_d9m.probes.settings import ProbeSettings
 from lightning_d9m.probes.trace import ProbeCollector, Take, name_leaves
 
@@ -279,8 +279,8 @@ class OpMode(TorchDispatchMode):
             return content
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         device = next(tensors, torch.empty(0, device=kwargs.get("device"))).device
-        module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-        return content | {"rng": module.get_rng_state(), "rng_device": str(device)}
+        read, _ = access_rng(device)
+        return content | {"rng": read(), "rng_device": str(device)}
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def close_connections(group: Any) -> None:
     """
     peer = (group.rank() + 1) % group.size()
     with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _TAG).wait(_SOON)
+        group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(_SOON)
 
 
 @cache

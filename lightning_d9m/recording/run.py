@@ -247,7 +247,7 @@ class Run:
         """
         self._parent, self.held[:], self._report = parent, held, report
         if loss is not None:
-            self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64)
+            self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64, device="cpu")
 
     def begin(
         self,

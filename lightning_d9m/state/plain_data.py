@@ -144,11 +144,11 @@ def _join_tensor(parts: list[Any]) -> Tensor:
     if not isinstance(parts[0], str):
         indices, values, shape, coalesced = parts
         return torch.sparse_coo_tensor(
-            indices, values, shape, check_invariants=True, is_coalesced=coalesced
+            indices, values, shape, check_invariants=True, is_coalesced=coalesced, device="cpu"
         )
     dtype = _DTYPES[parts[0]]
     raw = bytearray(memoryview(parts[2]))
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(parts[1])
 
 

@@ -127,11 +127,15 @@ def test_a_number_of_threads_that_torch_chooses_is_noted(monkeypatch):
 
 def test_a_device_is_tried_in_a_session(d9m, monkeypatch):
     """If torch finds one; any warning is a problem, and what a session sets is restored."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(device, "try_device", lambda _: try_device(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    tried = []
+    monkeypatch.setattr(
+        device, "try_device", lambda one: tried.append(one) or try_device(torch.device("cpu"))
+    )
     status, out, _ = d9m("doctor")
     assert status == 0
-    assert "device cpu" in out
+    assert tried == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert out.count("device cpu") == 2
     assert "digests and patched ops are the CPU's (checked in" in " ".join(out.split())
     assert not torch.are_deterministic_algorithms_enabled()
 

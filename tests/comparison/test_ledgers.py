@@ -10,7 +10,7 @@ from ledger_runs import Runs, make_facts, make_probes
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Evaluation, LoaderFacts
-from lightning_d9m.output.comparison_text import list_one_sided
+from lightning_d9m.output.comparison_text import list_one_sided, state_verdict
 
 
 def compare(one, other, **options):
@@ -211,6 +211,16 @@ class TestNotComparable:
         assert comparison.verdict == "equal"
         assert {entry.field for entry in comparison.stack} == {"torch.version", "device.driver"}
         assert [entry.field for entry in comparison.settings] == ["threads"]
+
+    def test_equal_runs_with_ops_that_may_vary_say_so(self, runs):
+        """Two equal runs are no evidence about a third one then."""
+        settings = {"settings": {"varying_ops": "a::b histc"}}
+        comparison = compare(runs.write(**settings), runs.write(**settings))
+        assert comparison.verdict == "equal"
+        assert comparison.varying_ops == ("a::b", "histc")
+        assert comparison.as_json()["varying_ops"] == ("a::b", "histc")
+        assert "Another run may differ: varying_ops lets a::b, histc" in state_verdict(comparison)
+        assert "may differ" not in state_verdict(compare(runs.write(), runs.write()))
 
 
 def test_evaluations_with_the_same_key_are_compared_in_their_order(runs):

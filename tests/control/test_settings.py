@@ -41,6 +41,7 @@ SETTINGS = [(owner, name) for owner in OWNERS for name in inspect.signature(owne
         ({"per_sample_rng": 1}, "per_sample_rng is 1; allowed: True or False"),
         ({"unpatched_ops": ("histc",), "patch_ops": False}, r"\['histc'\] and patch_ops is off"),
         ({"unpatched_ops": ("tokp",), "patch_ops": True}, "no op 'tokp'"),
+        ({"varying_ops": ("roi_pol",)}, "no op 'roi_pol'"),
     ],
 )
 def test_a_bad_value_is_refused(words, message):
@@ -137,6 +138,7 @@ def test_a_misspelt_variable_is_said():
         ("per_sample_rng", False, "1", True),
         ("threads", 1, "2", 2),
         ("unpatched_ops", ("put_",), "cumsum", ("cumsum",)),
+        ("varying_ops", ("torchvision::_roi_pool_backward",), "histc", ("histc",)),
     ],
 )
 @pytest.mark.usefixtures("unseeded")

@@ -15,6 +15,7 @@ import xxhash
 from torch._subclasses import FakeTensorMode
 
 from lightning_d9m.errors import DigestError
+from lightning_d9m.hashing import digest as digest_module
 from lightning_d9m.hashing import xxh3
 from lightning_d9m.hashing.digest import digest, digest_many, digest_value
 
@@ -274,7 +275,10 @@ def _quantized():
         (_fake, r"FakeTensor does not say where its elements are\. Pass a materialized tensor"),
         (_quantized, r"qint8 on cpu has no digest: .* Pass its int_repr\(\) and q_scale\(\)"),
         (lambda: torch.ones(4, 4).to_mkldnn(), r"the order .* torch\._mkldnn\. Pass its to_dense"),
-        (_freed, r"its storage has 0 bytes, too few for 20 at 5\. Its memory was freed, as FSDP"),
+        (
+            _freed,
+            r"its storage has 0 bytes, too few for 5 elements from 5 on\. Its memory was freed",
+        ),
         (torch.nn.parameter.UninitializedParameter, r"not initialized yet\. Run the module once"),
         (
             lambda: torch.Tensor._make_subclass(Opaque, torch.ones(1)),
@@ -297,3 +301,24 @@ def test_tensors_within_a_transform_are_refused():
     )
     with refused:
         torch.vmap(digest)(torch.ones(2))
+
+
+def test_copies_of_tensors_in_other_orders_exist_in_small_groups(monkeypatch):
+    """At most as many bytes as the bound, or one tensor; whatever the layouts are."""
+    values = [torch.randn(2, 3, 4, 5) for _ in range(12)]
+    given = [
+        value.contiguous(memory_format=torch.channels_last) if place % 3 else value
+        for place, value in enumerate(values)
+    ] + [torch.randn(40, 50).t(), torch.randn(3, dtype=torch.complex64).conj()]
+    expected = digest_many([*values, *(value.clone() for value in given[12:])])
+    own, alive = {value.untyped_storage().data_ptr() for value in given}, []
+    hash_all = xxh3.hash_chunks
+
+    def note(memory):
+        alive.append([size for address, size in memory if address not in own])
+        return hash_all(memory)
+
+    monkeypatch.setattr(xxh3, "hash_chunks", note)
+    monkeypatch.setattr(digest_module, "_MOST_COPIED", 1000)
+    assert digest_many(given) == expected
+    assert alive == [[], [480, 480], [480, 480], [480, 480], [480, 480], [8000], [24]]

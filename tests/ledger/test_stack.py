@@ -62,22 +62,46 @@ def test_variables_that_matter_are_recorded_and_paths_addresses_and_keys_are_not
     assert stack["long"] == "x" * 256
 
 
+def capture_on(monkeypatch, devices, current=0):
+    """Return the stack's devices on a machine with these devices."""
+    cuda = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    return stack_module._capture_devices()
+
+
+def make_device(name, uuid, **facts):
+    facts = {"major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 2**36} | facts
+    return SimpleNamespace(name=name, uuid=uuid, **facts)
+
+
+def test_the_device_that_a_rank_computes_on_is_compared_and_no_other(monkeypatch):
+    """Its place among those that are visible, and their number, change nothing."""
+    first, equal = make_device("GPU", "aaaa-1"), make_device("GPU", "bbbb-2")
+    other = make_device("Other", "cccc-3", major=8, minor=6, total_memory=24 * 2**30)
+    one = capture_on(monkeypatch, [first])
+    assert stack_differences(one, capture_on(monkeypatch, [first, equal, other] * 3)) == []
+    assert stack_differences(one, capture_on(monkeypatch, [other, equal], current=1)) == []
+    differences = stack_differences(one, capture_on(monkeypatch, [first, other], current=1))
+    assert differences == [
+        ("device.capability", "9.0", "8.6"),
+        ("device.memory_gib", 64, 24),
+        ("device.name", "GPU", "Other"),
+    ]
+
+
 def test_the_order_of_cuda_devices_is_recorded_without_their_uuids(monkeypatch):
     """NCCL builds its ring from the order; equal devices are not told apart otherwise."""
-    stacks, cuda = [], SimpleNamespace(type="cuda")
-    facts = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
-    for uuids in (("aaaa-1", "bbbb-2"), ("bbbb-2", "aaaa-1")):
-        devices = [SimpleNamespace(**facts, total_memory=2**36, uuid=uuid) for uuid in uuids]
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
-        stacks.append(stack_module._capture_devices())
+    devices = [make_device("GPU", "aaaa-1"), make_device("GPU", "bbbb-2")]
+    stacks = [capture_on(monkeypatch, order) for order in (devices, devices[::-1])]
     orders = [stack["device.order"].split() for stack in stacks]
     assert orders[0] == orders[1][::-1]
     assert len(set(orders[0])) == 2
     assert "aaaa" not in str(stacks)
-    assert stacks[0]["device.1.memory_gib"] == 64
+    assert stacks[0]["device.visible"] == "2 GPU"
     assert stack_differences(*stacks) == []
 
 
@@ -122,7 +146,9 @@ def test_a_difference_is_one_of_presence_type_or_bits(one, other):
 def test_informational_fields_exist():
     """A misspelt one would be compared after all."""
     known = set(capture_stack()) | {f"variable.{name}" for name in stack_module._VARIABLES}
-    assert set(INFORMATIONAL) <= known | {"device.order", COMPILER_CACHE}
+    assert set(INFORMATIONAL) <= known | {
+        f"device.{one}" for one in ("count", "order", "visible")
+    } | {COMPILER_CACHE}
 
 
 def test_the_policy_decides_what_a_difference_does():

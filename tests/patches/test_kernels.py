@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.patches import exact_sums
-from lightning_d9m.patches.kernels import separable
+from lightning_d9m.patches.kernels import separable, updates
 from lightning_d9m.patches.kernels.reductions import histc
 from lightning_d9m.patches.registration import patches_applied
 
@@ -210,3 +210,27 @@ def test_grid_sample_of_nothing_has_zero_gradients(empty: str, mask: list[bool],
         by_image, by_grid = backward(gradient, image, grid, 0, 0, False, mask)
     assert torch.equal(by_grid, torch.zeros_like(grid))
     assert torch.equal(by_image, torch.zeros_like(image)) if mask[0] else by_image is None
+
+
+LARGE_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda x, index: x.index_add(0, index, x[:6]),
+    "index_put": lambda x, index: x.index_put((index,), x[:6], accumulate=True),
+    "scatter_add": lambda x, index: x.scatter_add(0, index[:, None].expand(6, 9), x[:6]),
+    "scatter": lambda x, index: x.scatter(0, index[:, None].expand(6, 9), x[:6], reduce="add"),
+}
+
+
+@pytest.mark.parametrize("add", LARGE_SUMS.values(), ids=LARGE_SUMS)
+def test_a_large_sum_is_torchs_where_that_needs_less_memory(add, monkeypatch) -> None:
+    """An index for each row, not one for each element; and only with the flag on."""
+    x, index = torch.randn(8, 9), torch.zeros(6, dtype=torch.int64)
+    x[0] = 1e8 * torch.randn(9)  # torch rounds after each term
+    expected = add(x, index)
+    monkeypatch.setattr(updates, "_MUCH", 100)
+    with patches_applied("CPU"):
+        exact = add(x, index)
+    with patches_applied("CPU"), deterministic_algorithms():
+        found = add(x, index)
+    assert not torch.equal(exact, expected)
+    one_index = add in {LARGE_SUMS["index_add"], LARGE_SUMS["index_put"]}
+    assert torch.equal(found, expected if one_index else exact)

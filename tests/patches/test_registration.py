@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._decomp.decompositions as torch_decompositions
+import torch._prims_common
 import torch.nn.functional as nnf
 from patches.cases import deterministic_algorithms
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_d9m.compatibility import can_patch
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.patches import registration
-from lightning_d9m.patches.catalog.catalog import OPS, select_ops
-from lightning_d9m.patches.registration import Kernel, patches_applied, require
+from lightning_d9m.patches.catalog import catalog
+from lightning_d9m.patches.catalog.catalog import OPS, find_op, select_ops
+from lightning_d9m.patches.registration import Kernel, patches_applied, require, variation_allowed
 
 KERNELS = [f"aten::{overload}" for op in select_ops(torch.__version__) for overload in op.kernels]
 
@@ -214,3 +216,35 @@ def test_excluded_ops_and_other_devices_keep_their_decomposition() -> None:
         with patches_applied("CUDA"):
             assert "Upsample" not in DECOMPOSED["bilinear"][1](flat).grad_fn.name()
             assert "Replication" not in DECOMPOSED["pad2d"][1](flat).grad_fn.name()
+
+
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered")
+def test_an_op_that_may_vary_runs_if_it_is_named(monkeypatch) -> None:
+    """Under its own name or the catalog's; others raise, and the flag is on again after it."""
+
+    def refuse(values: Tensor) -> Tensor:
+        torch._prims_common.alert_not_deterministic("pool_kernel")
+        return values + 1
+
+    library = torch.library.Library("d9m_test", "FRAGMENT")
+    for name in ("pool", "other"):
+        library.define(f"{name}(Tensor values) -> Tensor")
+        library.impl(name, refuse, "CPU")
+    entry = dataclasses.replace(find_op("sparse_mm"), name="pool", operators=("d9m_test::pool",))
+    monkeypatch.setattr(catalog, "OPS", (entry,))
+    values, ops = torch.ones(2), torch.ops.d9m_test
+    with deterministic_algorithms():
+        for name in ("pool", "d9m_test::pool"):
+            with variation_allowed([name], "CPU"):
+                assert torch.equal(ops.pool(values), values + 1)
+                assert torch.are_deterministic_algorithms_enabled()
+                with pytest.raises(RuntimeError, match="does not have a deterministic"):
+                    ops.other(values)
+            with pytest.raises(RuntimeError, match="does not have a deterministic"):
+                ops.pool(values)
+        with (
+            pytest.raises(SettingError, match="no operator of that name has a kernel for CPU"),
+            variation_allowed(["d9m_test::missing"], "CPU"),
+        ):
+            pass
+    library._destroy()

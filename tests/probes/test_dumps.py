@@ -1,6 +1,7 @@
 """Dumps: what is saved comes back with its strides, without code, and operations run again."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.probes.dumps import (
     Dump,
+    access_rng,
     find_dumps,
     find_states,
     find_writer,
@@ -132,3 +134,16 @@ def test_the_hook_that_wrote_when_the_state_of_two_runs_began_to_differ(
                     pass
     assert find_writer(folders, 0) == expected
     assert find_writer([folders[0], tmp_path / "absent"], 0) == ""
+
+
+def test_the_generator_is_that_of_the_device_and_not_of_the_current_one(monkeypatch):
+    states = {torch.device("cuda", 0): "a", torch.device("cuda", 1): "b"}
+    module = SimpleNamespace(
+        get_rng_state=lambda device: states[device],
+        set_rng_state=lambda state, device: states.update({device: state}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    read, write = access_rng(torch.device("cuda", 1))
+    assert read() == "b"
+    write("c")
+    assert list(states.values()) == ["a", "c"]

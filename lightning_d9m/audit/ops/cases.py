@@ -54,12 +54,12 @@ class Inputs:
 
     def normal(self, *shape: int) -> Tensor:
         """Draw from the standard normal distribution."""
-        drawn = torch.randn(shape, generator=self._generator)
+        drawn = torch.randn(shape, generator=self._generator, device="cpu")
         return drawn.to(self._drawn).to(self.dtype).to(self.device)
 
     def whole(self, high: int, *shape: int) -> Tensor:
         """Draw integers from 0 to ``high`` - 1."""
-        return torch.randint(high, shape, generator=self._generator).to(self.device)
+        return torch.randint(high, shape, generator=self._generator, device="cpu").to(self.device)
 
 
 Draw: TypeAlias = tuple[int, ...] | Callable[[Inputs], Tensor]
@@ -73,7 +73,9 @@ def whole(high: int, *shape: int) -> Draw:
 def _sparse(*shape: int) -> Draw:
     def draw(inputs: Inputs) -> Tensor:
         index = torch.stack([inputs.whole(high, 4096) for high in shape])
-        return torch.sparse_coo_tensor(index, inputs.normal(4096), shape, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            index, inputs.normal(4096), shape, check_invariants=True, device=inputs.device
+        )
 
     return draw
 
@@ -309,7 +311,7 @@ def _unpool(dims: int, image: Tensor, *, duplicates: bool) -> Any:
 
 def _pool_fractions(pool: Callable[..., Any], image: Tensor) -> Any:
     planes, dims = image.shape[:2], image.dim() - 2
-    starts = torch.linspace(0.1, 0.9, planes.numel() * dims, dtype=image.dtype)
+    starts = torch.linspace(0.1, 0.9, planes.numel() * dims, dtype=image.dtype, device="cpu")
     starts = starts.view(*planes, dims).to(image.device)
     return pool(image, 3, [image.shape[-1] // 2] * dims, _random_samples=starts)
 
@@ -404,7 +406,9 @@ def _list_other_cases() -> Iterator[Case]:
 
 def _align(scores: Tensor, targets: Tensor, *, cudnn: bool = False) -> Tensor:
     """Return the CTC loss. cuDNN takes int32 on the CPU only; the native kernel has int64."""
-    steps, labels = (torch.full((8,), length, dtype=torch.int32) for length in (100, 30))
+    steps, labels = (
+        torch.full((8,), length, dtype=torch.int32, device="cpu") for length in (100, 30)
+    )
     placed = (targets + 1).flatten().cpu().int() if cudnn else targets + 1
     with torch.backends.cudnn.flags(enabled=cudnn):
         return nnf.ctc_loss(scores.log_softmax(2), placed, steps, labels, reduction="sum")

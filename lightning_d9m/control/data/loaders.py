@@ -237,8 +237,8 @@ class ControlledLoader:
                 "its samples have no index to seed them by. Use a dataset with indices, or switch "
                 "per_sample_rng off; runs are exact without it."
             )
-        # torch draws the base seed of the workers from this generator.
-        self._generator = torch.Generator()
+        # torch draws the base seed of the workers from this generator, on the default device.
+        self._generator = torch.Generator(torch.get_default_device())
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         samplers = find_samplers(loader)

@@ -42,6 +42,7 @@ class Op:
         instead: The replacement, in a sentence.
         bits: The relation of the replacement's result to torch's.
         reason: The reason why an exempt op needs no patch.
+        alerts: Its names in the messages in which torch or torchvision refuses it.
         documented: Its names in the docstring of ``torch.use_deterministic_algorithms``.
         kernels: The replacement of each overload, as ``package.module:function``.
         operators: Names of its operators, if they differ from its name and from ``kernels``.
@@ -56,6 +57,7 @@ class Op:
     instead: str = ""
     bits: str = ""
     reason: str = ""
+    alerts: tuple[str, ...] = ()
     documented: tuple[str, ...] = ()
     kernels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     operators: tuple[str, ...] = ()
@@ -81,6 +83,7 @@ class Op:
         return {
             **{name: getattr(self, name) for name in (*names, "since", "until")},
             "documented": list(self.documented),
+            "alerts": list(self.alerts),
             "overloads": sorted(self.kernels),
         }
 
@@ -88,7 +91,8 @@ class Op:
 def read_ops(text: str) -> Iterator[Op]:
     """Return the ops of stanzas, in which each op of a stanza has all of its fields.
 
-    An op has a name, overloads and names in torch's documentation, without ``torch.``. Of the
+    An op has a name, overloads, names in torch's documentation, without ``torch.``, and those in
+    messages. Of the
     overloads, ``*`` stands for the name, and ``a{,.out}`` for ``a a.out``. Their replacement is the
     function of the module ``kernel`` that has the operator's name, without underscores around it.
     """
@@ -113,7 +117,7 @@ def _read_fields(stanza: str) -> dict[str, list[str]]:
 
 
 def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) -> Op:
-    name, overloads, documented = (part.strip() for part in f"{line} | | ".split("|")[:3])
+    name, overloads, documented, alerts = map(str.strip, f"{line} | | | ".split("|")[:4])
     flag = FlagEffect(fields.get("flag", "raises"))
     module = fields.get("kernel")
     found = [
@@ -130,10 +134,12 @@ def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) ->
         instead=fields.get("instead", shared["EXACT"] if kernels else ""),
         bits=fields.get("bits", shared["bits"] if kernels else ""),
         reason=fields.get("reason", "" if kernels else shared["reason"]),
+        alerts=tuple(filter(None, alerts.split(", "))),
         documented=tuple(f"torch.{one}" for one in documented.split(", ") if one),
         kernels=MappingProxyType(kernels),
         operators=tuple(filter(None, fields.get("operators", "").split(", "))),
         since=fields.get("since", "2.11"),
+        until=fields.get("until"),
     )
 
 
@@ -156,6 +162,23 @@ def find_op(name: str) -> Op:
         + (f"Similar: {', '.join(near)}. " if near else "")
         + "`d9m ops` lists the names."
     )
+
+
+def search_op(text: str) -> Op:
+    """Return the op with a name, with a name in torch's messages, or that alone has such a part.
+
+    Raises:
+        SettingError: No op, or several ones, match.
+    """
+    words = [text.partition(" ")[0], text.partition(" ")[0].strip("_")]
+    for match in (
+        lambda op, word: word in {op.name, *op.alerts},
+        lambda op, word: any(word in name for name in (op.name, *op.alerts, *op.documented)),
+    ):
+        for word in filter(None, words):
+            if len(found := [op for op in OPS if match(op, word)]) == 1:
+                return found[0]
+    return find_op(text)
 
 
 def select_ops(torch_version: str, exclude: Iterable[str] = ()) -> tuple[Op, ...]:

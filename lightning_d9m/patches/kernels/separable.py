@@ -63,10 +63,12 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
         size: The number of inputs.
         dtype: The dtype in which the op computes.
     """
-    positions = torch.arange(size, dtype=torch.float64)
+    positions = torch.arange(size, dtype=torch.float64, device="cpu")
     ones, centers = forward(torch.stack([torch.ones_like(positions), positions]))
     centers = torch.where(ones == 0, 0, centers / ones)
-    samples = torch.rand(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    samples = torch.rand(
+        2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     expected = forward(samples)
     period = min(_PERIOD, size)
     while True:
@@ -79,7 +81,7 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
     if dtype != torch.float64:
         inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
     order = (inputs * len(centers) + outputs).argsort()
-    begins = torch.searchsorted(inputs[order], torch.arange(size + 1)).to(torch.int32)
+    begins = torch.searchsorted(inputs[order], torch.arange(size + 1, device="cpu")).to(torch.int32)
     sizes = (size,), (len(centers),), (int(begins.diff().max()),)
     return Taps(begins, outputs[order].to(torch.int32), weights[order], *sizes)
 
@@ -88,7 +90,9 @@ def _probe(
     forward: Callable[[Tensor], Tensor], centers: Tensor, size: int, period: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what is read by which output, and with which weight."""
-    combs = (torch.arange(size) % period == torch.arange(period)[:, None]).to(dtype)
+    combs = (
+        torch.arange(size, device="cpu") % period == torch.arange(period, device="cpu")[:, None]
+    ).to(dtype)
     # A NaN reaches all that is read, with a weight of 0, too.
     phase, outputs = forward(combs.masked_fill(combs > 0, torch.nan)).isnan().nonzero().unbind(1)
     # Of the inputs of this phase, the nearest one to the center.
@@ -120,8 +124,8 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
         )
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
-        one = torch.arange(2, dtype=torch.int32)
-        none = Taps(one, one[:1], torch.ones(1, dtype=dtype), (1,), (1,), (0,))
+        one = torch.arange(2, dtype=torch.int32, device="cpu")
+        none = Taps(one, one[:1], torch.ones(1, dtype=dtype, device="cpu"), (1,), (1,), (0,))
         found = [none] * (3 - len(sides)) + [
             find_taps(partial(run_side, *side), size, dtype) for size, *side in sides
         ]

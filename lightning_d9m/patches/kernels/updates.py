@@ -25,6 +25,7 @@ from lightning_d9m.patches.registration import Update, accumulation_dtype, make_
 from lightning_d9m.patches.triton.launch import INT32_LIMIT
 
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
+_MUCH = 2**30  # bytes of memory for exact sums, beyond which torch's own kernel may need less
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
@@ -84,6 +85,8 @@ def _plan(
     )
     if not prod(wanted):
         return _NOTHING
+    keys = wanted[axis] if by_slice else prod(wanted)
+    is_torchs = reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys)
     narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
     is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
     places = make_places(self.device, *((shape[axis],) if by_slice else size))
@@ -114,7 +117,21 @@ def _plan(
             getattr(target, fill)(axis, keys, _NEUTRAL[reduce])
         change(target, index, source)
 
-    return Update(write)
+    return NotImplemented if is_torchs else Update(write)
+
+
+def _takes_less_in_torch(
+    self: Tensor, size: Sequence[int], wanted: Sequence[int], terms: int, keys: int
+) -> bool:
+    """Return whether exact sums need much memory, and torch's deterministic kernel less.
+
+    Exact sums take 20 to 28 bytes for each element of the target, or of the values if these are
+    fewer. torch numbers and sorts the keys, each of which it expands to the target's dimensions.
+    """
+    own = 8 * plan_pieces(self.dtype, terms + 1).number + 4
+    needed = own * (prod(size) if prod(size) <= _MANY * prod(wanted) else prod(wanted))
+    sorts = torch.are_deterministic_algorithms_enabled()
+    return sorts and needed > _MUCH and keys * 8 * (self.dim() + 6) < needed
 
 
 _NAMES = {name: name for name in ("sum", "prod", "mean", "amax", "amin")}
@@ -189,6 +206,9 @@ def index_put_impl(
     sizes, rest = self.shape[: len(given)], self.shape[len(given) :]
     shape = (*torch.broadcast_shapes(*[index.shape for index in given]), *rest)
     require(values.expand(shape).numel() > 0)
+    keys = prod(shape) // prod(rest)
+    if _takes_less_in_torch(self, self.shape, shape, keys, keys):
+        return NotImplemented
     return _plan_places(self, sizes, rest, values, shape, "sum")
 
 

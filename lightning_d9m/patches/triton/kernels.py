@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_d9m.patches.triton.launch import needs_int64, prepare_launch
+from lightning_d9m.patches.triton.launch import prepare_launch
 
 _ALONE = 2**13  # terms and sums that a single program adds
 
@@ -79,9 +79,12 @@ def accumulate_terms(
     change is read from the L2 cache, where they change it. The exponents follow the sums in memory.
     """
     tops = (sums + slots.to(tl.int64) * PIECES).to(tl.pointer_type(tl.int32), bitcast=True)
-    first = tl.program_id(0) * BLOCK
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     if WIDE:
-        first = tl.program_id(0).to(tl.int64) * BLOCK
+        program = program.to(tl.int64)
+        programs = programs.to(tl.int64)
+        terms = terms.to(tl.int64)  # it may fit into 32 bits where the number of elements does not
     for phase in tl.static_range(FIRST, LAST + 1):
         if phase > FIRST:
             tl.debug_barrier()
@@ -90,7 +93,7 @@ def accumulate_terms(
             elements = terms
             if INCLUDE:
                 elements = terms + slots
-        for begin in range(first, elements, tl.num_programs(0) * BLOCK):
+        for begin in range(program * BLOCK, elements, programs * BLOCK):
             element = begin + tl.arange(0, BLOCK)
             if phase == 2:
                 round_sums(out, tops, sums, element, slots, PIECES, INCLUDE, BITS, LEAST)
@@ -220,15 +223,15 @@ def _prepare(layout, pieces, form, include, weighted, *_dtypes):
     alone = max(added, slots) <= _ALONE
     sizes = (layout.taps, layout.batch, layout.rows, layout.inner)
     reach = sum(max(size - 1, 0) * step for size, step in zip(sizes, layout.steps, strict=True))
-    wide = needs_int64(terms, pieces.number * slots, reach)
+    offsets = max(terms, pieces.number * slots, reach)
     rows, size = max(layout.rows, 1), pieces.size
     numbers = (*layout.steps, terms, slots, layout.places, rows, layout.inner, layout.group, size)
     constants = (layout.taps, pieces.number, weighted, include, *form)
     phases = {(0, 2): max(added, slots)} if alone else {(0, 0): added, (1, 1): added, (2, 2): slots}
     launches = [
-        prepare_launch(accumulate_terms, elements, *numbers, *constants, *phase, wide, alone=alone)
-        for phase, elements in phases.items()
-        if elements
+        prepare_launch(accumulate_terms, some, offsets, *numbers, *constants, *phase, alone=alone)
+        for phase, some in phases.items()
+        if some
     ]
     return pieces.number * slots + (slots + 1) // 2, launches
 
@@ -316,8 +319,7 @@ def apply_taps(
 
 @lru_cache(maxsize=4096)
 def _prepare_taps(elements, given, inputs, outputs, *_dtypes):
-    numbers = (*inputs, *outputs, elements, needs_int64(elements, given))
-    return prepare_launch(apply_taps, elements, *numbers)
+    return prepare_launch(apply_taps, elements, given, *inputs, *outputs, elements)
 
 
 def add_taps(out, source, taps):

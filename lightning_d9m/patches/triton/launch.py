@@ -112,7 +112,7 @@ def explain_failure(error: Exception, device: torch.device) -> str:
 
 
 def prepare_launch(
-    kernel: Any, elements: int, *numbers: Any, alone: bool = False
+    kernel: Any, elements: int, offsets: int, *numbers: Any, alone: bool = False
 ) -> Callable[..., None]:
     """Return a launch, which takes tensors: all but their addresses is known.
 
@@ -120,12 +120,16 @@ def prepare_launch(
 
     Args:
         kernel: The kernel, whose arguments are tensors, then numbers, then constants; the last
-            constant is ``BLOCK``, the number of elements that a program computes at a time.
+            constants are ``WIDE``, whether it counts in 64 bits, and ``BLOCK``, the number of
+            elements that a program computes at a time.
         elements: The elements that the programs divide among themselves.
-        numbers: The other arguments, without ``BLOCK``.
+        offsets: The greatest offset from any of the tensors.
+        numbers: The other arguments, without ``WIDE`` and ``BLOCK``.
         alone: Whether a single program computes all elements.
     """
     block = _BLOCK if alone else _SMALL_BLOCK
+    # A program counts on by the elements of all programs, so up to twice as far, before it ends.
+    numbers = (*numbers, max(2 * elements, offsets) > INT32_LIMIT - 2 * _BLOCK)
     grid = (1 if alone else -(-elements // block), 1, 1)
     variants: dict[tuple[object, ...], Any] = {}
 
@@ -144,8 +148,3 @@ def prepare_launch(
                 compiled(*tensors, *numbers, block)
 
     return launch
-
-
-def needs_int64(*sizes: int) -> bool:
-    """Return whether an offset below one of the sizes may exceed 32 bits, past the last block."""
-    return max(sizes) > INT32_LIMIT - _BLOCK

@@ -81,7 +81,8 @@ def test_the_cases_are_those_of_the_catalog_and_of_the_documentation():
     # But for the entry that speaks of a kind of device; cases may have more exact names.
     ops = {case.op.replace("conv", "convolution") for case in list_cases()}
     missing = [op.name for op in OPS if not any(name.startswith(op.name) for name in ops)]
-    assert missing == ["apple_devices"]
+    packages = ("torchvision_", "flex_attention", "mamba_", "torch_scatter", "triton_")
+    assert [name for name in missing if not name.startswith(packages)] == ["apple_devices"]
     lines = (*LINES, *OTHER_LINES)
     known = {name for case in list_cases() for name in case.documented}
     for line in lines:

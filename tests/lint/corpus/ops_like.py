@@ -9,14 +9,19 @@ import pandas as pd
 import torch
 import torch.nn.functional
 import torch.nn.functional as F
+import torchvision
 import triton
 import triton.language as tl
 from flash_attn import flash_attn_func
+from mamba_ssm import Mamba, Mamba2
 from torch import gather as pick
 from torch import nn
 from torch.nn import functional as fn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import grid_sample, interpolate as up, pad
 from torch.nn.modules.upsampling import Upsample
+from torch_scatter import scatter_max, segment_csr
+from torchvision.ops import DeformConv2d
 
 MODE = "nearest"
 SMOOTH = "bilinear"
@@ -217,3 +222,23 @@ def attend(q, k, v):
     a = flash_attn_func(q, k, v, causal=True)  # expect: D9M104
     b = flash_attn_func(q, k, v, causal=True, deterministic=True)  # fine
     return torch.stack([a, b])  # fine
+
+
+@triton.jit
+def added(x, place, BLOCK: tl.constexpr):
+    tl.atomic_add(x + tl.load(place), tl.load(x))  # expect: D9M104
+
+
+class Detector(torch.nn.Module):
+    def __init__(self):
+        self.convolution = DeformConv2d(3, 3, 3)  # expect: D9M101
+        self.scan = Mamba(16)  # expect: D9M104
+        self.second = Mamba2(16)  # fine
+
+    def forward(self, q, k, v, x, boxes, index):
+        a = flex_attention(q, k, v, score_mod=self.bias)  # expect: D9M102
+        b = flex_attention(q, k, v)  # fine
+        c = torchvision.ops.roi_pool(x, boxes, 7)  # expect: D9M101
+        d = torchvision.ops.roi_align(x, boxes, 7)  # fine
+        e, _ = scatter_max(x, index)  # expect: D9M104
+        return a, b, c, d, e, segment_csr(x, index)  # fine

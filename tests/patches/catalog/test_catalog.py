@@ -1,6 +1,5 @@
 """The catalog covers every op that torch refuses, and selects the ops to patch."""
 
-import re
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -11,24 +10,19 @@ from scripts import load_script
 from lightning_d9m.audit.ops.cases import read_documentation
 from lightning_d9m.errors import SettingError
 from lightning_d9m.patches.catalog import catalog
-from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, Op, find_op, select_ops
+from lightning_d9m.patches.catalog.catalog import (
+    OPS,
+    FlagEffect,
+    Op,
+    find_op,
+    search_op,
+    select_ops,
+)
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent
 ALERTS = {path.stem: path.read_text().splitlines() for path in HERE.glob("alerts/*.txt")}
 RELEASES = {path.stem: path.read_text() for path in HERE.glob("docstrings/*.txt")}
-# Affixes that torch's alerts add to the name of an op.
-DRESSING = re.compile(r"(_forward)?(_out)?(_cuda|_gpu|_cpu)?(_template|_max|_kernel)?_?$")
-# The catalog's names of ops that torch's alerts call differently.
-ENTRIES = {
-    "put_accumulate": "put_",
-    "max_unpooling2d": "max_unpool2d",
-    "max_unpooling3d": "max_unpool3d",
-    "embedding_bag_backward": "embedding_bag_max_backward",
-    "quantized_resize": "resize_quantized",
-    "scatter_reduce_cuda_kernel": "scatter_with_reduce",
-    "scatter_reduce_cuda_prod_": "scatter_reduce_prod",
-}
 
 
 def find_unaccounted(docstring: str) -> list[str]:
@@ -46,18 +40,6 @@ def find_unaccounted(docstring: str) -> list[str]:
     }
     assert len(raising) > 20
     return sorted(raising - known)
-
-
-def name_alert(kernel: str) -> str:
-    """Return the catalog's name of an op from the kernel's name in torch's alert."""
-    names = {overload.partition(".")[0]: op.name for op in OPS for overload in op.kernels}
-    names |= {op.name: op.name for op in OPS}
-    bare = kernel.removeprefix("_")
-    undressed = DRESSING.sub("", bare)
-    for candidate in (kernel, bare, undressed, f"_{undressed}"):
-        if found := ENTRIES.get(candidate) or names.get(candidate):
-            return found
-    return kernel
 
 
 @pytest.mark.parametrize("release", ["installed", *sorted(RELEASES)])
@@ -83,10 +65,20 @@ def test_every_alert_of_torchs_cuda_build_is_accounted_for(release: str) -> None
     The lists are of the strings that the libraries of the builds for CUDA give to
     `alertNotDeterministic`, read from their machine code.
     """
-    known = {op.name for op in OPS}
-    assert [alert for alert in ALERTS[release] if name_alert(alert.split()[0]) not in known] == []
+    known = {alert for op in OPS for alert in op.alerts}
+    assert {alert.split()[0] for alert in ALERTS[release]} <= known
     assert len(ALERTS[release]) > 35
-    assert name_alert("invented_cuda") not in known
+
+
+def test_an_op_is_found_by_its_name_in_a_message() -> None:
+    """Every name that torch's messages have, the message itself, and a part that one op has."""
+    for op in OPS:
+        assert all(search_op(name) is op for name in (op.name, *op.alerts))
+    assert search_op("_histc_cuda with floating point input").name == "histc"
+    assert search_op("compute_grad_input").name == "torchvision_deform_conv2d_backward"
+    assert search_op("max_unpooling2d").name == "max_unpool2d"
+    with pytest.raises(SettingError, match=r"no op 'avg_pool'.*Similar: adaptive_avg_pool2d"):
+        search_op("avg_pool")
 
 
 def test_entries_are_complete() -> None:
@@ -159,4 +151,7 @@ def test_versions_decide_which_ops_are_patched(monkeypatch: pytest.MonkeyPatch) 
 
     assert names("2.13.0+cu130") == ["always", "fixed"]
     assert names("2.14.0.dev20260901") == ["always", "new"]
+    shared = catalog._TEXT.partition("\n\nop:")[0]
+    text = f"{shared}\n\nop: retired | * | | retired_cuda\nkernel: updates\nuntil: 2.14\n"
+    assert [op.is_needed("2.14.0") for op in catalog.read_ops(text)] == [False]
     assert names("2.13.1", exclude=["fixed"]) == ["always"]

@@ -139,9 +139,3 @@ def test_a_lack_of_memory_is_raised(install, withdrawn) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run()
     assert not withdrawn
-
-
-def test_offsets_are_counted_past_the_last_block() -> None:
-    limit = 2**31 - 1 - 512
-    assert not launch.needs_int64(1, limit)
-    assert launch.needs_int64(limit + 1, 1)

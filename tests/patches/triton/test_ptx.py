@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,6 +200,114 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
         assert seen == {f"{name}.E.MAX.S32.STRONG.GPU", f"{name}.E.ADD.F64.RN.STRONG.GPU"}
     else:
         assert seen == set()
+
+
+class Block(Run):
+    """One block of a launch, whose tensors are too large for this machine and hold zeros.
+
+    Attributes:
+        touched: The bytes of each tensor that are read or changed, the least and the greatest.
+    """
+
+    def __init__(self, program, shared, number, blocks, sizes, arguments) -> None:
+        memory = SimpleNamespace(content=np.zeros(1, np.uint8), write_back=lambda: None)
+        super().__init__(program, shared, 1, memory, arguments, np.random.default_rng(0))
+        for name, value in {"%ctaid.x": number, "%nctaid.x": blocks}.items():
+            self.registers[name] = np.full(self.count, value, np.uint64)
+        self.sizes, self.touched, self.left = sizes, {}, 5000
+
+    def execute(self, parts, operands, active):
+        self.left -= 1
+        if not self.left:
+            raise PtxError("does not end")
+        super().execute(parts, operands, active)
+
+    def access_global(self, place, bits, active, *, by_l2):
+        tensor, place = int(place.min() >> APART), place & (2**APART - 1)
+        if place.max() >= self.sizes.get(tensor, 0):
+            raise PtxError("outside of the tensors")
+        found = self.touched.get(tensor, (place.min(), place.max()))
+        self.touched[tensor] = min(found[0], place.min()), max(found[1], place.max())
+        return np.zeros(place.shape, np.uint8)
+
+    def update(self, parts, operands, active):
+        address = self.find(operands[0])[active]
+        self.access_global(address[:, None] + np.arange(8), None, active, by_l2=True)
+
+
+APART = 44  # the binary logarithm of the distance of two tensors
+LIMIT = 2**31 - 1 - 1024
+FEATURES = 128
+ROWS = LIMIT // 2 // FEATURES
+# Terms and places, in rows of 128, of float32.
+LARGE = {
+    "narrow": (ROWS // 2 * 128, (ROWS - ROWS // 2) * 128),
+    "wide by one row": (ROWS // 2 * 128, (ROWS // 2 + 2) * 128),
+    "both below the limit, not their sum": (1_945_600_000, 307_200_000),
+    "above": (2**31 + 2**20, 2**20),
+    "far above": (2**34, 2**33),
+}
+
+
+@pytest.mark.parametrize(("terms", "places"), LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps"])
+def test_each_block_touches_its_elements_at_any_size(
+    benchmark, monkeypatch, kernel, terms, places
+) -> None:
+    """The compiled code, in the first and the last blocks and those around 2**31 elements."""
+    from triton.runtime.jit import JITFunction
+
+    from lightning_d9m.patches.triton import kernels
+
+    rows, count = terms // FEATURES, places // FEATURES
+    if kernel == "accumulate_terms":
+        layout = Layout(1, 1, 1, rows, FEATURES, count, (0, 0, 1, 0))
+        given = (layout, plan_pieces(torch.float32, rows + 1), (24, -126), True, False)
+        elements, tensors = rows * FEATURES + count * FEATURES, 5
+        sizes = (4 * places, 4 * terms, 4 * terms, 8 * rows, 40 * places)
+        launches = kernels._prepare.__wrapped__(*given)[1][:2]
+    else:  # an interpolation of one line for each feature
+        sides = (1, 1, rows), (1, 1, count)
+        elements, tensors = rows * FEATURES, 5
+        sizes = (4 * places, 4 * terms, 4 * rows + 20, 4 * count + 8, 4 * count + 8)
+        launches = [kernels._prepare_taps.__wrapped__(elements, count * FEATURES, *sides)]
+    recorded = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            JITFunction,
+            "run",
+            lambda self, *args, grid, warmup, **options: recorded.append(
+                (self, dict(zip(self.arg_names, args, strict=False)) | options, grid[0])
+            ),
+        )
+        kinds = [torch.int32 if kernel == "apply_taps" and n in {2, 3} else torch.float32
+                 for n in range(tensors)]  # fmt: skip
+        if kernel == "accumulate_terms":
+            kinds[3:] = [torch.int64, torch.float64]
+        for launch_one in launches:
+            launch_one(*[torch.zeros(4, dtype=kind) for kind in kinds])
+    for function, named, blocks in recorded:
+        one = benchmark.describe_launch(function, dict(named))
+        assert one.constants["WIDE"] == (2 * elements > LIMIT)
+        compiled = benchmark.compile_ptx(one, 90)
+        arguments, number = [], 0
+        for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
+            number += isinstance(named[name], Tensor)
+            arguments.append(number << APART if isinstance(named[name], Tensor) else named[name])
+        chosen = {0, blocks // 2, blocks - 1, 2**24, 2**24 - 1, 2**25, terms // 128}
+        for block in sorted(number for number in chosen if number < blocks):
+            run = Block(
+                parse(compiled.asm["ptx"]), compiled.metadata.shared, block, blocks,
+                dict(enumerate(sizes, 1)), arguments,
+            )  # fmt: skip
+            run.run()
+            first, last = block * 128, min(block * 128 + 128, elements)
+            if kernel == "apply_taps":
+                assert run.touched[2] == (4 * first, 4 * last - 1)
+            elif first < terms:
+                assert run.touched[2] == (4 * first, 4 * min(last, terms) - 1)
+            if kernel == "accumulate_terms" and last > terms:
+                assert run.touched[1] == (4 * max(first - terms, 0), 4 * (last - terms) - 1)
 
 
 @pytest.mark.parametrize("fault", ["rounds", "outside of the tensors"])
