@@ -101,6 +101,8 @@ class Changes:
             places.
         unknown: The paths of what the last ``capture`` could not read.
         expected: The paths of what the last ``capture`` took a digest of.
+        replaced: The objects that are left out, and that the last ``capture`` found in the place of
+            others, by path.
         unlike: The paths of what the last ``restore`` found to be other than it was.
     """
 
@@ -127,6 +129,7 @@ class Changes:
         self._expects = expects
         self.filled: set[str] = set()
         self.unknown: list[str] = []
+        self.replaced: list[tuple[str, object]] = []
         self.expected: list[str] = []
         self.unlike: list[str] = []
         together = Kind(partial(digest_together, leave_out=leave_out), compare=are_same)
@@ -158,6 +161,7 @@ class Changes:
             if isinstance(node.kind, Dict):
                 parts = [change._replace(key=("",)) for change in self._find_parts(node)]
                 held = {id(part.value) for part in parts if self._encode_change(part) is None}
+                held |= self._ignored
                 now = node.content | {key: own for key, own in now.items() if id(own) in held}
             elif node.kind is not OPAQUE and self._encode_change(Change("", node, (), node.owner)):
                 continue
@@ -181,11 +185,11 @@ class Changes:
         What cannot be read is in neither. Generators count as changed, as they may have been seeded
         otherwise at first.
         """
+        self.unknown, self.expected, self.replaced = [], [], []
         changes = list(self._find_all())
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
-        self.unknown, self.expected = [], []
         if not self._copies:  # which are restored one by one
             self._find_shared(changes)
         size = 0
@@ -244,7 +248,7 @@ class Changes:
             try:
                 if _is_digest(form):
                     kind: Any = node.kind
-                    now = kind.read(node.owner)[key[0]] if key else node.owner
+                    now = kind.read(node.owner).get(*key, MISSING) if key else node.owner
                     self.unlike += [] if digest_saved(now) == form[1] else [path]
                     continue
                 made = MISSING if form is None else self._decode(form)
@@ -301,6 +305,11 @@ class Changes:
             if node.kind is GENERATOR and id(node) not in known:
                 changed.append(node)
         for node in changed:
+            holder, _, name = node.path.rpartition(".")
+            held = self._watch.paths.get(holder)
+            now = node.owner if held is None else getattr(held.owner, name, node.owner)
+            if now is not node.owner and held is not None and held.kind is OPAQUE:
+                continue  # a library has replaced it, which changes the holder
             if node.kind is OPAQUE:
                 yield Change(node.path, node, (), node.owner)
             elif isinstance(node.kind, Dict):
@@ -317,6 +326,8 @@ class Changes:
                 self._leave_out(path, part)
             if find_kind(part) is None or id(part) not in self._ignored:
                 yield Change(path, node, (key,), part, first)
+            else:
+                self.replaced.append((path, part))
 
     def _encode_change(self, change: Change, size: int = 0) -> bytes | None:
         """Return place, key and plain form of a change as bytes; None if it has no such form.
@@ -325,6 +336,9 @@ class Changes:
         """
         value, most, form = change.value, self._most_bytes, None
         self._path, self._code = change.path, _list_identities(change.node, change.key)
+        kind: Any = change.node.kind
+        if change.key and not kind.takes(change.node.owner, *change.key):
+            return None
         with suppress(SettingError, TypeError, RecursionError):
             if value is not MISSING and (most is None or (size <= most and _fits(value, most))):
                 form = self._encode(value) if change.key else self._encode_new(value, whole=True)

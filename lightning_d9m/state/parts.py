@@ -479,6 +479,13 @@ def has_memory(kind: Any) -> bool:
     return bool(kind.__basicsize__ > object.__basicsize__ + _WORD * fields)
 
 
+def has_writable_bytes(value: Any) -> bool:
+    """Return whether an object that is not entered shows its memory, as those of ctypes do."""
+    with suppress(TypeError, ValueError, ReferenceError):
+        return has_memory(value.__class__) and not memoryview(value).readonly
+    return False
+
+
 def read_memory_of(owner: Any) -> tuple[Any, ...]:
     """Return what an object holds besides its attributes.
 

@@ -35,6 +35,7 @@ from lightning_d9m.state.parts import (
     are_equal,
     find_kind,
     has_memory,
+    has_writable_bytes,
     name_namespace,
     name_namespaces,
     read_memory_of,
@@ -279,7 +280,7 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the generators and data in objects of libraries, and their lists and dicts of data."""
     for path, value in search(closed):
-        if find_kind(value) in (GENERATOR, TENSOR, ARRAY):
+        if find_kind(value) in (GENERATOR, TENSOR, ARRAY) or has_writable_bytes(value):
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():

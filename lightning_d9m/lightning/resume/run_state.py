@@ -67,7 +67,7 @@ from lightning_d9m.state.parts import (
     is_of_program,
 )
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.state.state import digest_value
+from lightning_d9m.state.state import digest_value, search
 
 _read_signature = cache(inspect.signature)
 # They hold the whole state in almost every training, so that ranks wait for each other once.
@@ -117,12 +117,13 @@ class ProgramState:
         """Return what has changed."""
         self._changes.ignore(self._find_left_out())
         found, unsaved = self._changes.capture()
-        return found | dict.fromkeys(unsaved)
+        return found | dict.fromkeys([*unsaved, *_find_lost_optimizers(self._trainer)])
 
     @property
     def unknown(self) -> list[str]:
-        """The paths of what the last ``capture`` could not read."""
-        return [*self._changes.unknown]
+        """The paths of what the last ``capture`` could not read, and of datasets that are new."""
+        new = [path for path, own in self._changes.replaced if isinstance(own, Dataset)]
+        return [*self._changes.unknown, *new]
 
     @property
     def expected(self) -> list[str]:
@@ -205,6 +206,20 @@ class ProgramState:
             return True  # ranks hold parts of them
         # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
         return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
+
+
+def _find_lost_optimizers(trainer: Trainer) -> list[str]:
+    """Return the paths of states of optimizers that those which hold them do not save."""
+    found = []
+    for number, own in enumerate(trainer.optimizers):
+        if not is_of_program(type(own)):
+            continue
+        saved = {*map(_find_memory, _list_tensors(own.state_dict()))}
+        for path, inner in search({f"{_OPTIMIZERS}{number}]": own}, depth=3):
+            held = _list_tensors([*inner.state.values()]) if isinstance(inner, Optimizer) else []
+            if not saved.issuperset(map(_find_memory, held)):
+                found.append(f"{path}.state")
+    return found
 
 
 def keep_small(

@@ -275,15 +275,19 @@ def test_what_no_attribute_shows_is_refused_by_name(fits):
             Keeping(bytearray(1), lambda kept: kept.append(kept.pop() + 1)),
             Keeping(Kept(), change_slot),
             Opaque(),
-            LambdaCallback(on_train_epoch_start=register),
         ]
 
     said = str(fits.refuse("changes in the fit", callbacks=make, at={"batch": 2}))
     for path in ("Keeping#1.kept", "Keeping#2.kept", "Keeping#3.kept", "Opaque.objects"):
         assert f"callbacks.{path} changes in the fit" in said
+    assert "test_program_state.STREAM" in said
+
+
+def test_a_hook_that_the_fit_registers_is_refused_by_name(fits):
+    words = {"callbacks": lambda: [LambdaCallback(on_train_epoch_start=register)]}
+    said = str(fits.refuse("changes in the fit", at={"batch": 2}, **words))
     for number in HOOKED:
         assert f"model.layers.{number}.hooks() changes in the fit" in said
-    assert "test_program_state.STREAM changes" in said
 
 
 def test_what_stays_as_it_is_or_is_not_the_programs_does_not_matter(fits):
