@@ -47,7 +47,7 @@ class ResumeCheck:
     """What one rank of a run did after it had saved a checkpoint, read in step with a resumed run.
 
     Args:
-        own: The file of the resumed run's rank.
+        own: The file of the resumed run's rank, or where it would be.
         parent: The ledger of the run that saved the checkpoint, as the checkpoint names it.
         mark: The chain hash of the last record before the checkpoint. It follows from all records
             before it, so it identifies the run, too.

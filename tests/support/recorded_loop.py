@@ -23,10 +23,12 @@ def leave(model, optimizer, loader):
 
 
 def train(  # noqa: PLR0913 - one keyword for each part of a loop
-    folder, *, state=None, stop=None, disturb=None, noise=None, prepare=leave, loading=None,
-    first=None, epochs=2, loaders=1, accumulated=1, seed=3, size=96, **words,
+    folder, *, state=None, stop=None, kept=None, disturb=None, noise=None, prepare=leave,
+    loading=None, first=None, epochs=2, loaders=1, accumulated=1, seed=3, size=96, **words,
 ):  # fmt: skip
     """Train; return the recorder, or the bytes of the state that was saved at batch ``stop``.
+
+    With ``kept``, a list, they are added to it, and the training continues.
 
     With ``noise`` each epoch has a validation, and the noise disturbs the second batch of the first
     one.
@@ -59,7 +61,9 @@ def train(  # noqa: PLR0913 - one keyword for each part of a loop
                         states = [part.state_dict() for part in parts]
                         buffer = io.BytesIO()
                         torch.save({"parts": states, "run": run.state_dict()}, buffer)
-                        return buffer.getvalue()
+                        if kept is None:
+                            return buffer.getvalue()
+                        kept.append(buffer.getvalue())
                 for number, (images, _) in enumerate(
                     () if noise is None else run.validation(others)
                 ):

@@ -92,11 +92,28 @@ class Drawn(IterableDataset):
         return (digits[int(index)] for index in order)
 
 
+class Told(NoisyDigits):
+    """Digits with a value of the epoch, which the program sets."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.1 * self.epoch, label
+
+
 class SetEpoch(Callback):
-    """Sets the epoch of the stream, as Hugging Face asks for."""
+    """Sets the epoch of the data, as Hugging Face asks for."""
 
     def on_train_epoch_start(self, trainer, pl_module):
-        trainer.train_dataloader.dataset.epoch = trainer.current_epoch
+        data, epoch = trainer.train_dataloader.dataset, trainer.current_epoch
+        if isinstance(data, Told):
+            data.set_epoch(epoch)
+        else:
+            data.epoch = epoch
 
 
 class Reweigh(Callback):
@@ -208,6 +225,10 @@ def stream(kind=Stream, **words):
     return DataLoader(kind(), batch_size=16, **words)
 
 
+def told(workers):
+    return DataLoader(Told(), batch_size=16, num_workers=workers)
+
+
 WITHIN, AT_END = {"batch": 3}, {"hook": "on_train_epoch_end", "batch": 6}
 VALIDATED = {"hook": "on_validation_batch_end", "batch": 6}
 PERSISTENT = {"num_workers": 1, "persistent_workers": True}
@@ -231,6 +252,13 @@ EXACT = {
     "what a hook sets": (level(), [WITHIN]),
     "a cache and a handle": ({"loader": cached}, [WITHIN, AT_END]),
     "a cache in workers": ({"loader": partial(cached, **PERSISTENT)}, [WITHIN, AT_END]),
+    **{
+        f"told its epoch, {workers} workers": (
+            {"loader": partial(told, workers), "callbacks": lambda: [SetEpoch()]},
+            [WITHIN, AT_END],
+        )
+        for workers in (0, 1)
+    },
     "an epoch that is set": ({"loader": drawn, "callbacks": lambda: [SetEpoch()]}, [AT_END]),
 }
 

@@ -22,6 +22,8 @@ from resuming import (
     Fits,
     OwnOrder,
     agree,
+    evidence,
+    make_saver,
     stream,
 )
 from torch.utils.data import DataLoader, IterableDataset
@@ -341,7 +343,6 @@ def ending():
 
 
 CUT = {
-    "should_stop": ({"extra": [Stopping()]}, "by trainer.should_stop, and Lightning begins the"),
     "a callback": (
         {"max_steps": 2, "callbacks": lambda: [EarlyStopping("train_loss", patience=9)]},
         r"callbacks.EarlyStopping.state_dict",
@@ -357,6 +358,84 @@ def test_an_epoch_that_the_end_of_a_fit_cut_short_is_not_continued(fits, cut, re
     fits.trainer.save_checkpoint(fits.checkpoint)
     with pytest.raises(InexactResumeError, match=f"ended after 2 batches of epoch 0, .*{reason}"):
         fits.resume(**cut | STEPS)
+
+
+EARLY = [{"epoch": 0}, {"epoch": 0, "hook": "on_validation_batch_end"}]
+EARLY += [{"epoch": 0, "hook": "on_validation_end"}]
+
+
+@pytest.mark.parametrize("at", EARLY, ids=["batch", "validation", "validated"])
+def test_a_stop_within_an_epoch_is_restored(fits, at):
+    """With what follows it: a validation, and the end of the epoch."""
+    fits.check(at, callbacks=lambda: [Stopping()])
+    assert fits.trainer.global_step == 2
+
+
+def test_a_finished_run_stays_finished(fits, caplog):
+    words = {"callbacks": lambda: [EarlyStopping("val_loss", mode="max", patience=1)]}
+    fits.interrupt(**words, at={"hook": "on_train_epoch_end", "batch": 6, "stop": False})
+    steps, weights = fits.trainer.global_step, fits.model.layers[0].weight.detach().clone()
+    fits.resume(**words)
+    assert fits.trainer.global_step == steps == 12
+    assert torch.equal(fits.model.layers[0].weight, weights)
+    assert "this one is finished, too" in caplog.text
+    with pytest.warns(UserWarning, match="and this one trains longer"):
+        fits.resume(words={"on_inexact_resume": "warn"})
+    assert fits.trainer.global_step == 18
+
+
+def ordered(groups):
+    """Return a model each of which has the next order of parameters in groups of its optimizer."""
+
+    def configure(self):
+        named, order = dict(self.named_parameters()), next(groups)
+        taken = [[named.pop(name) for name in group] for group in order]
+        return torch.optim.Adam([{"params": own} for own in [*taken, [*named.values()]]], lr=0.01)
+
+    return lambda: make_model(configure_optimizers=configure)
+
+
+BIASES = ["layers.0.bias", "layers.1.bias", "layers.1.weight"]
+SETS = [[BIASES], [BIASES[::-1]], [[*BIASES[1:], BIASES[0]]]]
+
+
+def test_the_state_of_an_optimizer_follows_the_names_of_parameters(fits):
+    """As programs make groups from sets, which have another order in each process."""
+    fits.check({}, {"hook": "on_train_epoch_end", "batch": 6}, model=ordered(iter(SETS)))
+    fits.interrupt(model=ordered(iter(SETS)))
+    with pytest.raises(
+        InexactResumeError, match=r"groups of the optimizer 0 \(\[3, 3\] and \[2, 4\]"
+    ):
+        fits.resume(model=ordered(iter([[BIASES[:2]]])))
+
+
+def extend(self):
+    """Let the fit train longer than the Trainer was told."""
+    if self.current_epoch == 0:
+        self.trainer.fit_loop.max_epochs = 3
+
+
+def test_a_limit_that_a_hook_has_changed_is_kept(fits):
+    end = {"hook": "on_train_epoch_end", "batch": 6}
+    fits.check({}, end, max_epochs=2, model=partial(make_model, on_train_epoch_end=extend))
+
+
+def save_and_draw(self, checkpoint):
+    """Draw, and count the saves."""
+    checkpoint["preview"] = torch.rand(2), random.random()
+    self.saves = getattr(self, "saves", 0) + 1
+    with torch.no_grad():
+        self.layers[0].bias += self.saves
+
+
+def test_hooks_that_save_change_what_is_resumed_and_draw_apart(fits):
+    drawing = partial(
+        make_model, on_save_checkpoint=lambda self, saved: saved.update(x=torch.rand(2))
+    )
+    words = {"model": drawing, "enable_checkpointing": True}
+    often = fits.fit(**words, extra=[make_saver(fits.checkpoint, stop=False)])
+    assert evidence(often) == evidence(fits.fit(model=drawing))
+    fits.check({}, model=partial(make_model, on_save_checkpoint=save_and_draw))
 
 
 PLATEAU = {"interval": "step", "reduce_on_plateau": True, "monitor": "val_loss", "frequency": 2}
