@@ -24,7 +24,7 @@ The ops that torch leaves nondeterministic on CUDA, and their deterministic repl
 of one replacement or one reason. `d9m ops NAME` prints all facts about one of them.
 
 The replacements are registered in torch's dispatcher for CUDA, all or none, and removed at the
-end. Nearly all are one of two [primitives](primitives.md). They are tested on a CPU against torch's
+end. Nearly all are one of two [primitives](#primitives). They are tested on a CPU against torch's
 own kernels; and each op of torch that they call is checked against a list of ops whose CUDA kernels
 have no race. **None of them has run on a CUDA machine yet**, and their cost there is not measured.
 `benchmarks/gpu_suite.sh` measures both.
@@ -48,6 +48,44 @@ On CUDA,
   and taps are copied from the host at the first use. Taps that a graph uses are kept.
 """
 
+_PRIMITIVES = """\
+## Primitives
+
+A kernel is deterministic if the order of its threads cannot change a bit. Nearly all
+replacements are one of two primitives, each in torch ops and in Triton, with the same bits.
+
+### Taps
+
+Interpolation, average pooling and padding are linear, and work on one dimension after the
+other. In the gradient, each input is a weighted sum of the few outputs that have read it, its
+*taps*. One thread writes each input, and adds its taps in the order of a list: those of the
+last dimension, then these sums along the dimension before it.
+
+The list comes from torch's own forward pass on a CPU, so a different CPU may round a weight
+differently.
+
+### Exact sums
+
+Everything else that races adds terms to places, in any order, and each addition rounds. Here no
+addition rounds.
+
+1. **Find the greatest exponent of each place.** A maximum is the same in any order.
+2. **Cut each term into pieces.** `piece = (x + c) - c` rounds `x` to a multiple of the last
+   place of `c`; `x - piece` is the rest, exactly. `c` depends only on the greatest exponent and
+   on the number of terms.
+3. **Add the pieces in float64.** They are multiples of one power of two, and so small that any
+   sum of them has at most 53 bits. It is exact; atomics may add in any order.
+4. **Round once**, to nearest, ties to even.
+
+The pieces hold 40 bits below the last place of the greatest term, or 24 in max pooling; what is
+below is rounded off in step 2. If the terms span less, the sum is the exact one, rounded once.
+The bits are the same on every device. Infinities, NaN and -0.0 are pieces themselves; all NaNs
+become one.
+
+Maxima, minima and "the last value is written" need neither: they compare numbers without -0.0.
+Factors are sorted by place and multiplied by one thread.
+"""
+
 
 def format_page() -> str:
     """Return the page."""
@@ -59,6 +97,7 @@ def format_page() -> str:
             if op.status == status:
                 groups.setdefault((op.cause, op.instead, op.bits, op.reason), []).append(op)
         parts += [_format_group(ops) for ops in groups.values()]
+    parts.append(_PRIMITIVES.rstrip())
     parts.append("<!-- `python docs/write_ops.py` writes this page from the catalog. -->")
     return "\n\n".join(parts) + "\n"
 

@@ -144,7 +144,11 @@ def test_one_variable_says_where_the_project_is():
     address = URLS["Homepage"].partition("://")[2]
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     texts = {name: (ROOT / name).read_bytes() for name in tracked if (ROOT / name).is_file()}
-    assert [name for name, text in texts.items() if address.encode() in text] == ["pyproject.toml"]
+    # The README says in a line how to clone it.
+    named = [name for name, text in texts.items() if address.encode() in text]
+    assert named == ["README.md", "pyproject.toml"]
+    assert texts["README.md"].decode().count(f"git clone {URLS['Homepage']}\n") == 1
+    assert texts["README.md"].decode().count(address) == 1
     # The action is used by its owner and name, which have no address.
     assert f"uses: {address.partition('/')[2]}@" in texts["docs/testing.md"].decode()
 
