@@ -302,6 +302,7 @@ def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Pa
     """Run a command; return its exit status, or None if it was interrupted at its time limit."""
     variables = {
         "PYTHONUNBUFFERED": "1",  # an interrupted part has a log
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "SUITE_ROWS": str(rows),
     }
     process = subprocess.Popen(
