@@ -78,8 +78,18 @@ def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
     example = ["--accelerator", "cpu", "--epochs", "1", "--scenes", "32"]
     probes = ["--kinds", "Digits", "--variants", "module probes", "--rounds", "1"]
     audit = ["--quick", "-n", "2", "--ops", "index_add"]
-    # Without the project's settings, which need a new pytest and plugins.
-    tests = ("-c", os.devnull, "--rootdir", ROOT, "--import-mode=importlib", "-m", "cuda", "-v")
+    # Without the project's settings and fixtures, which need plugins and hypothesis.
+    tests = (
+        "-c",
+        os.devnull,
+        "--rootdir",
+        ROOT,
+        "--import-mode=importlib",
+        "-m",
+        "cuda",
+        "-v",
+        "--noconftest",
+    )
     plugins = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "pytest_rows")
     markers = ("-o", "markers=cuda: needs a CUDA device")
 
@@ -292,6 +302,7 @@ def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Pa
     """Run a command; return its exit status, or None if it was interrupted at its time limit."""
     variables = {
         "PYTHONUNBUFFERED": "1",  # an interrupted part has a log
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "SUITE_ROWS": str(rows),
     }
     process = subprocess.Popen(
@@ -312,7 +323,16 @@ def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Pa
 
 def make_environment() -> dict[str, str]:
     """Return the variables of everything that the suite starts."""
-    paths = [ROOT, TESTS, TESTS / "support", BENCHMARKS, VENDOR, os.environ.get("PYTHONPATH", "")]
+    digits = None if find_spec("sklearn") else BENCHMARKS / "stand_ins"
+    paths = [
+        ROOT,
+        digits,
+        TESTS,
+        TESTS / "support",
+        BENCHMARKS,
+        VENDOR,
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path)),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products beside a second stream
@@ -395,7 +415,7 @@ def main() -> None:
     suite = Suite(
         *(folder, work, worker, list_commands(work, dry=words.dry_run, limit=words.seconds)),
         seconds=words.seconds - (time.monotonic() - begin),
-        about={"rounds": rounds, "calls": calls},
+        about={"rounds": rounds, "calls": calls, "dry": words.dry_run},
     )
     with ended_by_exception():
         try:

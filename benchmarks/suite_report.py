@@ -62,6 +62,9 @@ def find_state(journal: Journal, part: str) -> str:
 
 def list_findings(journal: Journal) -> Iterator[str]:
     """Yield what was shown, and figures compared with the goals; nothing of what did not run."""
+    if any(row.get("dry") for row in journal.rows):
+        yield "This was a dry run on a CPU: it shows only that the parts run."
+        return
     for part, sentence in SENTENCES.items():
         if find_state(journal, part) == "complete":
             yield sentence

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -257,10 +256,10 @@ def test_a_smoke_row_is_judged(modules, monkeypatch, change, error):
     assert row["host_mb"] > 0
 
 
-def test_every_file_that_the_suite_runs_is_there():
+def test_every_file_that_the_suite_runs_is_there(modules):
     """No part can fail on a CUDA machine for a name that nobody tried."""
-    script = (FOLDER / "gpu_suite.py").read_text()
-    files = set(re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.py", script))
+    commands = modules["gpu_suite"].list_commands(FOLDER, dry=False, limit=60).values()
+    files = {str(word) for one in commands for word in one.words if str(word).endswith(".py")}
     assert len(files) == 7
     for file in files:
         assert (FOLDER.parent / file).is_file(), file
@@ -270,9 +269,13 @@ def test_every_file_that_the_suite_runs_is_there():
 
 
 def test_the_tests_for_a_device_are_collected(modules, tmp_path, forking_python, monkeypatch):
-    """Without the project's settings, as on a CUDA machine."""
+    """Without the project's settings, hypothesis and scikit-learn, as on a CUDA machine."""
     monkeypatch.setattr(sys, "executable", forking_python)
     suite = modules["gpu_suite"]
+    (tmp_path / "hypothesis.py").write_text("raise ModuleNotFoundError('hypothesis')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(suite, "find_spec", lambda _: None)
+    assert "stand_ins" in suite.make_environment()["PYTHONPATH"]
     words = suite.list_commands(tmp_path, dry=True, limit=60)["tests"].words
     path = tmp_path / "tests.log"
     with path.open("wb") as log:

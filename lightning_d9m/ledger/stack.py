@@ -54,7 +54,8 @@ _PACKAGES = (
     *("lightning-d9m", "numpy", "lightning", "pytorch-lightning", "horovod", "triton", "xxhash"),
     *("torchvision", "torchaudio", "torchdata", "torchmetrics", "scipy", "scikit-learn"),
     *("pillow", "opencv-python", "opencv-python-headless", "transformers", "accelerate", "timm"),
-    *("flash-attn", "transformer-engine", "deepspeed", "apex"),
+    *("flash-attn", "transformer-engine", "deepspeed", "apex", "xformers", "bitsandbytes"),
+    *("mamba-ssm", "causal-conv1d", "torch-scatter", "torch-sparse", "torch-cluster", "pyg-lib"),
     # torch takes other kernels if they are installed.
     *("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvmath-python"),
 )
@@ -80,7 +81,7 @@ _VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("TORCH_DISABLE_NATIVE_JIT", "TORCH_DISABLE_NATIVE_AOT", "TORCH_NATIVE_SKIP_VERSION_CHECK"),
     *("PYTORCH_SUM_INNER_TREE", "MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE"),
-    "FLASH_ATTENTION_DETERMINISTIC",
+    *("FLASH_ATTENTION_DETERMINISTIC", "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     # What the compiler generates.
     *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_DETERMINISTIC"),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.patches import exact_sums
-from lightning_d9m.patches.kernels import separable, updates
+from lightning_d9m.patches.kernels import reductions, separable, updates
 from lightning_d9m.patches.kernels.reductions import histc
 from lightning_d9m.patches.registration import patches_applied
 
@@ -234,3 +234,21 @@ def test_a_large_sum_is_torchs_where_that_needs_less_memory(add, monkeypatch) ->
     assert not torch.equal(exact, expected)
     one_index = add in {LARGE_SUMS["index_add"], LARGE_SUMS["index_put"]}
     assert torch.equal(found, expected if one_index else exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch) -> None:
+    """Three levels of blocks of 4: each is a row, and its end is joined to the next block."""
+    monkeypatch.setattr(reductions, "_SCANNED", 4)
+    row = torch.randn(38, dtype=dtype)
+    with patches_applied("CPU"):
+        products, sums = row.cumprod(0), row[None].logcumsumexp(1)[0]
+        special = torch.tensor([2.0, NAN, 1, 1, 1, 0.5]).cumprod(0)
+    close = {"rtol": 0.05 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+    assert torch.allclose(products.double(), row.double().cumprod(0), **close)
+    assert torch.allclose(sums.double(), row.double().logcumsumexp(0), **close)
+    assert special.isnan().tolist() == [False, *[True] * 5]
+    powers = torch.randint(-3, 4, (38,)).double().exp2()
+    with patches_applied("CPU"):
+        found = powers.cumprod(0)
+    assert torch.equal(found, powers.cumprod(0))  # no product rounds

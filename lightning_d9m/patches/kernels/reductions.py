@@ -12,6 +12,7 @@ from lightning_d9m.patches.kernels.updates import sum_rows
 from lightning_d9m.patches.registration import accumulation_dtype, require
 
 _NONE, _MEAN = 0, 1
+_SCANNED = 2**11  # elements of a row that one block scans
 
 
 def nll_loss2d_forward(
@@ -72,8 +73,8 @@ median = partial(_median, ignore_nan=False)
 nanmedian = partial(_median, ignore_nan=True)
 
 
-def _scan(self: Tensor, dim: int, *, scan: Callable[..., Tensor], **dtype: Any) -> Any:
-    """Scan the only row of a tensor as the first of two equal ones; any other tensor as torch does.
+def _scan(self: Tensor, dim: int, *, name: str, **dtype: Any) -> Any:
+    """Scan the only row of a tensor in blocks of a fixed length; any other tensor as torch does.
 
     torch's CUDA kernel for tensors of one row is a scan of the CUB library, in which a block adds
     what the blocks before it have finished by then: the partial results depend on timing. The
@@ -85,11 +86,29 @@ def _scan(self: Tensor, dim: int, *, scan: Callable[..., Tensor], **dtype: Any) 
     inside = -self.dim() <= dim < self.dim()
     if exact or not inside or self.numel() != self.shape[dim] or self.numel() <= 1:
         return NotImplemented
-    return scan(self.reshape(1, -1).expand(2, -1), 1, **dtype)[0].view(self.shape)
+    return _scan_blocks(self.to(result).reshape(-1), name).view(self.shape)
 
 
-cumprod = partial(_scan, scan=torch.cumprod)
-logcumsumexp = partial(_scan, scan=torch.logcumsumexp)
+def _scan_blocks(row: Tensor, name: str) -> Tensor:
+    """Scan blocks, then the ends of all but the last, which precede the elements of the next."""
+    scan, join, neutral = _SCANS[name]
+    size = len(row)
+    if size <= _SCANNED or (row.is_complex() and name == "logcumsumexp"):
+        return scan(row.expand(2, -1), 1)[0]  # as the first of two equal rows
+    blocks = torch.nn.functional.pad(row, (0, -size % _SCANNED), value=neutral)
+    parts = scan(blocks.view(-1, _SCANNED), 1)
+    ahead = _scan_blocks(parts[:-1, -1], name)
+    joined = join(parts[1:], ahead.unsqueeze(1))
+    return torch.cat([parts[:1], joined]).flatten()[:size].contiguous()
+
+
+# The scan, the operation that it repeats, and what that operation leaves as it is.
+_SCANS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float]] = {
+    "cumprod": (torch.cumprod, torch.mul, 1.0),
+    "logcumsumexp": (torch.logcumsumexp, torch.logaddexp, -math.inf),
+}
+cumprod = partial(_scan, name="cumprod")
+logcumsumexp = partial(_scan, name="logcumsumexp")
 
 
 def histc(

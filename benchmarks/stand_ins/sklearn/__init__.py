@@ -1,0 +1,1 @@
+"""What the examples need of scikit-learn, for a machine that lacks it; see gpu_suite.py."""
