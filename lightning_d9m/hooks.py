@@ -60,6 +60,8 @@ torch.utils.data.dataloader:DataLoader
     _get_iterator _iterator | seed a loader
 torch.utils.data.dataloader:_MultiProcessingDataLoaderIter
     _shutdown_workers | end the workers of a loader
+torch.utils.data.dataloader:_BaseDataLoaderIter
+    _next_data | load a batch on one thread
 torch:Tensor
     _version _indices _values | see that a tensor changed
     _backward_hooks _post_accumulate_grad_hooks | list hooks
@@ -71,6 +73,7 @@ torch._C
     _dispatch_get_all_op_names | register patches, and list collectives
     _dispatch_has_kernel_for_dispatch_key | register patches, and list collectives
     _overlaps | patch operations | 2.11
+    _set_deterministic_algorithms | let named operations vary
     _get_cudnn_enabled _set_cudnn_enabled _get_mkldnn_enabled | compute portable bits
     _set_mkldnn_enabled | compute portable bits
     _SetExcludeDispatchKeyGuard | compute portable bits
@@ -110,6 +113,11 @@ torch._decomp.decompositions
     max_pool3d_with_indices | patch pooling | 2.13
 torch.distributed.distributed_c10d
     _rank_not_in_group _get_default_store | refuse or count collectives
+torch.nn.parallel.distributed:DistributedDataParallel
+    _build_params_for_reducer _get_ddp_logging_data reducer | lay out the buckets of DDP
+    _use_python_reducer | lay out the buckets of DDP
+torch._C._distributed_c10d:Reducer
+    _rebuild_buckets prepare_for_forward prepare_for_backward | lay out the buckets of DDP
 torch._C._distributed_c10d:ProcessGroup
     _device_types _get_backend | choose ranks
 torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel
@@ -144,7 +152,7 @@ lightning.pytorch.loops.fit_loop:_FitLoop
     _combined_loader _combined_loader_states_to_load | resume within an epoch
     _load_combined_loader_states | resume within an epoch
     _data_source _data_fetcher _last_train_dl_reload_epoch | seed the loaders of a fit
-    _skip_backward | seed the loaders of a fit
+    _skip_backward _can_stop_early | seed the loaders of a fit
     _loaded_from_state_dict | resume at the end of an epoch | 2.5
 lightning.pytorch.loops.loop:_Loop
     _restarting | resume within an epoch
@@ -164,6 +172,10 @@ lightning.pytorch.callbacks.lr_finder:LearningRateFinder
     _early_exit | tell a search from a fit
 lightning.pytorch.callbacks.batch_size_finder:BatchSizeFinder
     _early_exit | tell a search from a fit
+random
+    _inst | see that a program seeds Python's generator
+threading:Thread
+    _target | see what a thread runs
 lightning.fabric.wrappers:_FabricDataLoader
     _dataloader _num_iter_calls | seed a loader of Fabric
 """
