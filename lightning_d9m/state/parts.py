@@ -635,6 +635,17 @@ def is_of_program(kind: Any) -> bool:
     return _is_source_of_program(str(getattr(kind, name, None)))
 
 
+def find_owner(value: Any) -> Any:
+    """Return the object of a bound method; None of other values, and of functions that are seeded.
+
+    These are the functions of Python's and NumPy's global generators.
+    """
+    own = isinstance(value, types.MethodType | types.BuiltinMethodType)
+    owner = value.__self__ if own else None
+    is_global = owner is random.random.__self__ or owner is np.random.rand.__self__
+    return None if is_global or isinstance(owner, types.ModuleType) else owner
+
+
 def name_namespaces(value: Any) -> dict[str, Any]:
     """Return the program's classes of an object or a class, and the files of these, by name."""
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
@@ -670,7 +681,7 @@ def _is_data(value: object) -> bool:
     if isinstance(value, types.FunctionType | type | types.ModuleType):
         return find_kind(value) is not None
     if isinstance(value, CODE) or hasattr(value.__class__, "__get__"):
-        return False
+        return isinstance(value, types.MethodType)
     return find_kind(value) is not OPAQUE or not callable(value)
 
 
