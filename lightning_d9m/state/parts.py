@@ -636,14 +636,15 @@ def is_of_program(kind: Any) -> bool:
 
 
 def find_owner(value: Any) -> Any:
-    """Return the object of a bound method; None of other values, and of functions that are seeded.
+    """Return the object of a bound method of the program, else None.
 
-    These are the functions of Python's and NumPy's global generators.
+    Python's and NumPy's functions for random numbers have generators that are seeded otherwise.
     """
     own = isinstance(value, types.MethodType | types.BuiltinMethodType)
     owner = value.__self__ if own else None
     is_global = owner is random.random.__self__ or owner is np.random.rand.__self__
-    return None if is_global or isinstance(owner, types.ModuleType) else owner
+    foreign = isinstance(owner, types.ModuleType) or is_of_lightning(type(owner))
+    return None if is_global or foreign else owner
 
 
 def name_namespaces(value: Any) -> dict[str, Any]:
