@@ -165,7 +165,7 @@ def _list_held(
     elif find_owner(value) is not None:
         yield f"{path}.__self__", find_owner(value), None
         yield f"{path}.__func__", getattr(value, "__func__", None), None
-    elif kind is OPAQUE and has_memory(type(value)):
+    elif kind is OPAQUE and has_memory(value.__class__):
         # The program's objects in an iterator, say.
         for place, part in enumerate(read_memory_of(value)):
             if find_kind(part) in (ATTRIBUTES, FUNCTION, PARTIAL) or find_owner(part) is not None:
