@@ -127,6 +127,7 @@ class Changes:
         self._most_bytes = most_bytes
         self._copies = copies
         self._expects = expects
+        self._has_settled = False
         self.filled: set[str] = set()
         self.unknown: list[str] = []
         self.replaced: list[tuple[str, object]] = []
@@ -155,7 +156,13 @@ class Changes:
         self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
 
     def settle(self) -> None:
-        """Take objects that were made or replaced since as held at first, but no plain values."""
+        """Take objects that were made or replaced since as held at first, but no plain values.
+
+        Only the first call does so.
+        """
+        if self._has_settled:
+            return
+        self._has_settled = True
         for node in self._watch.find_changed():
             now = node.kind.read(node.owner)
             if isinstance(node.kind, Dict):

@@ -51,6 +51,7 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
 _LEAST_ADDRESS = 2**32
+_GLOBAL: Any = (random.random, np.random.rand)
 _WORD = struct.calcsize("P")
 # Positions in the memory of NumPy's generators, and their bounds.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
@@ -287,7 +288,7 @@ def _read_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of an object, in its dict or in slots."""
     own = getattr(owner, "__dict__", {})
     if not isinstance(owner, nn.Module):
-        held = read_memory_of(owner) if has_memory(type(owner)) else ()
+        held = read_memory_of(owner) if has_memory(owner.__class__) else ()
         memory = {f"{_MEMORY}[{place}]": part for place, part in enumerate(held)}
         return {**own, **_read_slots(owner), **memory}
     found = {name: part for name, part in own.items() if name not in _HIDDEN}
@@ -635,6 +636,17 @@ def is_of_program(kind: Any) -> bool:
     return _is_source_of_program(str(getattr(kind, name, None)))
 
 
+def find_owner(value: Any) -> Any:
+    """Return the object of a bound method of the program, else None.
+
+    Python's and NumPy's functions for random numbers have generators that are seeded otherwise.
+    """
+    own = isinstance(value, types.MethodType | types.BuiltinMethodType)
+    owner = value.__self__ if own else None
+    foreign = isinstance(owner, types.ModuleType) or is_of_lightning(type(owner))
+    return None if foreign or any(owner is each.__self__ for each in _GLOBAL) else owner
+
+
 def name_namespaces(value: Any) -> dict[str, Any]:
     """Return the program's classes of an object or a class, and the files of these, by name."""
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
@@ -670,7 +682,7 @@ def _is_data(value: object) -> bool:
     if isinstance(value, types.FunctionType | type | types.ModuleType):
         return find_kind(value) is not None
     if isinstance(value, CODE) or hasattr(value.__class__, "__get__"):
-        return False
+        return isinstance(value, types.MethodType)
     return find_kind(value) is not OPAQUE or not callable(value)
 
 

@@ -34,6 +34,7 @@ from lightning_d9m.state.parts import (
     Kind,
     are_equal,
     find_kind,
+    find_owner,
     has_memory,
     has_writable_bytes,
     name_namespace,
@@ -133,7 +134,7 @@ def walk(  # noqa: C901 - one loop, and what it keeps
         elsewhere = id(value) in entered and path not in owners  # it is entered by its own name
         if kind is None or elsewhere or id(value) in seen or id(value) in known:
             yield path, value, None
-            if isinstance(value, MethodType) and id(value) not in seen:
+            if find_owner(value) is not None and id(value) not in seen:
                 seen[id(value)] = value
                 stack += _list_held(path, value, kind)
             continue
@@ -161,13 +162,13 @@ def _list_held(
             is_table = key in TABLES and isinstance(value, nn.Module)
             table = TABLE if is_table and isinstance(part, dict) else None
             yield name_part(path, kind, key, place), part, table
-    elif isinstance(value, MethodType):
-        yield f"{path}.__self__", value.__self__, None
-        yield f"{path}.__func__", value.__func__, None
-    elif kind is OPAQUE and has_memory(type(value)):
+    elif find_owner(value) is not None:
+        yield f"{path}.__self__", find_owner(value), None
+        yield f"{path}.__func__", getattr(value, "__func__", None), None
+    elif kind is OPAQUE and has_memory(value.__class__):
         # The program's objects in an iterator, say.
         for place, part in enumerate(read_memory_of(value)):
-            if find_kind(part) in (ATTRIBUTES, FUNCTION, PARTIAL) or isinstance(part, MethodType):
+            if find_kind(part) in (ATTRIBUTES, FUNCTION, PARTIAL) or find_owner(part) is not None:
                 yield f"{path}[{place}]", part, None
 
 
@@ -416,7 +417,7 @@ class Watch:
         """Add the objects that a holder holds since it was read last."""
         kind: Any = holder.kind
         for place, (key, part) in enumerate(_list_pairs(holder.content)):
-            enters = find_kind(part) is not None or isinstance(part, MethodType)
+            enters = find_kind(part) is not None or find_owner(part) is not None
             if id(part) not in self.nodes and enters:
                 self._add({name_part(holder.path, kind, key, place): part})
 

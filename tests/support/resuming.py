@@ -100,7 +100,7 @@ def make_saver(path, *, epoch=1, batch=2, hook="on_train_batch_end", stop=True):
     base = importlib.import_module("lightning.pytorch.callbacks").Checkpoint
 
     class Saver(base):
-        saved = logging.Logger("saved")  # nothing of which a checkpoint holds
+        saved = logging.Logger("saved")  # noqa: LOG001 - nothing of which a checkpoint holds
 
     def save(self, trainer, *arguments, **_):
         place = trainer.fit_loop.epoch_progress.current.started - 1
