@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 
 import lightning as L
@@ -33,6 +34,7 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.control.data.loaders import LoaderControl, SeededDataset, return_batch
 from lightning_d9m.control.data.resumable_sampler import SeededIndex
 from lightning_d9m.control.seeding import RandomStreams
+from lightning_d9m.recording.run import Run
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000_000
@@ -50,6 +52,7 @@ LIMITS = {
         for name, limit in (("milliseconds_per_rank", 10.0), ("bytes_per_rank", 100 * 1024))
     },
     ("seeding in a worker", "microseconds_per_sample"): 50.0,
+    ("check", "percent_of_100_steps"): 1.0,
 }
 
 
@@ -175,6 +178,64 @@ def measure_saving(ranks: int = 1) -> dict[str, float]:
     return {"milliseconds_per_rank": saving.milliseconds, "bytes_per_rank": saving.bytes}
 
 
+class Intervals(L.Callback):
+    """Times batches, and saves after every 100th."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,  # noqa: ARG002 - the hook's signature
+        outputs: object,  # noqa: ARG002
+        batch: object,  # noqa: ARG002
+        batch_idx: int,
+    ) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+        if batch_idx % 100 == 50:
+            trainer._checkpoint_connector.dump_checkpoint()  # noqa: SLF001 - without a file
+
+
+def measure_check() -> dict[str, float]:
+    """Measure what the digests of three steps after a checkpoint cost in a fit of 400 batches."""
+    spent: list[float] = []
+    original = Run.end_step
+
+    def timed(run: Run, epoch: int, step: int) -> None:
+        is_due, start = run._due > 0, time.perf_counter()  # noqa: SLF001 - what is measured
+        original(run, epoch, step)
+        if is_due:
+            spent.append(time.perf_counter() - start)
+
+    intervals = Intervals()
+    Run.end_step = timed  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = L.Trainer(
+                max_epochs=1,
+                accelerator="cpu",
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=folder,
+                callbacks=[DeterminismCallback(seed=1), intervals],
+            )
+            trainer.fit(Perceptron(), DataLoader(torch.randn(12800, 256), 32))
+    finally:
+        Run.end_step = original  # type: ignore[method-assign]
+    times = intervals.times
+    step = statistics.median(b - a for a, b in pairwise(times))
+    digests = statistics.median(spent)
+    return {
+        "milliseconds_per_step": 1e3 * step,
+        "milliseconds_per_digest": 1e3 * digests,
+        "percent_of_100_steps": 3 * digests / step,
+    }
+
+
 def measure_saving_together(ranks: int) -> dict[str, float]:
     """Measure the slowest of several ranks, each of which is a process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -241,6 +302,7 @@ def find_excess(results: dict[str, dict[str, float]]) -> list[str]:
 
 
 PARTS: dict[str, Callable[[], dict[str, float]]] = {
+    "check": measure_check,
     "position, shuffled": lambda: measure_position(shuffle=True),
     "position, shuffled, 2 workers": lambda: measure_position(shuffle=True, workers=2),
     "position, in order": lambda: measure_position(shuffle=False),

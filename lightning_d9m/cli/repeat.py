@@ -80,8 +80,7 @@ _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_
 _REMEDIES = {
     "InexactResumeError": (
         "To resume anyway and compare the result, set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before "
-        "the command. If the program passes its own DeterminismCallback, give it "
-        'on_inexact_resume="warn" instead.'
+        "the command."
     ),
     "Weights only load failed": (
         "The checkpoint holds Python objects. To load them, add --allow-objects, or call "

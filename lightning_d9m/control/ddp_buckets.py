@@ -46,13 +46,17 @@ def _settle(ddp: Any) -> None:
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([])
     for own, is_sparse in [*zip(parameters, sparse, strict=True)][::-1]:
-        hooks = own._backward_hooks, own._post_accumulate_grad_hooks  # noqa: SLF001 - as above
-        own.grad = own._backward_hooks = own._post_accumulate_grad_hooks = None  # noqa: SLF001 - as above
+        hooks = [own._backward_hooks, own._post_accumulate_grad_hooks]  # noqa: SLF001 - as above
+        present = [(kept, {**kept}) for kept in hooks if kept]
+        for kept, _ in present:
+            kept.clear()
         zeros = torch.zeros_like(own, memory_format=torch.preserve_format)
+        own.grad = None
         try:
             own.backward(zeros.to_sparse(1) if is_sparse else zeros)
         finally:
-            own._backward_hooks, own._post_accumulate_grad_hooks = hooks  # noqa: SLF001 - as above
+            for kept, content in present:
+                kept.update(content)
     ddp.reducer._rebuild_buckets()  # noqa: SLF001 - DDP calls it before the next forward pass
     for own, gradient in zip(parameters, gradients, strict=True):
         own.grad = gradient

@@ -6,8 +6,10 @@ one ledger, and what is removed from a record leaves the chain of hashes whole. 
 from texts: tokens in URLs, options and variables.
 """
 
+import lzma
 import os
 import re
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -255,6 +257,10 @@ def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{'>' if at == number else ' '} {at:5} {line}".rstrip()
 
 
+# Raised by methods of compression, or if it is encrypted or nested too deeply (RuntimeError).
+_DAMAGE = (BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
+
+
 @contextmanager
 def open_bundle(
     path: Path, most_bytes: int = MOST_BYTES
@@ -270,6 +276,8 @@ def open_bundle(
     with tempfile.TemporaryDirectory(prefix="d9m-bundle-") as name:
         folder = Path(name)
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a device may have no end
+                raise ValueError("it is not a regular file")
             with ZipFile(path) as archive:
                 manifest = _read_manifest(archive)
                 _unpack_ledgers(archive, folder, most_bytes)
@@ -279,7 +287,7 @@ def open_bundle(
             raise LedgerError(
                 f"The bundle {path} cannot be opened: {error.strerror or error}. Check its name."
             ) from error
-        except (BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
+        except _DAMAGE as error:
             raise LedgerError(
                 f"{path} is not a bundle, or is damaged: {error}. Give a file that d9m bundle "
                 "wrote."

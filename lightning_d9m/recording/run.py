@@ -298,13 +298,12 @@ class Run:
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
         self._writer.write(header)
         if parent is not None:
-            self._open_check(header, parent)
+            unchecked = self._open_check(header, parent)
             named = parent.parent
             with suppress(ValueError):  # on Windows, another drive
                 # Relative, so that both folders can be moved together.
                 named = named and os.path.relpath(named, self.folder)
-            unchecked = (self._check and self._check.problem) or None
-            self._writer.write(replace(parent, parent=named, unchecked=unchecked))
+            self._writer.write(replace(parent, parent=named, unchecked=unchecked or None))
         self._writer.write(facts)
         if options.reference is None:
             return
@@ -317,19 +316,23 @@ class Run:
             warnings.warn(warning, stacklevel=2)
         reference.accept(header, facts, None if parent is None else parent.epoch)
 
-    def _open_check(self, header: Header, parent: Resume) -> None:
-        """Find what the run that saved the checkpoint did next; say so if that is not known."""
+    def _open_check(self, header: Header, parent: Resume) -> str:
+        """Find what the run that saved the checkpoint did next; return why that is not known."""
         self.note_save(parent.step)
-        if parent.inexact:  # it differs, and that is accepted
-            return
+        if parent.inexact:  # and that is accepted
+            return "the resume is inexact"
+        if os.environ.get(variable_of("resume")):
+            return "d9m repeat compares the whole run"
         assert self.folder is not None, "begin() has made it"
         own = rank_path(self.folder, header.rank)
-        check = self._check = ResumeCheck(own, parent.parent, parent.parent_check)
-        if check.problem and header.rank == 0:
+        self._check = ResumeCheck(own, parent.parent, parent.parent_check)
+        problem = self._check.problem
+        if problem and header.rank == 0:
             _log.warning(
                 "This resume cannot be compared with the run that saved the checkpoint: %s.",
-                check.problem,
+                problem,
             )
+        return problem
 
     def note_save(self, step: int) -> None:
         """Digest the state after the steps that follow a checkpoint saved after this one."""

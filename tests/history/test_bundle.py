@@ -257,7 +257,18 @@ def test_damage_is_an_error(here, members, bundle):
     write_archive("types.zip", {**members, "bundle.json": b'{"package": 3}'})
     lines = members["reference/rank-0.jsonl"].replace(b'"seed":42', b'"seed":43')
     write_archive("edited.zip", {**members, "reference/rank-0.jsonl": lines})
+    with zipfile.ZipFile("lzma.zip", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("bundle.json", members["bundle.json"])
+        offset = archive.getinfo("bundle.json").header_offset
+    data = bytearray(Path("lzma.zip").read_bytes())
+    data[offset + 30 + len("bundle.json") + 4] ^= 0xFF  # of the properties
+    Path("lzma.zip").write_bytes(data)
+    deep = b'{"package":' + b"[" * 100_000
+    write_archive("deep.zip", {**members, "bundle.json": deep})
     for name, said in (
+        ("lzma.zip", "is not a bundle, or is damaged"),
+        ("deep.zip", "is not a bundle, or is damaged"),
+        ("/dev/zero", "it is not a regular file"),
         ("b.zip", "is not a bundle, or is damaged"),
         ("types.zip", "Expected `str`, got `int`"),
         ("edited.zip", "rank-0.jsonl"),

@@ -184,7 +184,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         body = line[:-_TAIL] + b"}"
         try:
             origin = decode(body, type=_Origin)
-        except (MsgspecError, UnicodeDecodeError) as error:
+        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._not_a_ledger(f"has a first record that is not a header: {error}") from error
         if origin.schema != SCHEMA:
             raise LedgerError(

@@ -577,7 +577,7 @@ def decode_record(body: bytes) -> Record:
     """
     try:
         return cast("Record", _decode(body))
-    except (MsgspecError, UnicodeDecodeError) as error:
+    except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _field_error(error) from error
 
 

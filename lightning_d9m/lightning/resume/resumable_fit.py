@@ -88,6 +88,10 @@ _FINISHED = (
     'DeterminismCallback(on_inexact_resume="warn").'
 )
 _LONGER = f"{_ENDED}, and this one trains longer."
+_STOPPING = (
+    "The checkpoint was saved after trainer.should_stop was set, before the validation and the end "
+    "of the epoch that follow. Use one that was saved there."
+)
 _OTHER_GROUPS = (
     "The checkpoint was saved with other parameters in the groups of the optimizer {} ({} and {} "
     "of them), whose state would go to the wrong ones. Make the groups of the same parameters."
@@ -217,8 +221,7 @@ class CheckpointState:
         self._captured: Captured = {}
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: SavedState | None = None
-        # Whether trainer.should_stop ends this fit, too, once a validation is done that is due.
-        self._stops = self._stops_validated = False
+        self._stops = False  # before its next batch, as the fit that saved the checkpoint
         self._limits: dict[str, Any] = {}
         self._is_dumping = False
         self._awaits_dump = False  # the checkpoint that is being collected gets our state
@@ -451,12 +454,7 @@ class CheckpointState:
         latest, device = self._rank.callback_metrics, self._trainer.strategy.root_device
         moved = {name: value.to(device, copy=True) for name, value in latest.items()}
         lightning_private.update_callback_metrics(self._trainer, moved)
-        # Of a fit that a stop has ended a validation is due.
-        self._trainer.should_stop = self._stops
-        if self._stops and self._position.phase in ("batch", "validation"):
-            self._stops_validated = lightning_private.is_validation_due(self._trainer)
         self._at_end = run_state.finish_pending_work(self._trainer, self._position, reset)
-        self._trainer.should_stop = False
 
     @property
     def _program(self) -> ProgramState:
@@ -556,7 +554,7 @@ class CheckpointState:
             lightning_private.create_loader_iterator(trainer)
         self._loader_states = []
         start(*args, **words)
-        self._trainer.should_stop |= self._stops and not self._stops_validated
+        trainer.should_stop |= self._stops
         if self._resumed is not None and run_state.is_at_end(trainer):  # a batch may be fetched
             loaders.restore_data("train", self._resumed.position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
@@ -609,7 +607,6 @@ class CheckpointState:
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
-        self._trainer.should_stop |= self._stops
         end(*args, **words)
 
     def _find_late_changes(self) -> None:
@@ -833,6 +830,10 @@ class CheckpointState:
         between, fit = position.phase == "epoch", trainer.fit_loop
         if not between and lightning_private.skips_backward(trainer):
             return [_WITHOUT_STEPS]
+        batches = fit.epoch_loop.batch_progress.current
+        pending = position.phase == "validation" or batches.completed < batches.processed
+        if trainer.should_stop and not between and pending:
+            return [_STOPPING]
         within = not between and not run_state.is_at_end(trainer)
         found = [
             problem

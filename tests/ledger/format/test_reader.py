@@ -114,6 +114,7 @@ def test_ranks_of_different_runs(runs, changes, message):
         (b"hello\n", "is not a ledger: it begins with 'hello"),
         (b"\x80\x04\x95pickle\x00\xff\xfe", "is not a ledger: it begins with"),
         (b"[]\n", "is not a ledger"),
+        (b'{"kind":"header","x":' + b"[" * 100_000 + b"\n", "is not a ledger"),
         (b'{"kind":"header",' + b"x" * 2**20, "first line of more than 1048576 bytes"),
         (chain_lines([b'{"kind":"end","status":"failed"}']), "is not a ledger: it begins with"),
         (chain_lines([b'{"kind":"header","schema":3}']), "required field `package`"),

@@ -360,20 +360,19 @@ def test_an_epoch_that_the_end_of_a_fit_cut_short_is_not_continued(fits, cut, re
         fits.resume(**cut | STEPS)
 
 
-EARLY = [{"epoch": 0}, {"epoch": 0, "hook": "on_validation_batch_end"}]
-EARLY += [{"epoch": 0, "hook": "on_validation_end"}]
-
-
-@pytest.mark.parametrize("at", EARLY, ids=["batch", "validation", "validated"])
-def test_a_stop_within_an_epoch_is_restored(fits, at):
-    """With what follows it: a validation, and the end of the epoch."""
-    fits.check(at, callbacks=lambda: [Stopping()])
+def test_a_stop_within_an_epoch_is_restored(fits):
+    """With the end of the epoch that follows it; a checkpoint before the validation is refused."""
+    words = {"callbacks": lambda: [Stopping()]}
+    fits.check({"epoch": 0, "hook": "on_validation_end"}, **words)
     assert fits.trainer.global_step == 2
+    fits.refuse("was saved after trainer.should_stop was set", at={"epoch": 0}, **words)
 
 
 def test_a_finished_run_stays_finished(fits, caplog):
     words = {"callbacks": lambda: [EarlyStopping("val_loss", mode="max", patience=1)]}
-    fits.interrupt(**words, at={"hook": "on_train_epoch_end", "batch": 6, "stop": False})
+    last = ModelCheckpoint(fits.folder, filename="last", save_on_train_epoch_end=True)
+    fits.fit(**words, extra=[last], enable_checkpointing=True)
+    fits.checkpoint = fits.folder / "last.ckpt"
     steps, weights = fits.trainer.global_step, fits.model.layers[0].weight.detach().clone()
     fits.resume(**words)
     assert fits.trainer.global_step == steps == 12
