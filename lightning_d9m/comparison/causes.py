@@ -52,6 +52,11 @@ initial settings: optimizer settings
 The optimizer's settings differ before the first step.
 Advice: Look at the values from which the program computes them, such as in configure_optimizers.
 
+initial gradients: gradients ...
+The first gradients differ, while the weights before the first step are equal.
+Advice: Look at the first batch and at what the model draws: a private generator without a seed, the
+clock, the order of a set or of the files in a folder.
+
 initial weights
 The weights differ before the first step.
 Advice: Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of the
@@ -166,7 +171,7 @@ Advice: Look for code that rewrites the weights when the training ends.
 given: module ...
 The inputs of a module differ, while everything recorded before them is equal.
 Advice: Look at the code that computes them: training_step or the loop that calls the model, or a
-hook that changes the batch, such as on_train_batch_start.
+hook that changes the batch.
 
 length
 One run continues where the other ends; everything that both recorded is equal.
@@ -223,6 +228,7 @@ _INITIAL = {
     "buffers": "initial buffers",
     "optimizers": "initial settings",
     "schedulers": "initial settings",
+    "gradients": "initial gradients",
 }
 # Kind of what differs by the group of digests at the end of an epoch.
 _KINDS = {
