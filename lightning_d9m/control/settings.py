@@ -53,6 +53,10 @@ class Settings:
             see ``d9m ops``. Without it, torch raises where it has no deterministic kernel. The
             default is True if torch was built for CUDA.
         unpatched_ops: Names of operations that torch computes anyway.
+        repeat_fits: A fit after a call of ``torch.manual_seed`` or ``seed_everything`` draws the
+            numbers that the fit after an earlier call with the same seed drew, as without this
+            package; otherwise each fit of a process draws its own. Calls are seen while a session
+            is open.
         portable: Compute every operation so that the bits are the same on every machine, several
             times slower; see ``docs/portable.md``. The default is True if the variables
             ``LIGHTNING_D9M`` and ``LIGHTNING_D9M_PORTABLE`` are 1.
@@ -67,6 +71,7 @@ class Settings:
     fill_uninitialized_memory: bool = True
     patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
+    repeat_fits: bool = True
     portable: bool = field(
         default_factory=lambda: (
             read_switch(os.environ)
@@ -78,8 +83,9 @@ class Settings:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
-        for name in ("per_sample_rng", "fill_uninitialized_memory", "patch_ops", "portable"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
+            if name in ("seed", "threads", "unpatched_ops"):
+                continue
             if not isinstance(value, bool):
                 raise SettingError(f"{name} is {value!r}; allowed: True or False.")
         if self.unpatched_ops and not self.patch_ops:
@@ -93,6 +99,7 @@ class Settings:
     def as_record(self) -> dict[str, int | bool | str | None]:
         """Return the settings as the ledger stores them; one that is off by default only if on."""
         record = asdict(self) | {"unpatched_ops": " ".join(sorted(self.unpatched_ops))}
+        del record["repeat_fits"]  # the header has the number of the fit
         record["portable"] = self.portable or is_portable()  # which may have been entered before
         if record["portable"]:  # the same on every machine, whatever torch was built for
             record |= {"patch_ops": False, "unpatched_ops": ""}

@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from lightning_d9m.control.environment import control_is_on
+from lightning_d9m.control.seed_calls import seed_calls
 from lightning_d9m.control.settings import Settings, read_path, validate_choice, variable_of
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
 from lightning_d9m.hashing.digest import digest, digest_value
@@ -35,6 +36,7 @@ from lightning_d9m.hashing.training_state import (
 )
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import (
+    MAX_NAME,
     Digests,
     End,
     Header,
@@ -48,6 +50,7 @@ from lightning_d9m.ledger.format.records import (
 from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.kinds import EXCEPTION
 from lightning_d9m.ledger.stack import (
+    SEEDED,
     SHARDED_PARAMETERS,
     are_portable,
     capture_program,
@@ -482,6 +485,8 @@ def describe_training(
     model = training.model
     layouts = find_flat_layouts(model if training.wrapped is None else training.wrapped)
     control = {} if control_is_on() else {"control": "off"}
+    calls = "; ".join(seed_calls.found)[:MAX_NAME]
+    seeded = {SEEDED: calls} if calls else {}
     header = Header(
         rank=ranks.rank,
         world_size=layout["world.size"],
@@ -491,7 +496,7 @@ def describe_training(
         settings={**settings.as_record(), **control, **further},
         stack=capture_stack({**layout, **describe_division(model, layouts)}),
         package=__version__,
-        program=capture_program() if ranks.rank == 0 else {},
+        program={**capture_program(), **seeded} if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
     train = tuple(describe_loader(loader) for loader in loaders)
