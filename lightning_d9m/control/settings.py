@@ -223,6 +223,7 @@ def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str
     """
     known = {
         *CONTROL_VARIABLES,
+        *map(variable_of, Settings.__dataclass_fields__),
         *(variable_of(name) for name in inspect.signature(owner).parameters),
     }
     for name in sorted(environment):
