@@ -45,8 +45,8 @@ _HOOKS = [name for name in vars(DeterminismCallback) if name.startswith("on_")]
 _CALLED: list[tuple[Any, list[str]]] = [
     (DeterminismCallback, ["setup", "teardown", *_HOOKS]),
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
-    (CheckpointState, ["_capture", "_find_late_changes", "_digest"]),
-    (run_state, ["capture_user_state"]),
+    (CheckpointState, ["_capture", "_find_late_changes"]),
+    (run_state, ["capture_user_state", "digest_tensors"]),
     (loaders, ["capture_host", "seed_host", "restore_rng"]),
     (saved_state, ["make_manifest"]),
 ]

@@ -21,6 +21,7 @@ from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.ledger.kinds import STATE
 from lightning_d9m.locate.search import (
     Runner,
+    RunPair,
     Search,
     SearchResult,
     describe_place,
@@ -30,7 +31,7 @@ from lightning_d9m.locate.search import (
 from lightning_d9m.output.columns import print_result
 from lightning_d9m.output.comparison_text import format_field, list_one_sided
 from lightning_d9m.output.terminal import make_table, measure, print_lines, render, wrap
-from lightning_d9m.text import escape, printable
+from lightning_d9m.text import escape, pluralize, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
@@ -145,7 +146,7 @@ def _describe_moment(found: SearchResult) -> Iterator[str]:
                 named = "0 and 1 differ from each other; two ranks do not show which one is wrong"
             yield from _label("rank", named)
         if pair is not None and pair.fits > 1:
-            yield from _label("fit", f"{escape(pair.fit)}, one of {pair.fits}")
+            yield from _label("fit", _describe_fit(pair))
         differ = f"{first.count:,} of {first.compared:,} values recorded there"
         yield from _label("differ", differ)
         if found.samples:
@@ -154,6 +155,8 @@ def _describe_moment(found: SearchResult) -> Iterator[str]:
             yield from _label("written", written)
     if pair is None:
         return
+    if not found.divergences and pair.fits > 1:
+        yield from _label("fit", _describe_fit(pair))
     for entry in (*pair.comparison.refusals, *pair.comparison.stack):
         yield from format_field(entry, len(pair.comparison.ranks))
     for sentence in () if found.divergences else list_one_sided(pair.comparison):
@@ -172,6 +175,12 @@ def _describe_lines(found: SearchResult) -> Iterator[str]:
     for read in found.outside:
         yield from _label("", f"{escape(read.location, _LONGEST)}: {escape(read.code)}")
         yield from _label("", escape(str(read), _LONGEST))
+
+
+def _describe_fit(pair: RunPair) -> str:
+    before = pluralize(pair.equal_fits, "fit")
+    equal = f"; the {before} before it agree" if pair.equal_fits else ""
+    return f"{escape(pair.fit)}, one of {pair.fits}{equal}"
 
 
 def _describe_writing(found: SearchResult, first: Divergence) -> str:

@@ -76,13 +76,15 @@ ARGUMENTS = f"""
 # torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+_OBJECTS = "Weights only load failed"
+_UNSAVED = "so it cannot be saved and resumed"  # see StepRecorder
 # By words in the log of a run that cannot resume.
 _REMEDIES = {
     "InexactResumeError": (
         "To resume anyway and compare the result, set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before "
         "the command."
     ),
-    "Weights only load failed": (
+    _OBJECTS: (
         "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
         "fit(..., weights_only=False) in the program."
     ),
@@ -216,7 +218,16 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     """
     folder = runs.output / "run-001"
     survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    straight = runs.run(folder.name, "run 1, straight", variables=survey)
+    try:
+        straight = runs.run(folder.name, "run 1, straight", variables=survey)
+    except CommandError as error:
+        if _UNSAVED in _read_log(folder):
+            raise CommandError(
+                "--interrupt needs a training that can be saved and resumed, and this loop has "
+                "neither a Trainer nor a Recorder: its steps are recorded by its optimizers alone. "
+                "Add lightning_d9m.Recorder to the loop; see docs/loops.md."
+            ) from error
+        raise
     made = {1: replace(straight, label="straight")}
     points = list(choose_points(read_survey(folder)))
     if not points:
@@ -237,12 +248,18 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
                 shutil.rmtree(checkpoints, ignore_errors=True)
             made[number] = run
         except (CommandError, LedgerError) as error:
-            log = runs.output / name / "output.log"
-            said = log.read_text(errors="replace") if log.exists() else ""
+            said = _read_log(runs.output / name)
             remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
             failure = CommandError("\n".join([str(error), *remedies]))
             made[number] = Run({}, f"{label}, failed", failure=failure)
+            if _OBJECTS in said:  # as in the checkpoints of all other points
+                break
     return RepeatReport(made, runs.output, argv, resumed=True)
+
+
+def _read_log(folder: Path) -> str:
+    log = folder / "output.log"
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:

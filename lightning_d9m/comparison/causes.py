@@ -19,7 +19,7 @@ class Cause:
     """A kind of cause.
 
     Attributes:
-        kind: ``"stack"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
+        kind: ``"stack"``, ``"seed"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
             ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
             ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialized memory"``,
             ``"value from outside torch"``, ``"module"``, ``"logged value"``,
@@ -51,6 +51,16 @@ validation that Lightning's Trainer runs first.
 initial settings: optimizer settings
 The optimizer's settings differ before the first step.
 Advice: Look at the values from which the program computes them, such as in configure_optimizers.
+
+initial gradients: gradients ...
+The first gradients differ, while the weights before the first step are equal.
+Advice: Look at the first batch and at what the model draws: a private generator without a seed, the
+clock, the order of a set or of the files in a folder.
+
+seed
+The program seeds torch's generators with a different number in each run.
+Advice: Give that call a fixed seed, such as the random_seed of a library that draws one when it
+gets none.
 
 initial weights
 The weights differ before the first step.
@@ -166,7 +176,7 @@ Advice: Look for code that rewrites the weights when the training ends.
 given: module ...
 The inputs of a module differ, while everything recorded before them is equal.
 Advice: Look at the code that computes them: training_step or the loop that calls the model, or a
-hook that changes the batch, such as on_train_batch_start.
+hook that changes the batch.
 
 length
 One run continues where the other ends; everything that both recorded is equal.
@@ -223,6 +233,7 @@ _INITIAL = {
     "buffers": "initial buffers",
     "optimizers": "initial settings",
     "schedulers": "initial settings",
+    "gradients": "initial gradients",
 }
 # Kind of what differs by the group of digests at the end of an epoch.
 _KINDS = {
@@ -230,6 +241,7 @@ _KINDS = {
     **dict.fromkeys(("loss", "scalars"), "scalar"),
     "schedulers": "optimizer settings",
 }
+_SEEDED = ("initial weights", "initial gradients", "rng", "batch")
 # What a logged value can change through a callback, such as EarlyStopping or ReduceLROnPlateau.
 _STEERED = ("length", "optimizer settings", "logged value", "unknown")
 # The kinds of probes that a cause takes for equal, by the kind of the first place that differs.
@@ -259,7 +271,8 @@ def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
             end differs, the cause comes after the last batch's gradients.
     """
     if comparison.refusals:
-        return _CAUSES["incomparable"]
+        by_seed = any(entry.field == "seed" for entry in comparison.refusals)
+        return (by_seed and _find_seeding(comparison)) or _CAUSES["incomparable"]
     if comparison.stack and not comparison.portable:
         return _CAUSES["stack"]
     return _find_cause(comparison, batches_seen=batches_seen)
@@ -270,7 +283,7 @@ def advise(comparison: Comparison) -> str:
     if not comparison.divergences:
         return ""
     cause = _find_cause(comparison, batches_seen=False)
-    alone = cause.kind in ("initial weights", "buffers", "logged value", "length")
+    alone = cause.kind in ("seed", "initial weights", "buffers", "logged value", "length")
     return f"{cause.text} {cause.advice}" if alone else ""
 
 
@@ -286,23 +299,38 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
         name = {"logged values": "scalar", "evaluations": "evaluation"}.get(
             comparison.extent, "steering"
         )
+    return _refine(name, comparison, found[0], batches_seen=batches_seen)
+
+
+def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_seen: bool) -> Cause:
+    """Return a cause with what else the comparison shows of it."""
     if (logged := comparison.logged) is not None:
         if _CAUSES[name].kind in _STEERED:
             return _CAUSES["steering"]
         which = "an evaluation" if logged.kind == "evaluation" else f"the logged {logged.name}"
         said = f"Before it, {which} differs in {logged.where}."
         return _add_text(_CAUSES[name], said)
+    if name in _SEEDED and (seeding := _find_seeding(comparison)) is not None:
+        return seeding
     if name == "steps":
-        one, other = found[0].steps
+        one, other = first.steps
         ends = _describe_ends(comparison)
         equal = "; everything recorded before is equal" if batches_seen else ""
         said = f"One run ends at step {one}, the other at step {other}{equal}. {ends}".rstrip()
         return replace(_CAUSES[name], text=said, narrows=not batches_seen)
-    unseen = sorted(_NEEDS.get(found[0].kind, frozenset()) - comparison.probes)
-    if found[0].moment == "batch" and unseen and not _starts_training(found[0]):
+    unseen = sorted(_NEEDS.get(first.kind, frozenset()) - comparison.probes)
+    if first.moment == "batch" and unseen and not _starts_training(first):
         said = f"Not recorded, so not ruled out: a difference of {', '.join(unseen)} before it."
         return _add_text(_CAUSES[name], said)
     return _CAUSES[name]
+
+
+def _find_seeding(comparison: Comparison) -> Cause | None:
+    """Return the cause of runs that a program seeds differently; None if it does not."""
+    calls = [text.split("; ") for text in comparison.seeded]
+    pairs = zip(*calls, strict=False)
+    found = next(((one, other) for one, other in pairs if one != other), None)
+    return found and _add_text(_CAUSES["seed"], f"Run 1: {found[0]}. The other: {found[1]}.")
 
 
 def _add_text(cause: Cause, sentence: str) -> Cause:

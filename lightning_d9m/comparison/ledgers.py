@@ -43,6 +43,7 @@ from lightning_d9m.ledger.keys import (
 )
 from lightning_d9m.ledger.kinds import ENDS
 from lightning_d9m.ledger.stack import (
+    SEEDED,
     SHARDED_PARAMETERS,
     are_portable,
     same_logical_ranks,
@@ -174,7 +175,7 @@ class RankComparison:
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
         found = {"divergence": self.divergence, "trained": self.trained}
-        facts = asdict(replace(self, **dict.fromkeys(found)))
+        facts = asdict(replace(self, divergence=None, trained=None))
         return facts | {name: own and own.as_json() for name, own in found.items()}
 
     @property
@@ -214,6 +215,7 @@ class Comparison:
         portable: Whether both runs computed portable bits, so that no stack explains a difference.
         probes: The kinds of probes that both runs recorded.
         varying_ops: Ops that one of the runs allowed although they may vary.
+        seeded: The last calls with which each run seeded torch before the fit.
     """
 
     expected: Path
@@ -227,6 +229,7 @@ class Comparison:
     portable: bool = False
     probes: frozenset[str] = frozenset()
     varying_ops: tuple[str, ...] = ()
+    seeded: tuple[str, str] = ("", "")
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
@@ -386,6 +389,7 @@ def compare_ledgers(
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
         portable=are_portable(expected.header.settings, actual.header.settings),
+        seeded=(_list_seeds(expected), _list_seeds(actual)),
         probes=frozenset.intersection(
             *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in both)
         ),
@@ -399,6 +403,10 @@ def compare_ledgers(
             )
         ),
     )
+
+
+def _list_seeds(ledger: Ledger) -> str:
+    return str(ledger.header.program.get(SEEDED, ""))
 
 
 def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:

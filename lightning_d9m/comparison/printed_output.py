@@ -50,10 +50,10 @@ def _read(log: Path) -> Iterator[str]:
 def _list_differences(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the lines that differ in pairs; a line that one run lacks has an empty counterpart."""
     start = _find_first(one, other)
-    parts = [lines[start : start + _MOST_LINES] for lines in (one, other)]
-    for what, low, high, left, right in SequenceMatcher(None, *parts).get_opcodes():
+    ours, theirs = (lines[start : start + _MOST_LINES] for lines in (one, other))
+    for what, low, high, left, right in SequenceMatcher(None, ours, theirs).get_opcodes():
         if what != "equal":
-            yield from zip_longest(parts[0][low:high], parts[1][left:right], fillvalue="")
+            yield from zip_longest(ours[low:high], theirs[left:right], fillvalue="")
 
 
 def _find_first(one: Sequence[str], other: Sequence[str]) -> int:

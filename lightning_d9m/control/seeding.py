@@ -19,6 +19,9 @@ from lightning_d9m.state.parts import GENERATOR, check_positions
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import find_generators
 
+# Not the function that notes the seeds of the program.
+_manual_seed = torch.manual_seed
+
 
 def derive_seed(
     base: int,
@@ -56,7 +59,7 @@ def seed_all(seed: int) -> None:
     # after which a launcher can no longer fork.
     if find_accelerator() is not None:
         # Seeds every device, also those that are initialized later.
-        torch.manual_seed(seed)
+        _manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:

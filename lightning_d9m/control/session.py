@@ -23,6 +23,7 @@ from lightning_d9m.control.environment import (
     threads_pinned,
     wanted_flags,
 )
+from lightning_d9m.control.seed_calls import seed_calls
 from lightning_d9m.control.seeding import rng_restored, seed_all
 from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
@@ -43,7 +44,9 @@ class Session:
 
     Attributes:
         settings: The settings.
-        fits: Number of fits that began while it was the active session.
+        fits: Number of the next fit that begins while it is the active session.
+        unused_fit: A number that no fit before the last seeding had.
+        first_fits: The number of the first fit after each seed that the program gave.
         thread: The thread that opened it.
         scopes: How many ``with`` blocks hold it open.
         in_trainer: Whether a Trainer opened it for a run.
@@ -58,6 +61,8 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fits = 0
+        self.unused_fit = 0
+        self.first_fits: dict[int, int] = {}
         self.in_trainer = False
         self.seed_is_default = False
         self.thread = threading.current_thread()
@@ -98,6 +103,7 @@ class Session:
                 if torch.backends.cuda.is_built():
                     stack.enter_context(variation_allowed(settings.varying_ops, "CUDA"))
             stack.enter_context(rng_restored())
+            stack.callback(seed_calls.install(_note_seed))
             seed_all(settings.seed)
             self._stack = stack.pop_all()
             _open.append(self)
@@ -262,6 +268,17 @@ def next_fit() -> int:
     with _lock:
         _refuse_other_threads()
         return _count_fits(lambda fits: fits + 1)
+
+
+def _note_seed(seed: int) -> None:
+    """Number the next fit as the first after an earlier call with this seed, or as a new one.
+
+    Within a Trainer's run a program may seed as it likes: the run has its number.
+    """
+    session = active_session()
+    if session is not None and not session.in_trainer and session.settings.repeat_fits:
+        session.unused_fit = max(session.unused_fit, session.fits)
+        session.fits = session.first_fits.setdefault(seed, session.unused_fit)
 
 
 def give_back_fit(number: int) -> None:

@@ -56,6 +56,10 @@ class Settings:
         varying_ops: Operations that run although they may vary: names of ``d9m ops``, or of
             torch's dispatcher such as ``"torchvision::_roi_pool_backward"``. Without it, torch
             raises. The ledger and each verdict name them.
+        repeat_fits: A fit after a call of ``torch.manual_seed`` or ``seed_everything`` draws the
+            numbers that the fit after an earlier call with the same seed drew, as without this
+            package; otherwise each fit of a process draws its own. Calls are seen while a session
+            is open.
         portable: Compute every operation so that the bits are the same on every machine, several
             times slower; see ``docs/portable.md``. The default is True if the variables
             ``LIGHTNING_D9M`` and ``LIGHTNING_D9M_PORTABLE`` are 1.
@@ -71,6 +75,7 @@ class Settings:
     patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
     unpatched_ops: tuple[str, ...] = ()
     varying_ops: tuple[str, ...] = ()
+    repeat_fits: bool = True
     portable: bool = field(
         default_factory=lambda: (
             read_switch(os.environ)
@@ -82,8 +87,9 @@ class Settings:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
-        for name in ("per_sample_rng", "fill_uninitialized_memory", "patch_ops", "portable"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
+            if name in ("seed", "threads", "unpatched_ops"):
+                continue
             if not isinstance(value, bool):
                 raise SettingError(f"{name} is {value!r}; allowed: True or False.")
         if self.unpatched_ops and not self.patch_ops:
@@ -99,6 +105,7 @@ class Settings:
         """Return the settings as the ledger stores them; one that is off by default only if on."""
         names = ("unpatched_ops", "varying_ops")
         record = asdict(self) | {name: " ".join(sorted(getattr(self, name))) for name in names}
+        del record["repeat_fits"]  # the header has the number of the fit
         record["portable"] = self.portable or is_portable()  # which may have been entered before
         if record["portable"]:  # the same on every machine, whatever torch was built for
             record |= {"patch_ops": False, "unpatched_ops": ""}
@@ -225,6 +232,7 @@ def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str
     """
     known = {
         *CONTROL_VARIABLES,
+        *map(variable_of, Settings.__dataclass_fields__),
         *(variable_of(name) for name in inspect.signature(owner).parameters),
     }
     for name in sorted(environment):

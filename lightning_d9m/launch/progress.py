@@ -104,14 +104,16 @@ class RunProgress(StatusLine):
         """Update the line; called a few times a second."""
         if self.live:
             about = "" if self._expected is None else f" of about {self._expected:.0f}"
-            self.update(f"{self._title}: {seconds:.0f}{about} s, {self._epochs()}")
+            self.update(f"{self._title}: {seconds:.0f}{about} s{self._epochs()}")
 
     def __exit__(self, kind: object, *_: object) -> None:
         super().__exit__(kind)
-        self._print(f"{self._title}: {'done' if kind is None else 'stopped'}, {self._epochs()}")
+        self._print(f"{self._title}: {'done' if kind is None else 'stopped'}{self._epochs()}")
 
     def _epochs(self) -> str:
-        return pluralize(self._counter.count(), "epoch")
+        """Return the number of epochs after a comma; nothing for a loop that records none."""
+        count = self._counter.count()
+        return f", {pluralize(count, 'epoch')}" if count else ""
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -459,6 +459,10 @@ _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
 
 
+# The entry of a header's program with the last calls that seeded torch before the fit.
+SEEDED = "seeded"
+
+
 def capture_program() -> dict[str, Scalar]:
     """Return the command of this process, and commit and state of its source, as the header has.
 

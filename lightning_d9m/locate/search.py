@@ -72,6 +72,7 @@ class RunPair:
         comparison: How that fit compares.
         expected: Its ledger in the first run.
         fits: Number of fits in each run.
+        equal_fits: Number of those before it, which are equal.
         dumps: The folders of dumps of the two runs.
         rank_drift: Where a rank differs from another, in two runs that are equal.
     """
@@ -80,6 +81,7 @@ class RunPair:
     comparison: Comparison
     expected: Ledger
     fits: int = 1
+    equal_fits: int = 0
     dumps: tuple[Path, ...] = ()
     rank_drift: Divergence | None = None
 
@@ -175,8 +177,10 @@ class Runner:
             )
         dumps = tuple(dump for _, dump in runs)
         pairs = [
-            RunPair(name, compare_ledgers(ledger, actual[name]), ledger, len(expected), dumps)
-            for name, ledger in expected.items()
+            RunPair(
+                name, compare_ledgers(ledger, actual[name]), ledger, len(expected), number, dumps
+            )
+            for number, (name, ledger) in enumerate(expected.items())
         ]
         pair = next((pair for pair in pairs if pair.differs), None)
         error = next((run.failure for run, _ in runs if run.failure is not None), None)

@@ -18,7 +18,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -165,12 +165,7 @@ class StepRecorder(Recorder):
     _is_hosted = True
 
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
-        if interrupting := [name for name in (INTERRUPT, RESUME) if os.environ.get(name)]:
-            raise SettingError(
-                f"The variable {interrupting[0]} is set, and this training has no Trainer and no "
-                "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
-                "loop; see docs/loops.md."
-            )
+        self.check_interruption(os.environ)
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
         self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
@@ -190,6 +185,16 @@ class StepRecorder(Recorder):
         # The flags that the program has changed before its first step are set again.
         if names := session.switch_again():
             self._further["overridden"] = ", ".join(names)
+
+    @staticmethod
+    def check_interruption(environment: Mapping[str, str]) -> None:
+        """Raise a ``SettingError`` if variables interrupt or resume the training."""
+        if interrupting := [name for name in (INTERRUPT, RESUME) if environment.get(name)]:
+            raise SettingError(
+                f"The variable {interrupting[0]} is set, and this training has no Trainer and no "
+                "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
+                "loop; see docs/loops.md."
+            )
 
     def open(self) -> None:
         """Open the ledger, before the first step."""

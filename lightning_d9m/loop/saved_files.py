@@ -28,7 +28,7 @@ import torch
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.session import active_session
 from lightning_d9m.control.settings import Settings
-from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.hashing.digest import digest, digest_value
 from lightning_d9m.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.launch.run import LEDGER_VARIABLE
 from lightning_d9m.ledger.folder import create_ledger_folder, state_folder
@@ -98,7 +98,10 @@ class SavedFiles:
         if self._run is None:
             self._run = _open()
         moment = f"{SAVED} {_VARIES.sub('#', name)}"
-        named = {path or "value": digest_value(leaf) for path, leaf in _list_data(value)}
+        named = {
+            path or "value": digest(leaf) if isinstance(leaf, torch.Tensor) else digest_value(leaf)
+            for path, leaf in _list_data(value)
+        }
         totals = {SAVED: digest_value(sorted(named.items()))}
         number = self._numbers[moment]
         self._numbers[moment] += 1

@@ -329,15 +329,17 @@ def _find_source(end: str | None = None) -> str | None:
         end: Name of the function around which no line is looked for.
     """
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
-    while frame is not None and (
-        frame.f_code.co_filename.startswith("<")
-        or str(frame.f_globals.get("__name__")).partition(".")[0] in _FOREIGN
-    ):
+    while frame is not None:
+        file, scope = frame.f_code.co_filename, frame.f_globals
+        name = str(scope.get("__name__"))
+        # torch's generated code is in no module that a program could import.
+        module = sys.modules.get(name)
+        is_imported = module is None or vars(module) is scope or name == "__main__"
+        if is_imported and name.partition(".")[0] not in _FOREIGN and not file.startswith("<"):
+            line = linecache.getline(file, frame.f_lineno, scope).strip()
+            if line:
+                return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
         if frame.f_code.co_name == end:
             return None
         frame = frame.f_back
-    if frame is None:
-        return None
-    file = frame.f_code.co_filename
-    line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
-    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
+    return None

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from lightning_d9m.control.ddp_buckets import settle_buckets
 from lightning_d9m.control.environment import control_is_on
+from lightning_d9m.control.seed_calls import seed_calls
 from lightning_d9m.control.seeding import digest_generators
 from lightning_d9m.control.settings import (
     Settings,
@@ -45,6 +46,7 @@ from lightning_d9m.hashing.training_state import (
 )
 from lightning_d9m.ledger.folder import rank_path, read_ledger
 from lightning_d9m.ledger.format.records import (
+    MAX_NAME,
     Digests,
     End,
     Header,
@@ -59,6 +61,7 @@ from lightning_d9m.ledger.format.writer import LedgerWriter
 from lightning_d9m.ledger.kinds import EXCEPTION
 from lightning_d9m.ledger.stack import (
     LOGICAL_RANKS,
+    SEEDED,
     SHARDED_PARAMETERS,
     are_portable,
     capture_program,
@@ -612,6 +615,8 @@ def describe_training(
     model = training.model
     layouts = find_flat_layouts(model if training.wrapped is None else training.wrapped)
     control = {} if control_is_on() else {"control": "off"}
+    calls = "; ".join(seed_calls.found)[:MAX_NAME]
+    seeded = {SEEDED: calls} if calls else {}
     header = Header(
         rank=ranks.rank,
         world_size=layout["world.size"],
@@ -621,7 +626,7 @@ def describe_training(
         settings={**settings.as_record(), **control, **further},
         stack=capture_stack({**layout, **describe_division(model, layouts)}),
         package=__version__,
-        program=capture_program() if ranks.rank == 0 else {},
+        program={**capture_program(), **seeded} if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
     train = tuple(describe_loader(loader) for loader in loaders)

@@ -21,7 +21,13 @@ def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), pos
 
 
 def comparison(
-    *divergences, refusals=(), stack=(), extent="logged values", logged=None, probes=PROBE_KINDS
+    *divergences,
+    refusals=(),
+    stack=(),
+    extent="logged values",
+    logged=None,
+    probes=PROBE_KINDS,
+    seeded=("", ""),
 ):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
     ranks = [
@@ -35,6 +41,7 @@ def comparison(
         extent=extent,
         logged=logged,
         probes=frozenset(probes),
+        seeded=seeded,
         divergences=sorted(filter(None, divergences), key=lambda entry: entry.when),
     )
 
@@ -174,3 +181,14 @@ def test_what_was_not_recorded_is_not_ruled_out():
 def test_draws_of_another_thread_within_a_batch():
     found = replace(divergence("loss", "loss"), by_kind={"loss": (1, 1), "rng": (1, 3)})
     assert find_cause(comparison(found)).kind == "random numbers"
+
+
+def test_a_seed_that_differs_is_named_with_its_line():
+    seeded = [f"manual_seed({n}) at lib.py:5: seed(n)" for n in (1, 2)]
+    found = divergence("weights", moment="initial", step=0)
+    cause = find_cause(comparison(found, seeded=seeded))
+    assert cause.kind == "seed"
+    assert cause.text.endswith(f"Run 1: {seeded[0]}. The other: {seeded[1]}.")
+    assert find_cause(comparison(found, seeded=seeded[:1] * 2)).kind == "initial weights"
+    refused = comparison(refusals=[SimpleNamespace(field="seed")], seeded=seeded)
+    assert find_cause(refused).kind == "seed"

@@ -48,6 +48,6 @@ def test_on_a_terminal_one_line_is_rewritten_and_the_last_stays(tmp_path, monkey
     text = os.read(leader, 65536).decode()
     os.close(leader)
     assert "run 1 of 2: started" in text
-    assert "run 1 of 2: 1 s, 0 epochs" in text
+    assert "run 1 of 2: 1 s\r" in text
     *_, last = text.split("\x1b[2K")
     assert last == "run 1 of 2: done, 0 epochs\r\n" != text

@@ -35,6 +35,7 @@ def pair(
             extent="logged values",
             logged=None,
             probes=frozenset(PROBE_KINDS),
+            seeded=("", ""),
         ),
         steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit=fit,

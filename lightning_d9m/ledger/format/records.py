@@ -175,6 +175,7 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
         seed: The base seed.
         created: Time of writing, ISO 8601 in UTC.
         program: Command, git commit, and whether the source differs from it; see ``ledger.stack``.
+            The last calls that seeded torch's generators before the fit.
         settings: Settings of the session, flat.
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
     """

@@ -1,0 +1,68 @@
+"""The calls with which a program seeds torch's generators: their seeds and lines.
+
+A random seed is the most frequent cause of a difference, and the line that draws it explains it.
+"""
+
+import linecache
+import sys
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from lightning_d9m.attribute_patches import AttributePatches
+
+# The last calls are enough: a later one replaces what an earlier one did.
+_MOST_KEPT = 4
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
+
+
+class SeedCalls:
+    """Notes each call of ``torch.manual_seed`` while it is installed, however often that is.
+
+    Attributes:
+        found: Texts such as ``"manual_seed(42) at train.py:7: seed_everything(42)"``.
+    """
+
+    def __init__(self) -> None:
+        self.found: deque[str] = deque(maxlen=_MOST_KEPT)
+        self._patches = AttributePatches()
+        self._installed = 0
+
+    def install(self, called: Callable[[int], object]) -> Callable[[], None]:
+        """Wrap the function, and call ``called`` with each seed; return what restores it."""
+        self._installed += 1
+        if self._installed == 1:
+            original = torch.random.manual_seed
+
+            @wraps(original)
+            def note(seed: Any) -> torch.Generator:
+                self.found.append(f"manual_seed({int(seed)}){_find_line()}")
+                called(int(seed))
+                return original(seed)
+
+            for owner in (torch, torch.random):
+                self._patches.replace(owner, "manual_seed", note)
+        return self._release
+
+    def _release(self) -> None:
+        self._installed -= 1
+        if not self._installed:
+            self._patches.undo()
+            self.found.clear()
+
+
+def _find_line() -> str:
+    """Return the innermost line that calls from outside the libraries, or of a library's caller."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f" at {file}:{number}: {linecache.getline(file, number, frame.f_globals).strip()}"
+
+
+seed_calls = SeedCalls()
