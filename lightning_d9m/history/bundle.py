@@ -232,11 +232,9 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
 
 def find_excerpt(report: Sequence[str]) -> Sequence[str]:
     """Return the first lines of source in a report, below their heading; empty without any."""
-    numbers = (number for number, line in enumerate(report) if _EXCERPT.fullmatch(line))
-    for start in numbers:
-        lines = report[start + 1 :]
-        return lines[: lines.index("") if "" in lines else None]
-    return ()
+    starts = (number for number, line in enumerate(report) if _EXCERPT.fullmatch(line))
+    lines = report[next(starts, len(report)) + 1 :]
+    return lines[: lines.index("") if "" in lines else None]
 
 
 def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
