@@ -129,13 +129,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     secrets: int
 
 
-def find_located(start: Path) -> tuple[dict[str, Any], list[Path]]:
+def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Path]]:
     """Return the result of `d9m locate` that a folder, or one above it, holds, and its two ledgers.
+
+    ``parents`` is how many folders above it are searched.
 
     Raises:
         LedgerError: If it cannot be read.
     """
-    for folder in (start, *list(start.absolute().parents)[:3]):
+    for folder in (start, *list(start.absolute().parents)[:parents]):
         path = folder / LOCATE_JSON
         try:
             if path.is_file():
