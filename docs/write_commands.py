@@ -22,8 +22,7 @@ _NO_BREAK = "\0"  # textwrap takes a non-breaking space for a character
 _HEAD = """# Commands
 
 Every command and option, as `d9m COMMAND --help` prints them. The exit status of each is 0 for
-equal or in order, 1 for a difference or a finding, and 2 for an error. This page is written from
-the parsers by `python docs/write_commands.py`.
+equal or in order, 1 for a difference or a finding, and 2 for an error.
 """
 _RULES = """
 ## Rules of d9m scan

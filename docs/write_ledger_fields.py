@@ -18,12 +18,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"
 _HEAD = """# Ledger fields
 
-Each field of each record of [the ledger](ledger.md), in the order in which they are written. The
-classes of `lightning_d9m.ledger.format.records` describe the fields; reading, checking and writing
-follow from the same descriptions. A record with a value that is not allowed is refused, and so is
-one without a required field, or with another one. Fields with their default are left out.
-
-This page is written from the code by `python docs/write_ledger_fields.py`.
+Each field of each record of [the ledger](ledger.md), in the order in which they are written. A
+field with its default is left out. A reader refuses a record with a value that is not allowed,
+without a required field, or with an unknown one.
 """
 
 

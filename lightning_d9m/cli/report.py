@@ -9,7 +9,7 @@ from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
 from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.history.bundle import read_located
+from lightning_d9m.history.bundle import find_located, read_located
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
@@ -41,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
 def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
     """Compare the ledgers that were named, the runs of a `d9m repeat`, or the last two ledgers."""
     folder = arguments.expected or Path()
+    located = find_located(folder, parents=0)[1] if arguments.actual is None else []
+    if located:  # its runs have different probes, and these two show the cause
+        return compare_pair(*map(read_ledger, located))
     runs = read_runs(folder) if arguments.actual is None else {}
     if runs:
         return _compare_runs(runs, folder)

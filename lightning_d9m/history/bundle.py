@@ -131,13 +131,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     secrets: int
 
 
-def find_located(start: Path) -> tuple[dict[str, Any], list[Path]]:
+def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Path]]:
     """Return the result of `d9m locate` that a folder, or one above it, holds, and its two ledgers.
+
+    ``parents`` is how many folders above it are searched.
 
     Raises:
         LedgerError: If it cannot be read.
     """
-    for folder in (start, *list(start.absolute().parents)[:3]):
+    for folder in (start, *list(start.absolute().parents)[:parents]):
         path = folder / LOCATE_JSON
         try:
             if path.is_file():
@@ -234,11 +236,9 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
 
 def find_excerpt(report: Sequence[str]) -> Sequence[str]:
     """Return the first lines of source in a report, below their heading; empty without any."""
-    numbers = (number for number, line in enumerate(report) if _EXCERPT.fullmatch(line))
-    for start in numbers:
-        lines = report[start + 1 :]
-        return lines[: lines.index("") if "" in lines else None]
-    return ()
+    starts = (number for number, line in enumerate(report) if _EXCERPT.fullmatch(line))
+    lines = report[next(starts, len(report)) + 1 :]
+    return lines[: lines.index("") if "" in lines else None]
 
 
 def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:

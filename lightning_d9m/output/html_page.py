@@ -173,18 +173,16 @@ def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     In a bundle the facts may come from anybody, so that a value may have any type.
     """
     lines, op = facts.get("lines"), facts.get("op")
-    found: list[tuple[str, object]] = []
-    for line in lines[:1] if isinstance(lines, list) else ():
-        if isinstance(line, dict):
-            where = ":".join(str(line.get(name)) for name in ("file", "line"))
-            found += [("Line", f"{where}: {line.get('code')}"), ("Reason", line.get("reason"))]
-            found.append(("Fix", line.get("fix")))
+    line = lines[0] if isinstance(lines, list) and lines else None
+    found: dict[str, object] = {}
+    if isinstance(line, dict):
+        found["Line"] = f"{line.get('file')}:{line.get('line')}: {line.get('code')}"
+        found |= {"Reason": line.get("reason"), "Fix": line.get("fix")}
     if isinstance(op, dict):
-        called = f", called at {op['source']}" if op.get("source") else ""
-        found.append(("Op", f"{op.get('op')}{called}"))
-    if found and "Fix" not in dict(found):
-        found.append(("Advice", facts.get("advice")))
-    return [(label, str(text)) for label, text in found if text]
+        found["Op"] = f"{op.get('op')}, called at {op.get('source') or 'no line of the program'}"
+    if found and not found.get("Fix"):
+        found["Advice"] = facts.get("advice")
+    return [(label, str(text)) for label, text in found.items() if text]
 
 
 def _name_pair(one: Path, other: Path) -> str:
@@ -366,33 +364,41 @@ def draw_chart(
     ]
     shown: dict[int, list[str]] = {step: [] for step in steps}
     for number, own in enumerate(lines):
-        wide = not (number or log)
-        color, dashes = _choose_style(number)
-        width = f";stroke-width:{5 if wide else 2};opacity:{0.4 if wide else 1}"
         for step, value in own:
             shown[step].append(f"{name} {number + 1}: {f'{value:.2g}' if log else repr(value)}")
-        for is_drawn, group in groupby(own, key=lambda point: math.isfinite(point[1])):
-            points = [(across(step), up(scale(value))) for step, value in group if is_drawn]
-            if points:
-                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-                style = f"fill:none;stroke:{color}{dashes}{width}"
-                parts.append(f'<polyline points="{path}" style="{style}"/>')
-            radius = 4 if wide else 2.5
-            parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="fill:{color}"/>'
-                for x, y in points
-            ]
+        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in own]
+        parts += _draw_line(points, number, wide=not (number or log))
     parts += _draw_powers(least, scale(finite[-1]), up) if log else ()
-    # The pointer finds the nearest step: its rectangle reaches half way to those beside it.
-    edges = [0.0, *((across(a) + across(b)) / 2 for a, b in pairwise(steps)), float(WIDTH)]
-    for (left, right), (step, values) in zip(pairwise(edges), shown.items(), strict=True):
-        title = "\n".join([f"step {step:,}", *values])
-        place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
-        parts.append(f'<rect class="step" {place} fill-opacity="0"><title>{title}</title></rect>')
+    parts += _draw_steps(shown, across)
     label = ", ".join(filter(None, [label, axis, f"from {low} to {high}"]))
     # The style of a page has other sizes.
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     return f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _draw_line(points: Sequence[tuple[float, float]], number: int, *, wide: bool) -> Iterator[str]:
+    """Yield the pieces of a line and its dots, in pixels; it ends where a height is not finite."""
+    color, dashes = _choose_style(number)
+    style = f"stroke:{color}{dashes};stroke-width:{5 if wide else 2};opacity:{0.4 if wide else 1}"
+    for is_drawn, group in groupby(points, key=lambda point: math.isfinite(point[1])):
+        piece = list(group)
+        if is_drawn:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
+            yield f'<polyline points="{path}" style="fill:none;{style}"/>'
+            for x, y in piece:
+                place = f'cx="{x:.1f}" cy="{y:.1f}" r="{4 if wide else 2.5}"'
+                yield f'<circle {place} style="fill:{color}"/>'
+
+
+def _draw_steps(
+    shown: Mapping[int, Sequence[str]], across: Callable[[float], float]
+) -> Iterator[str]:
+    """Yield a rectangle for each step, half way to those beside it, with its values as title."""
+    edges = [0.0, *((across(a) + across(b)) / 2 for a, b in pairwise(shown)), float(WIDTH)]
+    for (left, right), (step, values) in zip(pairwise(edges), shown.items(), strict=True):
+        title = "\n".join([f"step {step:,}", *values])
+        place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
+        yield f'<rect class="step" {place} fill-opacity="0"><title>{title}</title></rect>'
 
 
 def _draw_powers(low: float, high: float, up: Callable[[float], float]) -> Iterator[str]:

@@ -66,6 +66,13 @@ def test_the_readme_begins_with_a_failing_run_and_its_line():
     assert "np.random.default_rng()" in picture
 
 
+def test_the_readme_is_short_and_names_every_command():
+    words = [word for word in README.split() if re.search(r"\w", word)]
+    assert len(words) <= 800
+    assert set(COMMANDS) == set(re.findall(r"`d9m ([a-z-]+)", README)) & set(COMMANDS)
+    assert "**No GPU has run it yet.**" in README
+
+
 def test_the_readme_names_the_commands_without_json():
     parsers = WRITERS["commands"]._list_commands(build_parser(*COMMANDS))
     without = [parser.prog for parser in parsers if "--json" not in parser.format_help()]

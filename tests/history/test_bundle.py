@@ -107,10 +107,10 @@ NAMED = (
 )
 
 
-@pytest.mark.parametrize(("order", "shown"), [((1, 2), True), ((2, 1), False)])
+@pytest.mark.parametrize(("order", "shown"), [((), True), ((1, 2), True), ((2, 1), False)])
 def test_a_report_names_the_line_of_the_pair_that_was_located(located, d9m, order, shown):
     folders = [located / f"runs/run-{number:03d}/fit-000" for number in order]
-    assert d9m("report", *folders)[0] == 1
+    assert d9m("report", *(folders or ["runs"]))[0] == 1
     page = (located / "report.html").read_text()
     assert [text in page for text in NAMED] == [shown] * len(NAMED)
     assert ("Next: <code>d9m locate" in page) is not shown
