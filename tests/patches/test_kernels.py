@@ -252,3 +252,32 @@ def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch
     with patches_applied("CPU"):
         found = powers.cumprod(0)
     assert torch.equal(found, powers.cumprod(0))  # no product rounds
+
+
+@pytest.mark.parametrize(("dims", "mode", "most"), [(2, 0, 90), (3, 0, 132), (2, 2, 106)])
+def test_sampling_starts_few_operations_whatever_the_number_of_neighbors(dims, mode, most) -> None:
+    """Each may be a kernel on a device; those that only make views are not counted."""
+
+    class Count(TorchDispatchMode):
+        started = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            self.started += not func.is_view and "empty" not in str(func)
+            return found
+
+    image, grid = torch.randn(1, 3, *[6] * dims), torch.rand(1, *[5] * dims, dims)
+    gradient = torch.ones(1, 3, *[5] * dims)
+    with pytest.MonkeyPatch.context() as patch, Count() as counted:
+        patch.setattr(updates, "accumulate", lambda *_, **__: None)
+        updates._sample_backward(gradient, image, grid, mode, 0, False, (True, True), dims=dims)
+    assert 20 < counted.started <= most
+    expected = updates._sample_backward(
+        gradient, image, grid, mode, 0, False, (True, True), dims=dims
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates, "_GATHERED", 1)  # one neighbor after the other
+        found = updates._sample_backward(
+            gradient, image, grid, mode, 0, False, (True, True), dims=dims
+        )
+    assert all(map(torch.equal, found, expected))

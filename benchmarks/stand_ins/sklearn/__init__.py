@@ -1,1 +1,1 @@
-"""What the examples need of scikit-learn, for a machine that lacks it; see gpu_suite.py."""
+"""The part of scikit-learn that the examples need, where it is missing; see gpu_suite.py."""

@@ -170,15 +170,18 @@ def search_op(text: str) -> Op:
     Raises:
         SettingError: No op, or several ones, match.
     """
-    words = [text.partition(" ")[0], text.partition(" ")[0].strip("_")]
-    for match in (
-        lambda op, word: word in {op.name, *op.alerts},
-        lambda op, word: any(word in name for name in (op.name, *op.alerts, *op.documented)),
-    ):
-        for word in filter(None, words):
-            if len(found := [op for op in OPS if match(op, word)]) == 1:
+    word = text.partition(" ")[0]
+    for exact in (True, False):
+        for part in filter(None, dict.fromkeys((word, word.strip("_")))):
+            found = [op for op in OPS if _is_called(op, part, exact=exact)]
+            if len(found) == 1:
                 return found[0]
     return find_op(text)
+
+
+def _is_called(op: Op, part: str, *, exact: bool) -> bool:
+    names = (op.name, *op.alerts, *op.documented)
+    return part in names if exact else any(part in name for name in names)
 
 
 def select_ops(torch_version: str, exclude: Iterable[str] = ()) -> tuple[Op, ...]:

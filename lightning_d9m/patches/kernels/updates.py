@@ -10,11 +10,10 @@ The gradients of ``grid_sample`` are such sums, too. Coordinates and weights fol
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
-from itertools import product
+from functools import cache, partial, reduce
 from math import prod
 from operator import le, mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from lightning_d9m.patches.exact_sums import Layout, Pieces, accumulate, plan_pi
 from lightning_d9m.patches.registration import Update, accumulation_dtype, make_places, require
 from lightning_d9m.patches.triton.launch import INT32_LIMIT
 
+_GATHERED = 2**22  # elements that are read for several neighbors at once
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
 _MUCH = 2**30  # bytes of memory for exact sums, beyond which torch's own kernel may need less
 _MODE_MAX = 2
@@ -378,9 +378,18 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     return sum_rows(self, terms, count)
 
 
-Tap = tuple[Tensor, Tensor, Tensor]
-"""One neighbor that a sample reads along one dimension: the element, possibly outside of the input,
-its weight, and the derivative of the weight by the grid's coordinate; of shape ``[n, outputs]``."""
+class Tap(NamedTuple):
+    """The neighbors that each sample reads along one dimension, ``[neighbors, n, outputs]``.
+
+    Attributes:
+        place: The element, possibly outside of the input.
+        weight: Its weight.
+        slope: The derivative of the weight by the grid's coordinate.
+    """
+
+    place: Tensor
+    weight: Tensor
+    slope: Tensor
 
 
 def _sample_backward(
@@ -415,20 +424,31 @@ def _sample_backward(
         _find_taps(coordinates[..., -1 - side], size, mode, padding, align_corners)
         for side, size in enumerate(sizes)
     ]
-    gradients, corners = grad_output.reshape(batch, channels, outputs), list(product(*taps))
+    # Products of these views have one element for each corner.
+    taps = [
+        Tap(
+            *[
+                part.view(*[1] * side, len(part), *[1] * (dims - 1 - side), *part.shape[1:])
+                for part in own
+            ]
+        )
+        for side, own in enumerate(taps)
+    ]
+    gradients = grad_output.reshape(batch, channels, outputs)
     integer = torch.int32 if prod(sizes) < INT32_LIMIT else torch.int64
-    index = torch.stack([_find_place(corner, sizes).to(integer) for corner in corners])
-    sloped = [] if mode == _NEAREST else corners
-    grad_grid = _differentiate_grid(image, gradients, sloped, index, dims)
-    grad_grid = grad_grid.to(grid.dtype).view(grid.shape)
+    places = _find_places([own.place for own in taps], sizes).flatten(0, dims - 1)
+    grad_grid = grid.new_zeros(grid.shape)
+    if mode != _NEAREST:
+        grad_grid.copy_(_differentiate_grid(image, gradients, taps, places).view(grid.shape))
     if not output_mask[0]:
         return None, grad_grid
-    weights = torch.stack([reduce(mul, [weight for _, weight, _ in corner]) for corner in corners])
+    index = places.to(integer)
+    weights = reduce(mul, [own.weight for own in taps]).view(index.shape)
     tap, sample, output = index.stride()
     steps = (tap, sample, output, 0)
-    layout = Layout(len(corners), batch, channels, outputs, 1, prod(sizes), steps)
+    layout = Layout(len(index), batch, channels, outputs, 1, prod(sizes), steps)
     grad_image = image.new_empty(image.shape)
-    pieces = plan_pieces(image.dtype, outputs * len(corners))
+    pieces = plan_pieces(image.dtype, outputs * len(index))
     terms = (index, gradients.contiguous(), weights)
     accumulate(grad_image, *terms, layout, pieces, include=False)
     return grad_image, grad_grid
@@ -446,49 +466,58 @@ def cudnn_grid_sampler_backward(
 
 
 def _differentiate_grid(
-    image: Tensor, gradients: Tensor, corners: Sequence[Sequence[Tap]], index: Tensor, dims: int
+    image: Tensor, gradients: Tensor, taps: Sequence[Tap], places: Tensor
 ) -> Tensor:
     """Return the gradient with respect to the grid, of shape ``[batch, outputs, sides]``."""
     pixels = image.flatten(2)
-    slopes = [torch.zeros_like(index[0], dtype=accumulation_dtype(image.dtype))] * dims
-    for corner, place in zip(corners, index, strict=False):
-        inside = place < pixels.shape[2]
-        here = torch.where(inside, place, 0).to(torch.int64).unsqueeze(1).expand_as(gradients)
-        match = (pixels.gather(2, here).to(slopes[0].dtype) * gradients).sum(1)
-        for side, (_, _, slope) in enumerate(corner):
-            factors = [weight for _, weight, _ in corner]
-            factors[side] = slope
-            slopes[side] = slopes[side] + torch.where(inside, match * reduce(mul, factors), 0)
+    inside = places < pixels.shape[2]
+    here, matches = torch.where(inside, places, 0).unsqueeze(2), []
+    for some in here.split(max(1, _GATHERED // max(gradients.numel(), 1))):
+        index = some.expand(-1, -1, pixels.shape[1], -1)
+        read = pixels.expand(len(some), -1, -1, -1).gather(3, index).to(taps[0].weight.dtype)
+        matches.append((read * gradients).sum(2))
+    match, slopes = torch.cat(matches), []
+    for side, own in enumerate(taps):
+        factors = [one.weight for one in taps]
+        factors[side] = own.slope
+        terms = match * reduce(mul, factors).view(match.shape)
+        slopes.append(torch.where(inside, terms, 0).sum(0))
     return torch.stack(slopes[::-1], dim=-1)
 
 
-def _find_place(corner: Sequence[Tap], sizes: Sequence[int]) -> Tensor:
-    """Return the position of one neighbor of each output; that after the last one if outside."""
-    place, inside = torch.zeros_like(corner[0][0]), torch.ones_like(corner[0][0] > 0)
-    for (along, _, _), size in zip(corner, sizes, strict=True):
+def _find_places(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the positions of the neighbors of each output; that after the last one if outside."""
+    position, inside = places[0], (places[0] >= 0) & (places[0] < sizes[0])
+    for along, size in zip(places[1:], sizes[1:], strict=True):
         inside = inside & (along >= 0) & (along < size)
-        place = place * size + along
-    return torch.where(inside, place, prod(sizes))
+        position = position * size + along
+    return torch.where(inside, position, prod(sizes))
 
 
-def _find_taps(
-    coordinate: Tensor, size: int, mode: int, padding: int, align_corners: bool
-) -> list[Tap]:
+@cache
+def _make_weights(mode: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets of neighbors and the coefficients of their weights, on a device."""
+    with torch.inference_mode(mode=False):  # for any later use
+        offsets, factors = zip(*_WEIGHTS[mode], strict=True)
+        table = torch.tensor(factors, dtype=dtype, device=device).t()[..., None, None]
+        return torch.tensor(offsets, dtype=dtype, device=device)[:, None, None], table
+
+
+def _find_taps(coordinate: Tensor, size: int, mode: int, padding: int, align_corners: bool) -> Tap:
     rate = size - 1 if align_corners else size
     position = ((coordinate + 1) * rate - (0 if align_corners else 1)) / 2
     slope = torch.full_like(position, rate / 2)
     if mode != _BICUBIC:
         position, slope = _pad(position, slope, size, padding, align_corners)
     base = position.round() if mode == _NEAREST else position.floor()
-    after, taps = position - base, []
-    for offset, factors in _WEIGHTS[mode]:
-        place, weight, change = base + offset, torch.zeros_like(after), torch.zeros_like(after)
-        for factor in factors:
-            weight, change = weight * after + factor, change * after + weight
-        if mode == _BICUBIC:
-            place, _ = _pad(place, slope, size, padding, align_corners)
-        taps.append((place.to(torch.int64), weight, change * slope))
-    return taps
+    offsets, table = _make_weights(mode, position.dtype, position.device)
+    after, place = position - base, base + offsets
+    weight = change = torch.zeros_like(place)
+    for factor in table:
+        weight, change = weight * after + factor, change * after + weight
+    if mode == _BICUBIC:
+        place, _ = _pad(place, slope, size, padding, align_corners)
+    return Tap(place.to(torch.int64), weight, change * slope)
 
 
 def _pad(
