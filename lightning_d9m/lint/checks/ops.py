@@ -14,6 +14,7 @@ from lightning_d9m.lint.tree import (
     UNKNOWN,
     Call,
     Report,
+    Scope,
     Tree,
     find_value,
     read_constant,
@@ -74,7 +75,11 @@ def check_op(call: Call) -> Iterator[Report]:
         verdict = condition(call)
         if verdict is not None and not _is_spared(verdict[0], call, name):
             op, reason, fix = explain_op(verdict[0])
-            known = _is_module(name) or not op.name.endswith("_backward") or _is_in_model(call)
+            known = (
+                _is_module(name)
+                or not op.name.endswith("_backward")
+                or _takes_parameter(call.get(0, "input") or call.receiver, call.scope)
+            )
             certainty = verdict[1] if known else "depends"
             yield Report(rule_of(op), call.node, certainty, reason, fix, op.name)
 
@@ -84,19 +89,22 @@ def _is_module(name: str) -> bool:
     return name.rpartition(".")[2][:1].isupper()
 
 
-def _is_in_model(call: Call) -> bool:
-    """Return whether a call is in a model's class, where gradients are taken.
+def _takes_parameter(node: ast.AST | None, scope: Scope, depth: int = 4) -> bool:
+    """Return whether a value is computed from a parameter of its class, and so has a gradient.
 
-    Elsewhere, as in transforms of data and in metrics, nobody may need them.
+    Of other values, such as batches and images, the source does not show whether anybody needs it.
     """
-    if call.scope.enclosing_class is None:
-        return False
-    node = call.scope.enclosing_class.node
-    bases = [read_last_name(base) for base in getattr(node, "bases", ())]
-    if any(base.endswith("Function") for base in bases):  # its forward pass records no gradients
-        return False
-    methods = {getattr(part, "name", "") for part in getattr(node, "body", ())}
-    return any(base.endswith("Module") for base in bases) or "forward" in methods
+    for part in ast.walk(node) if node is not None and depth else ():
+        if isinstance(part, ast.Attribute | ast.Name):
+            values, _, _ = scope.follow(part)
+            for value in values:
+                if isinstance(value, ast.Call) and read_last_name(value.func) == "Parameter":
+                    fixed = any(word.arg == "requires_grad" for word in value.keywords)
+                    return not fixed
+                named = value is not node and isinstance(part, ast.Name)
+                if named and _takes_parameter(value, scope, depth - 1):
+                    return True
+    return False
 
 
 def _is_spared(op: str, call: Call, name: str) -> bool:

@@ -217,3 +217,12 @@ def attend(q, k, v):
     a = flash_attn_func(q, k, v, causal=True)  # expect: D9M104
     b = flash_attn_func(q, k, v, causal=True, deterministic=True)  # fine
     return torch.stack([a, b])  # fine
+
+
+def reduced(tensor, images, adjacency, weights):
+    chosen = torch.median(tensor, dim=1)  # fine
+    given = torch.median(tensor, dim=1)  # expect: D9M101
+    if not weights.is_cuda:
+        return torch.sparse.mm(adjacency, weights)  # fine
+    product = torch.sparse.mm(adjacency, weights, "mean")  # fine
+    return chosen[0], given, product
