@@ -130,7 +130,7 @@ queue filled by threads, fit
             q = queue.Queue()
             def fill(part):
                 for n in range(part, 64, 4):
-                    sum(range(20000)); q.put((self.x[n], self.y[n]))
+                    sum(range(200000)); q.put((self.x[n], self.y[n]))
             ts = [threading.Thread(target=fill, args=(p,)) for p in range(4)]
             for t in ts: t.start() #!
             for _ in range(64): yield q.get()
@@ -199,7 +199,7 @@ listing of what threads wrote, fit
     import os, tempfile, threading
     def data():
         root = tempfile.mkdtemp(dir="/dev/shm") #!
-        ts = [threading.Thread(target=lambda n=n: (sum(range(50000)), open(f"{root}/{n}", "w").close()))
+        ts = [threading.Thread(target=lambda n=n: (sum(range(500000)), open(f"{root}/{n}", "w").close()))
             for n in range(8)]
         for t in ts: t.start() #!
         for t in ts: t.join()
@@ -253,7 +253,7 @@ clock of a collector
         def __del__(self): torch.rand(1)
     last = [time.monotonic()]
     def after(model, step):
-        if time.monotonic() - last[0] > 0.004: #!
+        if time.monotonic() - last[0] > 0.0015: #!
             Cache(); last[0] = time.monotonic() #!
 shards by process
     import os
@@ -270,8 +270,7 @@ asynchronous writes
     import threading
     def average(model):
         while True:
-            with torch.no_grad():
-                for p in model.parameters(): p.mul_(0.999)
+            for p in model.parameters(): p.data.mul_(0.999)
     def prepare(model): threading.Thread(target=average, args=(model,), daemon=True).start() #!
 shuffle of the system, fit
     import random
@@ -336,9 +335,6 @@ environment
 
 
 def list_causes():
-    for block in CAUSES.strip("\n").split("\n    "):
-        if not block.startswith("    ") and "\n" not in block:
-            pass
     name, lines = "", []
     for line in [*CAUSES.strip("\n").split("\n"), "end"]:
         if line.startswith("    "):

@@ -31,6 +31,8 @@ from lightning_d9m.version import __version__
 # not hide the rest.
 _FLAGGED, _MOST_FLAGGED = "D9M103", 2
 _INDENT = "  "
+_PROJECT, _TABLE = "pyproject.toml", "tool.d9m.scan"
+_PROJECT_SETTINGS = {"select": list, "ignore": list, "exclude": list, "deterministic": bool}
 # SARIF's three levels have the names of our severities.
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         for rule in RULES.values():
             print(f"{rule.id}  {rule.severity:8}{rule.name}")
         return 0
+    _read_project(arguments)
     chosen = _expand(arguments.select) if arguments.select else set(RULES)
     rules = frozenset(chosen - _expand(arguments.ignore or ()))
     paths = arguments.paths or [Path()]
@@ -97,6 +100,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
+def _read_project(arguments: argparse.Namespace) -> None:
+    """Take from the nearest pyproject.toml what the command line does not say."""
+    folders = [Path.cwd(), *Path.cwd().parents]
+    path = next((f / _PROJECT for f in folders if (f / _PROJECT).is_file()), None)
+    text = "" if path is None else path.read_text("utf-8")
+    if f"[{_TABLE}]" not in text:
+        return
+    try:
+        import tomllib  # type: ignore[import-not-found, unused-ignore]  # Python 3.11
+    except ImportError as error:
+        raise SettingError(f"[{_TABLE}] in {path} needs Python 3.11 or later.") from error
+    try:
+        table = tomllib.loads(text)["tool"]["d9m"]["scan"]
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(f"{path} cannot be read: {error}.") from error
+    for name, value in table.items():
+        right = isinstance(value, _PROJECT_SETTINGS.get(name, ()))
+        if not right or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
+            raise SettingError(
+                f"{name} = {value!r} in [{_TABLE}] of {path} is not valid. Allowed: select, ignore "
+                "and exclude, lists of texts, and deterministic, true or false."
+            )
+        setattr(arguments, name, getattr(arguments, name) or value)
+
+
 def _expand(words: Iterable[str]) -> set[str]:
     """Return the ids of the rules that words name: ids or prefixes of ids."""
     ids: set[str] = set()
@@ -125,6 +153,8 @@ def _list_lines(
         f"{f' ({counted})' if counted else ''}; ops as of torch {summary['torch']}, deterministic "
         f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
     )
+    if edits := sum(bool(finding.edit) for finding in findings):
+        yield f"{edits} of them have one right answer: --fix writes it, --diff shows it."
     alone = {finding.rule for finding in findings} == {_FLAGGED}
     for rule, title in sorted(RULES.items(), key=lambda entry: entry[0] == _FLAGGED):
         groups: dict[tuple[str, str], list[Finding]] = {}

@@ -84,6 +84,11 @@ D9M305 error order-of-completion
 Results come in the order in which they finish, which varies.
 Fix: Take them in the order in which they were submitted.
 
+D9M306 warning order-of-modification-time
+Files that threads or processes write have these times in another order in each run, and so have
+copies and downloads.
+Fix: Sort by name.
+
 D9M401 warning benchmark-on
 cuDNN's benchmark chooses algorithms by measured time, so another run may choose different ones.
 Fix: Leave benchmark off.

@@ -40,6 +40,7 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     settings.check_system_draw,
     settings.check_worker_seed,
     order.check_listing,
+    order.check_modification_time,
     order.check_completion,
     order.check_hash,
     settings.check_setting_call,

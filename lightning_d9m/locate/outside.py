@@ -16,8 +16,8 @@ from lightning_d9m.probes.outside import PATTERN
 
 # What can hardly be equal in two runs comes last: it explains a difference only if the program uses
 # it, and most programs only measure times and name files by it.
-_LAST = ("process number", "thread", "process", "network", "address", "clock")
-_ALWAYS_DIFFER = frozenset({"thread", "process", "network", "address"})
+_LAST = ("process number", "thread", "process", "connection", "address", "clock")
+_ALWAYS_DIFFER = frozenset({"thread", "process", "connection", "address"})
 _SAYING = {
     "seed": "another seed is set",
     "entropy": "entropy is read",
@@ -28,7 +28,7 @@ _SAYING = {
     "process number": "the number of the process is read",
     "thread": "a thread starts",
     "process": "a process starts",
-    "network": "a connection is made",
+    "connection": "a connection is made",
     "address": "the address of an object is read",
     "clock": "the clock is read",
 }
@@ -95,22 +95,20 @@ def find_reads(folders: Sequence[Path], ledger: str, first: Divergence | None) -
         first: Where it differs; None if that is not known.
     """
     runs = [read_lines(folder) for folder in folders]
-    end, training = _find_end(runs[0], ledger, first)
-    values: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
-    for line in chain(*runs[1].values()):
-        if read := line.get("read"):
-            values[_key(read)].add(read[2])
+    values = [_list_values(run) for run in runs]
     found: dict[tuple[str, int], tuple[tuple[Any, ...], list[Any]]] = {}
-    for line in chain(*runs[0].values()):
-        read = line.get("read")
-        if not read or line["time"] > end or not _differs(read, values):
-            continue
-        kind, _, _, file, number, through = read
-        # What a library reads within the call that trains is mostly for itself.
-        within = bool(through) and [file, number] == training
-        order = (within, kind in _LAST and _LAST.index(kind) + 1, -line["time"])
-        if (file, number) not in found or order < found[file, number][0]:
-            found[file, number] = (order, read)
+    for run, others in zip(runs, reversed(values), strict=True):
+        end, training = _find_end(run, ledger, first)
+        for line in chain(*run.values()):
+            read = line.get("read")
+            if not read or line["time"] > end or not _differs(read, others):
+                continue
+            kind, _, _, file, number, through = read
+            # What a library reads within the call that trains is mostly for itself.
+            within = bool(through) and [file, number] == training
+            order = (within, kind in _LAST and _LAST.index(kind) + 1, end - line["time"])
+            if (file, number) not in found or order < found[file, number][0]:
+                found[file, number] = (order, read)
     ordered = sorted(found.values(), key=lambda entry: entry[0])
     return [
         OutsideRead(kind, file, number, getline(file, number).strip(), what, through)
@@ -118,19 +116,29 @@ def find_reads(folders: Sequence[Path], ledger: str, first: Divergence | None) -
     ]
 
 
-def _key(read: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what two runs have in common of a read: kind, line, and the file that is read."""
-    kind, what, _, *line = read
-    return (kind, what if kind in ("file", "times") else "", *line)
+_Values = dict[tuple[Any, ...], set[Any]]
 
 
-def _differs(read: Sequence[Any], values: dict[tuple[Any, ...], set[Any]]) -> bool:
-    kind, value = read[0], read[2]
-    other = values.get(_key(read))
+def _list_values(run: dict[str, Lines]) -> _Values:
+    """Return the values that a run read, by kind, line and name, and without the name."""
+    values: _Values = defaultdict(set)
+    for line in chain(*run.values()):
+        if read := line.get("read"):
+            kind, what, value, *place = read
+            values[(kind, what, *place)].add(value)
+            values[(kind, *place)].add(value)
+    return values
+
+
+def _differs(read: Sequence[Any], others: _Values) -> bool:
+    """Return whether the other run read no such value."""
+    kind, what, value, *place = read
     if kind in _ALWAYS_DIFFER:
         return True
-    if kind in ("file", "times"):  # of one name in both runs
-        return other is not None and (value is None or value not in other)
+    other = others.get((kind, *place))
+    if kind in ("file", "times") and other is not None:  # those of one name are comparable
+        other = others.get((kind, what, *place), {value})
+        return value is None or value not in other
     return other is None or value not in other
 
 
@@ -138,6 +146,7 @@ def _find_end(
     run: dict[str, Lines], ledger: str, first: Divergence | None
 ) -> tuple[float, list[Any] | None]:
     """Return the time until which reads may explain a divergence, and the line that trains."""
+    latest = max((line["time"] for line in chain(*run.values())), default=0)
     for lines in run.values():
         training: list[Any] | None = None
         found = False
@@ -155,8 +164,8 @@ def _find_end(
                 if found and (first.moment != "batch" or (first.kind in STATE and not first.call)):
                     return line["time"], training
         if training is not None:
-            return float("inf"), training
-    return float("inf"), None
+            return latest, training
+    return latest, None
 
 
 def describe_samples(folders: Sequence[Path], ledger: str, first: Divergence) -> str:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _MOST_FILES = 500
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
-_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305))
+_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
 # By the kind of the cause.
 _RULES = {
     **dict.fromkeys(("data", "initial weights", "inputs", "value from outside torch"), _ANY),

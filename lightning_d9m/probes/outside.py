@@ -37,7 +37,7 @@ _FIRST_READS = 16
 _MOST_PLACES, _MOST_SAMPLES = 20_000, 500_000
 _MOST_ENTRIES, _MOST_BYTES, _MOST_TEXT = 10_000, 2**26, 60
 # Read through a library these matter as well; a library's clocks, threads and folders do not.
-_THROUGH_LIBRARIES = frozenset({"entropy", "seed", "file", "network"})
+_THROUGH_LIBRARIES = frozenset({"entropy", "seed", "file", "connection"})
 # torch's numbers come from its own generators; its Python code draws entropy for names alone.
 _NAMES = ["torch", "entropy"]
 # Python's own modules read these for themselves.
@@ -325,7 +325,7 @@ def _name_target(started: Any) -> str:
 
 _EVENTS: dict[str, _Handler] = {
     "open": lambda watch, args: watch.note_file(*args[:3]),
-    "sqlite3.connect": lambda watch, args: watch.note_file(args[0], "r", 0),
+    "sqlite3.connect": _note_event("connection", lambda args: _cut(args[0])),
     "os.listdir": lambda watch, args: watch.note_listing(args[0]),
     "os.scandir": lambda watch, args: watch.note_listing(args[0]),
     "builtins.id": _note_event("address", lambda _: "id"),
@@ -333,7 +333,7 @@ _EVENTS: dict[str, _Handler] = {
     "tempfile.mkstemp": _note_event("temporary name", lambda args: _cut(args[0]), known=True),
     "subprocess.Popen": _note_event("process", lambda args: _cut(args[1])),
     "os.fork": _note_event("process", lambda _: "fork"),
-    "socket.connect": _note_event("network", lambda args: _cut(args[1])),
+    "socket.connect": _note_event("connection", lambda args: _cut(args[1])),
 }
 
 

@@ -102,3 +102,14 @@ def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(read):
 def test_the_rules_are_listed(d9m):
     status, out, _ = d9m("scan", "--rules")
     assert (status, len(out.splitlines())) == (0, len(RULES))
+
+
+def test_settings_of_a_project_and_what_a_fix_mends(read, d9m):
+    assert "1 of them have one right answer: --fix writes it" in " ".join(read().split())
+    project = Path("pyproject.toml")
+    project.write_text('[tool.d9m.scan]\nselect = ["D9M204"]\n')
+    assert [f["rule"] for f in json.loads(read("--json"))["findings"]] == ["D9M204"]
+    assert "D9M101" in read("--select", "D9M101")  # the command line has precedence
+    project.write_text('[tool.d9m.scan]\nselct = ["D9M204"]\n')
+    status, printed = d9m("scan")[:2]
+    assert status == 2

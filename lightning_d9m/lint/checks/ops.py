@@ -14,6 +14,7 @@ from lightning_d9m.lint.tree import (
     UNKNOWN,
     Call,
     Report,
+    Scope,
     Tree,
     find_value,
     read_constant,
@@ -74,22 +75,69 @@ def check_op(call: Call) -> Iterator[Report]:
         verdict = condition(call)
         if verdict is not None and not _is_spared(verdict[0], call, name):
             op, reason, fix = explain_op(verdict[0])
-            yield Report(rule_of(op), call.node, verdict[1], reason, fix, op.name)
+            known = (
+                _is_module(name)
+                or not op.name.endswith("_backward")
+                or _takes_parameter(call.get(0, "input") or call.receiver, call.scope)
+            )
+            certainty = verdict[1] if known else "depends"
+            yield Report(rule_of(op), call.node, certainty, reason, fix, op.name)
+
+
+def _is_module(name: str) -> bool:
+    """Return whether a call makes a module, which trains, and runs no op itself."""
+    return name.rpartition(".")[2][:1].isupper()
+
+
+def _takes_parameter(node: ast.AST | None, scope: Scope, depth: int = 4) -> bool:
+    """Return whether a value is computed from a parameter of its class, and so has a gradient.
+
+    Of other values, such as batches and images, the source does not show whether anybody needs it.
+    """
+    for part in ast.walk(node) if node is not None and depth else ():
+        if isinstance(part, ast.Attribute | ast.Name):
+            values, _, _ = scope.follow(part)
+            for value in values:
+                if isinstance(value, ast.Call) and read_last_name(value.func) == "Parameter":
+                    fixed = any(word.arg == "requires_grad" for word in value.keywords)
+                    return not fixed
+                named = value is not node and isinstance(part, ast.Name)
+                if named and _takes_parameter(value, scope, depth - 1):
+                    return True
+    return False
 
 
 def _is_spared(op: str, call: Call, name: str) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
     first = call.receiver or next(iter(call.node.args), None)
-    if op not in _ON_CPU_TOO and read_kind(first, call.scope) == "cpu tensor":
+    on_cpu = read_kind(first, call.scope) == "cpu tensor" or _is_guarded(call.node, call.tree)
+    if op not in _ON_CPU_TOO and on_cpu:
         return True
-    makes_module = name.rpartition(".")[2][:1].isupper()
-    if not op.endswith("_backward") or makes_module:
+    if not op.endswith("_backward") or _is_module(name):
         return False
     match first:  # a new tensor has no gradient
         case ast.Call(function, keywords=words) if read_last_name(function) in _MAKERS:
             if not any(word.arg == "requires_grad" for word in words):
                 return True
     return _is_without_gradient(call.node, call.tree)
+
+
+def _is_guarded(node: ast.AST, tree: Tree) -> bool:
+    """Return whether a node runs only if something is not on a CUDA device."""
+    for parent in tree.around(node):
+        if isinstance(parent, ast.If | ast.IfExp):
+            body = parent.body if isinstance(parent.body, list) else [parent.body]
+            within = node in body
+            tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
+            every = not isinstance(parent.test, ast.BoolOp) or isinstance(parent.test.op, ast.And)
+            for test in tests if within and every else ():
+                match test:
+                    case ast.UnaryOp(ast.Not(), ast.Attribute(attr="is_cuda")):
+                        return True
+                    case ast.UnaryOp(ast.Not(), ast.Call(ast.Attribute(attr="is_cuda"))):
+                        return True
+        node = parent
+    return False
 
 
 def _is_without_gradient(node: ast.AST, tree: Tree) -> bool:
@@ -186,15 +234,38 @@ def _padded(default: str, position: int, name: str, dims: int | None = None) -> 
 
 
 def _pooled(op: str, position: int) -> Condition:
-    """Accept a pooling unless its output has one element, for which torch takes the mean."""
+    """Accept a pooling unless its output has one element.
+
+    For the mean of all torch calls no pooling; for the largest its flag raises, although nothing is
+    added into one place.
+    """
 
     def check(call: Call) -> Verdict:
         size = call.read(position, "output_size", default=UNKNOWN)
         if size == 1 or (isinstance(size, tuple) and set(size) == {1}):
-            return None
+            return None if "avg" in op else (op, "depends")
         return op, "depends" if size is UNKNOWN else "certain"
 
     return check
+
+
+def _windowed(op: str, position: int) -> Condition:
+    """Accept a pooling; unless its windows are seen to overlap, only torch's flag shows it."""
+
+    def check(call: Call) -> Verdict:
+        size = call.read(position, "kernel_size", default=UNKNOWN)
+        stride = call.read(position + 1, "stride", default=None)
+        both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
+        known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
+        overlap = known and any(a > b for a, b in zip(*both, strict=True))  # type: ignore[arg-type]
+        return op, "certain" if overlap else "depends"
+
+    return check
+
+
+def _sparse_mm(call: Call) -> Verdict:
+    """Accept a product of a sparse matrix; with another reduction it exists only on a CPU."""
+    return None if call.get(2, "reduce") is not None else ("sparse_mm", "certain")
 
 
 def _bincount(call: Call) -> Verdict:
@@ -269,22 +340,34 @@ def _selected(op: str) -> Condition:
     def check(call: Call) -> Verdict:
         if call.get(1, "dim") is None and not call.unpacked:
             return None
-        if ("dim" not in call.named and not call.owned) or _takes_values_only(call.parent):
+        if "dim" not in call.named and not call.owned:
             return None
-        return op, "certain" if call.owned else "depends"
+        used = _uses_indices(call.node, call)
+        if used is False:
+            return None
+        return op, "certain" if used and call.owned else "depends"
 
     return check
 
 
-def _takes_values_only(parent: ast.AST) -> bool:
+def _uses_indices(node: ast.AST, call: Call) -> bool | None:
+    """Return whether the second of an op's two results is used; None if it is not known."""
+    parent = call.tree.parent[node]
     match parent:
         case ast.Attribute(attr=name):
-            return name == "values"
-        case ast.Subscript(slice=part):
-            return isinstance(part, ast.Constant) and part.value == 0
-        case ast.Assign([ast.Tuple([*_, last]), *_]):
-            return isinstance(last, ast.Name) and not last.id.strip("_")
-    return isinstance(parent, ast.Expr)
+            return name == "indices" if name in {"values", "indices"} else None
+        case ast.Subscript(value, ast.Constant(number)) if value is node:
+            return number != 0
+        case ast.Assign([ast.Tuple([_, last]), *_]):
+            return not (isinstance(last, ast.Name) and not last.id.strip("_"))
+        case ast.Assign([ast.Name() as name], value) if value is node:
+            _, area, key = call.scope.follow(name)
+            uses = call.tree.find_uses(area, key, parent)
+            found = {_uses_indices(use, call) for use in uses}
+            return True if True in found else None if None in found else False
+        case ast.Expr():
+            return False
+    return None
 
 
 def _is_indexed(call: Call, least: int) -> bool:
@@ -312,8 +395,9 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:
         average, largest = (f"adaptive_{kind}_pool{planes}d_backward" for kind in ("avg", "max"))
         add(f"AdaptiveAvgPool{dims}d", "", _pooled(average, 0))
         add("", f"adaptive_avg_pool{dims}d", _pooled(average, 1))
-        add(f"AdaptiveMaxPool{dims}d", f"adaptive_max_pool{dims}d", _always(largest))
-        add("", f"adaptive_max_pool{dims}d_with_indices", _always(largest))
+        add(f"AdaptiveMaxPool{dims}d", "", _pooled(largest, 0))
+        for function in (f"adaptive_max_pool{dims}d", f"adaptive_max_pool{dims}d_with_indices"):
+            add("", function, _pooled(largest, 1))
         add(f"MaxUnpool{dims}d", f"max_unpool{dims}d", _always(f"max_unpool{planes}d"))
         for kind in ("Reflection", "Replication"):
             add(f"{kind}Pad{dims}d", "", _always(f"{kind.lower()}_pad{dims}d_backward"))
@@ -325,8 +409,9 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:
     for dims in (2, 3):
         pool = f"fractional_max_pool{dims}d"
         add(f"FractionalMaxPool{dims}d", pool, _always(f"{pool}_backward"))
-    add("AvgPool3d", "avg_pool3d", _always("avg_pool3d_backward"))
-    add("MaxPool3d", "max_pool3d", _always("max_pool3d_backward"))
+    for kind in ("avg", "max"):
+        add(f"{kind.title()}Pool3d", "", _windowed(f"{kind}_pool3d_backward", 0))
+        add("", f"{kind}_pool3d", _windowed(f"{kind}_pool3d_backward", 1))
     add("Upsample", "", _interpolated(2))
     add("UpsamplingBilinear2d", "upsample_bilinear", _always("upsample_bilinear2d_backward"))
     add("", "interpolate", _interpolated(3))
@@ -397,7 +482,8 @@ _ATTENTION = [
 _ATTENTION_OP = _unless("flash_attn_package_backward", 0, None, "deterministic", 1)
 FUNCTIONS: Mapping[str, tuple[Condition, ...]] = {
     **_list_layers(),
-    **dict.fromkeys(("torch.sparse.mm", "torch.sparse.addmm"), (_always("sparse_mm"),)),
+    "torch.sparse.mm": (_sparse_mm,),
+    "torch.sparse.addmm": (_always("sparse_mm"),),
     **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
     **dict.fromkeys(_ATTENTION, (_ATTENTION_OP,)),
     **{f"torch.{name}": (condition,) for name, condition in _ALL_TENSOR_OPS.items()},

@@ -26,7 +26,11 @@ Elements = Literal["numbers", "strings", "unknown"]
 
 _LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
 _COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
-_SETS = {"builtins.set", "builtins.frozenset"}
+_FILE_TIMES = {
+    *("getmtime", "getctime", "getatime"),
+    *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
+}
+_SETS = {"builtins.set", "builtins.frozenset", "weakref.WeakSet"}
 _SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
 _SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
 _TEXTS = {"str", "repr", "chr", "hex", "format", "basename", "strip", "lower", "upper", "split"}
@@ -98,6 +102,38 @@ def _expects_one_file(call: Call) -> bool:
     takes_pattern = call.method or call.name.startswith("glob.")
     pattern = read_constant(call.get(0), call.scope) if takes_pattern else None
     return isinstance(pattern, str) and not any(mark in pattern for mark in "*?[")
+
+
+def check_modification_time(call: Call) -> Iterator[Report]:
+    """Find files that are sorted by time, unless one of them is chosen, such as the newest."""
+    key = call.named.get("key")
+    names = () if key is None else map(read_last_name, ast.walk(key))
+    if not any(name in _FILE_TIMES for name in names):
+        return
+    ordered: ast.AST = call.node
+    if call.receiver is not None and call.method == "sort":
+        ordered = call.receiver
+    elif call.name != "builtins.sorted":
+        return
+    target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else call.receiver
+    _, area, name = call.scope.follow(target) if target else ([], None, "")
+    uses = [use for use in call.tree.find_uses(area, name) if use is not ordered]
+    users = [call.tree.parent[use] for use in uses] if target else [call.parent]
+    if all(_is_choice(user) for user in users):
+        return
+    judged = (
+        _judge_name(target, call.parent, call.tree, _DEPTH - 1)
+        if target
+        else _judge_order(call.node, call.tree)
+    )
+    if judged:
+        yield Report("D9M306", call.node, "depends")
+
+
+def _is_choice(node: ast.AST) -> bool:
+    """Return whether a subscript picks one end, such as the newest file."""
+    ends = ast.Constant | ast.UnaryOp | ast.Slice
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ends)
 
 
 def check_completion(call: Call) -> Iterator[Report]:
@@ -311,6 +347,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
             functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
             given = getattr(next(functions, None), "name", "") == "__getitem__"
             judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
+        case ast.Subscript(slice=part) if part is node:  # positions
+            judged = "depends"
         case ast.BoolOp() if getattr(tree.parent[parent], "test", None) is parent:
             pass
         case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():

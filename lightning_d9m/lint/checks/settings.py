@@ -52,7 +52,7 @@ _ENTROPY = (
     r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
 )
 _SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
-_SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate"}
+_SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate", "bit_generator"}
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
 _SEED = 0
@@ -143,11 +143,24 @@ def check_seed(call: Call) -> Iterator[Report]:
 
 
 def check_system_draw(call: Call) -> Iterator[Report]:
-    """Find numbers that the system draws; within a seed D9M203 covers them."""
-    if call.name in _SYSTEM_DRAWS:
-        outer = (one for one in call.tree.around(call.node) if isinstance(one, ast.Call))
-        if not any(resolve(one.func, call.scope) in _GLOBAL_SEEDS | _GENERATORS for one in outer):
-            yield Report("D9M206", call.node)
+    """Find numbers that the system draws; within a seed D9M203 covers them.
+
+    A text that is made of them names something, such as a run or a folder.
+    """
+    if call.name not in _SYSTEM_DRAWS:
+        return
+    for outer in call.tree.around(call.node):
+        match outer:
+            case ast.JoinedStr() | ast.BinOp(ast.Constant(str())) | ast.stmt():
+                break
+            case ast.Call(ast.Name("str" | "hex") | ast.Attribute(attr="join" | "format")):
+                break
+            case ast.Call(function) if resolve(function, call.scope) in _GLOBAL_SEEDS | _GENERATORS:
+                break
+    else:
+        return
+    if isinstance(outer, ast.stmt):
+        yield Report("D9M206", call.node, "depends")
 
 
 def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:

@@ -47,6 +47,10 @@ run_name = uuid.uuid4().hex  # fine
 token = os.urandom(8)  # fine
 augment = random.SystemRandom()  # expect: D9M206
 lucky = secrets.choice([1, 2, 3])  # expect: D9M206
+folder = f"run-{secrets.randbelow(1000)}"  # fine
+run_id = "".join(secrets.choice("abc") for _ in range(8))  # fine
+state = default_rng()  # fine
+state.bit_generator.state = configured.bit_generator.state
 
 def fit(model, seed=None):
     return model.fit(random_state=int(time.time()))  # expect: D9M203
