@@ -48,12 +48,13 @@ ARGUMENTS = f"""
 -o, --output DIR  new folder for ledgers, logs and dumps
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""
+EXAMPLE = "d9m locate -- python train.py"
 SETTINGS = {"tries": {"default": 2}}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
-    command = get_command(arguments, "locate")
+    command = get_command(arguments)
     variables = {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
@@ -62,9 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     suspects = find_cause_lines(command, "")
     if suspects and arguments.format == "text":
         # What the source shows already, before the first of many trainings ends.
+        print("Lines that can make runs differ; the first look tests whether they do:")
         for one in suspects[:_MOST_SUSPECTS]:
-            print_lines(wrap(f"suspect: {one.location}: {one.code} ({one.reason})", "  "))
-        print("The first look tests whether they matter:\n", flush=True)
+            print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
+        print(flush=True)
     found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
     lines = list(
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
@@ -90,11 +92,13 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         yield from wrap(f"different: {found.cause.kind}. {found.cause.text}")
         yield ""
         yield from _describe_moment(found)
+        named = [finding for finding in found.lines if explains(finding.rule, found.cause.kind)]
         for finding in found.lines:
-            label = "line" if explains(finding.rule, found.cause.kind) else "suspect"
             place = escape(finding.location, _LONGEST)
+            label = "line" if finding in named else "suspect"
             yield from _label(label, f"{place}: {escape(finding.code)}")
             yield from _label("", f"{finding.rule}: {finding.reason}")
+            yield from _label("fix", finding.fix) if finding in named else ()
         if found.op is not None:
             yield from describe_op(found.op)
         magnitude = found.magnitude if found.op is None else found.op.magnitude
@@ -104,7 +108,8 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _describe_fix(found.op)
         if found.left:
             yield from _label("files", printable(found.left))
-        if found.cause.advice:
+        # What is certain was found: the advice to look for it would not help.
+        if found.cause.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.cause.advice)
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)

@@ -23,6 +23,7 @@ folder:FOLDER?  folder to search (default: the working folder)
 -n, --last N  list only the last N ledgers
 --json  print a JSON list instead of a table
 """
+EXAMPLE = "d9m ls lightning_logs"
 SETTINGS = {"folder": {"default": Path()}}
 
 

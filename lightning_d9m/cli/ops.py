@@ -11,6 +11,7 @@ ARGUMENTS = """
 name:NAME?  print all facts about this op
 --json  print JSON
 """
+EXAMPLE = "d9m ops index_add_"
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
-from lightning_d9m.errors import LedgerError, file_errors
+from lightning_d9m.errors import LedgerError, file_errors, written_whole
+from lightning_d9m.history.bundle import find_located, list_located
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
@@ -21,6 +22,7 @@ ARGUMENTS = f"""{LEDGERS.replace("a folder, whose", f"{_ALL_RUNS}, whose")}
 -o, --output OUTPUT  file to write (default: report.html); replaces an earlier report
 --force  replace the file even if it is not a report
 """
+EXAMPLE = "d9m report d9m-runs/000 -o report.html"
 SETTINGS = {"output": {"default": Path("report.html")}}
 
 
@@ -29,13 +31,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output, force=arguments.force)
     found = compare_chosen(arguments)
     write_page(arguments.output, render_page(found))
-    print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
+    lines = [f"{found.verdict}: the report is {printable(str(arguments.output))}"]
+    print_lines([*lines, *list_located(found.ledgers)])
     return 0 if found.verdict == "equal" else 1
 
 
 def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
     """Compare the ledgers that were named, the runs of a `d9m repeat`, or the last two ledgers."""
     folder = arguments.expected or Path()
+    located = find_located(folder, parents=0)[1] if arguments.actual is None else []
+    if located:  # its runs have different probes, and these two show the cause
+        return compare_pair(*map(read_ledger, located))
     runs = read_runs(folder) if arguments.actual is None else {}
     if runs:
         return _compare_runs(runs, folder)
@@ -93,5 +99,6 @@ def check_output(path: Path, *, force: bool) -> None:
 
 def write_page(path: Path, page: str) -> None:
     """Write a report."""
-    with file_errors(LedgerError, f"The report {path} cannot be written"):
-        path.write_text(page, encoding="utf-8")
+    what = f"The report {path} cannot be written"
+    with file_errors(LedgerError, what), written_whole(path) as part:
+        part.write_text(page, encoding="utf-8")

@@ -18,10 +18,11 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import msgspec
 
-from lightning_d9m.errors import LedgerError, file_errors
+from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Batch, ProbeKey, ProbeLayout, ProbesRecord
 from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
 # `d9m locate` leaves its result in its folder, with its report and the ledgers that it compared.
@@ -128,13 +129,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     secrets: int
 
 
-def find_located(start: Path) -> tuple[dict[str, Any], list[Path]]:
+def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Path]]:
     """Return the result of `d9m locate` that a folder, or one above it, holds, and its two ledgers.
+
+    ``parents`` is how many folders above it are searched.
 
     Raises:
         LedgerError: If it cannot be read.
     """
-    for folder in (start, *list(start.absolute().parents)[:3]):
+    for folder in (start, *list(start.absolute().parents)[:parents]):
         path = folder / LOCATE_JSON
         try:
             if path.is_file():
@@ -147,6 +150,15 @@ def find_located(start: Path) -> tuple[dict[str, Any], list[Path]]:
                 "again, or remove it."
             ) from error
     return {}, []
+
+
+def list_located(ledgers: Sequence[Ledger]) -> list[str]:
+    """Return the lines of the report of `d9m locate`, if it compared these two ledgers."""
+    facts, compared = find_located(ledgers[1].path)
+    paths = [ledger.path.resolve() for ledger in ledgers]
+    if paths != [path.resolve() for path in compared]:
+        return []
+    return ["", "d9m locate:", *map(printable, facts.get("report", []))]
 
 
 def write_bundle(
@@ -182,7 +194,10 @@ def write_bundle(
                 secrets=secrets.count,
             )
             document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-            with ZipFile(path, "x", ZIP_DEFLATED, strict_timestamps=False) as archive:
+            with (
+                written_whole(path) as part,
+                ZipFile(part, "x", ZIP_DEFLATED, strict_timestamps=False) as archive,
+            ):
                 archive.writestr(_MANIFEST, document)
                 for member in sorted(files):
                     archive.write(files[member], member)
