@@ -173,6 +173,15 @@ def test_misuse_is_one_clear_error(argv, expected, message, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.glob("d9m-runs/*")] == ["000"] * started
 
 
+def test_the_log_of_a_failed_run_says_more_than_its_ledger(repeat):
+    """As on a full disk: the ledger has not even a header."""
+    empty = "train()\nnext(ledgers.glob('*/*')).write_text('')\n"
+    status, _, err = repeat(f"{empty}sys.exit('No space left on device')")
+    assert (status, "| No space left on device" in err) == (3, True)
+    assert "the run was killed" not in err
+    assert repeat(f"{empty}")[0] == 2
+
+
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
     code = "train()\nprint('so far so good')\nsys.exit(run - 1)"
     status, _, err = repeat(code)
@@ -215,6 +224,9 @@ def test_without_logical_ranks_nothing_is_promised(repeat):
     text = " ".join(out.split())
     assert "The runs have no logical ranks. Without them, the same bits on different" in text
     assert 'the strategy "ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS=4 before' in text
+    # On one number of processes the runs may well agree.
+    assert "  d9m report " in out
+    assert "  d9m locate" not in out
 
 
 def test_processes_have_the_variables_of_torchrun_and_one_number_of_threads(
@@ -293,7 +305,7 @@ def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(resume, tm
     assert "run 6 of 6, resumed: done, 1 epoch" in err
     assert max(map(len, [*out.splitlines()[:-1], *err.splitlines()])) <= 80
     assert not list(tmp_path.glob("d9m-runs/000/*/checkpoints"))
-    assert re.search(r"run 2 of 6, to be killed: started, about \d+ s", err)
+    assert re.search(r"run 2 of 6, to be killed: started, about \d+ s left", err)
 
 
 def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(resume, tmp_path):
