@@ -41,7 +41,7 @@ def format_page() -> str:
     os.environ["COLUMNS"] = "80"
     sections = [
         f"\n## {parser.prog}\n\n{parser.description}\n\n{_format_usage(parser)}\n"
-        f"{str(parser.epilog).capitalize().replace('xample: ', 'xample: `', 1)}`\n\n"
+        f"Example: `{str(parser.epilog).removeprefix('example: ')}`\n\n"
         f"| argument | meaning |\n| --- | --- |\n{''.join(_format_arguments(parser))}"
         for parser in _list_commands(build_parser(*COMMANDS))
     ]
