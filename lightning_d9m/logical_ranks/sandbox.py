@@ -2,8 +2,10 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,10 +27,11 @@ from lightning_d9m.state.parts import (
     Dict,
     Kind,
     are_same,
-    name_namespaces,
+    find_kind,
+    is_of_program,
 )
 from lightning_d9m.state.plain_data import encode_plain
-from lightning_d9m.state.state import VERSIONED, Node, Watch, digest_value
+from lightning_d9m.state.state import VERSIONED, LeaveOut, Node, Watch, digest_value, walk
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
@@ -38,6 +41,12 @@ _THOROUGH = 128
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
+_PARTS_OF_PARTIAL = ("func", "args", "keywords")
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Of data outside the module only a step that has written to them is looked at closely.
+_WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
+# What others keep, or no program changes.
+_LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 
 
@@ -102,24 +111,28 @@ class Sandbox:
         processes: Those that have the logical ranks: the strategy, which has their ``blocks`` and
             the ``block`` of this one, gathers values, and broadcasts tensors.
         leave_out: Called with the path and each object that can change; returns whether others
-            keep its state for each logical rank.
-        hidden: The attributes of the module whose changes do not count.
+            keep its state for each logical rank, or a step does not change it.
+        hide: Returns the attributes of an object whose changes do not count.
+        name_owners: Returns what a step may change besides the module, by name.
     """
 
     def __init__(
         self,
         module: nn.Module,
         processes: Any,
-        leave_out: Callable[[str, Any], bool],
-        hidden: Container[str],
+        leave_out: LeaveOut,
+        hide: Callable[[Any], Collection[str]] = lambda _: (),
+        name_owners: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._module = module
         self._processes = processes
         self._block: range = processes.block
         self._ranks: int = processes.blocks.logical_ranks
         self._shared = len(self._block) < self._ranks  # whether other processes have some, too
-        self._leave_out = leave_out
-        self._hidden = hidden
+        self._given_leave_out = leave_out
+        self._left_out: set[int] = set()
+        self._hide, self._name_owners = hide, name_owners
+        self._outside: tuple[str, ...] = ()
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
         self._watch: Any = None  # from the first step
@@ -146,7 +159,12 @@ class Sandbox:
         self._missing |= not thorough
         if self._watch is None or compares is not self._compares:
             self._compares = compares
-            owners = {"": self._module} | name_namespaces(self._module.modules())
+            others = self._name_owners()
+            # Files and classes hold what the module uses.
+            spaces = (type, ModuleType)
+            named = (name for name, own in others.items() if not isinstance(own, spaces))
+            self._outside = tuple(f"{name}." for name in named)
+            owners = _add_code({"": self._module, **others}, self._leave_out)
             self._watch = Watch(owners, leave_out=self._leave_out, choose=self._choose_kind)
         else:
             self._watch.refresh(self._find_changed())
@@ -206,7 +224,17 @@ class Sandbox:
 
     # The state
 
-    def _choose_kind(self, _path: str, value: Any, kind: Kind) -> Kind:
+    def _leave_out(self, path: str, value: object) -> bool:
+        found = self._given_leave_out(path, value)
+        # The id of a freed object may be that of another now.
+        (self._left_out.add if found else self._left_out.discard)(id(value))
+        return found
+
+    def _choose_kind(self, path: str, value: Any, kind: Kind) -> Kind:
+        if id(value) in self._left_out:
+            return _LEFT_OUT
+        if kind is TENSOR and path.startswith(self._outside):
+            return _WRITTEN
         trained = isinstance(value, nn.Parameter) and value.requires_grad
         if kind is TENSOR and trained and not self._compares and id(value) not in self._changing:
             return VERSIONED
@@ -235,7 +263,7 @@ class Sandbox:
             )
         if isinstance(kind, Dict):
             for path, key, first, part in node.find_parts():
-                if owner is self._module and key in self._hidden:
+                if key in self._hide(owner):
                     continue
                 if first is MISSING and kind is DICT:
                     record.added.setdefault(node.path, (node, []))[1].append((key, part))
@@ -251,8 +279,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        known = package in _LIBRARIES or self._leave_out(node.path, node.owner)
-        if not known and node.path not in self._warned:
+        if package not in _LIBRARIES and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
                 f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
@@ -405,6 +432,42 @@ class Sandbox:
                     node.owner[key].extend(value)
                 else:
                     node.owner.setdefault(key, value)
+
+
+def _add_code(owners: Mapping[str, Any], leave_out: LeaveOut) -> dict[str, Any]:
+    """Return the owners and what partials, methods, hooks and classes in them hold, by path."""
+    found: dict[str, Any] = {}
+    new = dict(owners)
+    while new:
+        found |= new
+        known = set(map(id, found.values()))
+        parts = {
+            name: part
+            for path, value, _ in walk(new, leave_out, enter_owners=True)
+            for name, part in _list_code(path, value)
+        }
+        new = {name: part for name, part in parts.items() if id(part) not in known}
+    return found
+
+
+def _list_code(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds by its code, which a walk does not enter."""
+    if isinstance(value, partial):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in _PARTS_OF_PARTIAL)
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        if find_kind(value.__self__) not in (None, OPAQUE):
+            yield f"{path}.__self__", value.__self__
+    elif isinstance(value, ModuleType):
+        kinds = [own for own in vars(value).values() if isinstance(own, type)]
+        yield from (
+            (f"{own.__module__}.{own.__qualname__}", own) for own in kinds if is_of_program(own)
+        )
+    elif isinstance(value, Tensor | nn.Module):
+        own = vars(value) if isinstance(value, nn.Module) else {}
+        names = [name for name in own if name.endswith("_hooks")] or _HOOKS_OF_TENSORS
+        for name in names:
+            hooks = getattr(value, name, None) or {}
+            yield from ((f"{path}.{name}[{n}]", hook) for n, hook in enumerate(hooks.values()))
 
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:

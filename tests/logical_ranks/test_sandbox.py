@@ -23,7 +23,7 @@ def run():
     module = nn.Linear(1, 1)
     module.tokenizer = Tokenizer()
     blocks = SimpleNamespace(logical_ranks=2)
-    sandbox = Sandbox(module, SimpleNamespace(block=range(2), blocks=blocks), lambda *_: False, ())
+    sandbox = Sandbox(module, SimpleNamespace(block=range(2), blocks=blocks), lambda *_: False)
 
     def steps(count, change):
         for _ in range(count):
