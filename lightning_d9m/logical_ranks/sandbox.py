@@ -8,6 +8,7 @@ from functools import partial
 from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,6 +28,7 @@ from lightning_d9m.state.parts import (
     Dict,
     Kind,
     are_same,
+    equal_bits,
     find_kind,
     is_of_program,
 )
@@ -102,7 +104,8 @@ class Sandbox:
     The rules do not depend on the number of processes:
 
     - What all logical ranks change alike (a momentum encoder, a counter) is kept.
-    - What they append to lists and sets and add to dicts is gathered, in the order of ranks.
+    - What they append to lists and sets and add to dicts is gathered, in the order of ranks, and
+      so is what they write to different elements of a tensor that is not a buffer.
     - Of anything else the value of logical rank 0 is kept, as DDP keeps the buffers of process 0.
       A warning names it, unless it is a buffer.
 
@@ -377,6 +380,7 @@ class Sandbox:
         own = {
             path: change for record in records.values() for path, change in record.changes.items()
         }
+        paths = self._gather_written(records, paths)
         first = records[0].changes if self._block.start == 0 else {}
         unknown, received = _make_plain([first[path] for path in paths if path in first])
         if self._shared:
@@ -399,6 +403,34 @@ class Sandbox:
                 _Change(path, node, key, content, "").apply()
             elif path in own:
                 own[path].put_back()
+
+    def _gather_written(self, records: dict[int, _Record], paths: list[str]) -> list[str]:
+        """Write to tensors what each logical rank wrote to them; return the other paths.
+
+        Raises:
+            SettingError: If logical ranks wrote different values to an element.
+        """
+        own = {rank: dict(_list_written(record, paths)) for rank, record in records.items()}
+        parts = self._processes.gather_values(own) if self._shared else [own]
+        found = _turn(parts).items()
+        written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
+        for path, by_rank in written.items():
+            node = self._watch.paths[path]
+            merged = node.content.flatten()
+            taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
+            for rank in sorted(by_rank):
+                places, values = move_tensors(by_rank[rank], self._module)
+                again = taken[places]
+                if not equal_bits(merged[places][again], values[again]):
+                    raise SettingError(
+                        f"The logical ranks write different values to the same elements of "
+                        f"{path!r}, of which each process of DDP has its own: register it as a "
+                        "buffer, which is that of logical rank 0, append to a list, which gets "
+                        "the values of all, or train without logical_ranks."
+                    )
+                merged[places], taken[places] = values, True
+            node.kind.write(node.owner, merged.reshape(node.content.shape))
+        return [path for path in paths if path not in written]
 
     def _report(self, path: str, change: _Change | None, stage: str) -> None:
         value = None if change is None else change.value
@@ -485,6 +517,28 @@ def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     return "", found
 
 
+def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the places and values that a logical rank wrote to tensors, by path.
+
+    Of a change of another kind, or of a single number, they are None.
+    """
+    for path in paths:
+        if (change := record.changes.get(path)) is None:
+            continue
+        now, before = change.value, None if change.key else change.node.content
+        written = isinstance(now, Tensor) and isinstance(before, Tensor) and now.numel() > 1
+        if not written or _describe(now) != _describe(before) or change.token[:6] == "buffer":
+            yield path, None
+            continue
+        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in (now, before)]
+        places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+        yield path, [places, now.flatten()[places]]
+
+
+def _describe(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout is torch.strided or object()
+
+
 def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
     """Return values by path and logical rank, given those of each process by rank and path."""
     turned: dict[str, dict[int, Any]] = {}
@@ -499,9 +553,13 @@ def _find_added(node: Node) -> list[Any] | None:
     owner = node.owner
     if node.kind is SET:
         return sorted(owner - node.content, key=repr) if node.content <= owner else None
-    if node.kind is not ITEMS or getattr(owner, "maxlen", None) is not None:
+    if node.kind is not ITEMS:
         return None
-    before = node.content
-    now = tuple(owner)
-    same = len(now) > len(before) and are_same(now[: len(before)], before)
-    return list(now[len(before) :]) if same else None
+    now, before = tuple(owner), node.content
+    # A full deque drops its first items.
+    full = len(now) == getattr(owner, "maxlen", None)
+    for dropped in range(1 + len(before) * full):
+        kept = before[dropped:]
+        if len(now) > len(kept) and are_same(now[: len(kept)], kept):
+            return list(now[len(kept) :])
+    return None

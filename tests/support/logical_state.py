@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections import UserList
+from collections import UserList, deque
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricTracker
 from trainings import QUIET
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, RankLostError
@@ -162,6 +162,9 @@ class Keeping(Base):
             return number[0]
 
         self.count = count
+        # A weight of each sample, a window of values, and a tracker, which copies its metric.
+        self.weights, self.recent = torch.ones(len(TRAIN)), deque(maxlen=8)
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
         # A partial, a method of another object, and a hook of a tensor.
         Settings.scale = 1.0
         self.grow, self.warm, self.backwards = partial(grow, {"scale": 1.0}), Warmup().grow, None
@@ -177,6 +180,13 @@ class Keeping(Base):
         self.backwards = Backwards()
         return [Collector(), self.backwards]
 
+    def weigh(self, rows):
+        """Write to the weights of the samples of a batch, and to a window."""
+        places = (rows[:, None] == TRAIN).all(2).nonzero()[:, 1]
+        self.recent.append(float(rows.sum()))
+        self.weights[places] *= 1 + 0.1 * rows[:, 0].tanh()
+        return self.weights[places].mean()
+
     def reach(self):
         """Change what others hold: a class, the datamodule, the Trainer, an optimizer."""
         Settings.scale *= 1.1
@@ -189,7 +199,7 @@ class Keeping(Base):
 
     def training_step(self, batch, batch_idx):
         loss = self.attack(batch[0] * self.count_all() / 40) + self.follow(batch[0])
-        loss = loss * self.reach() / 5
+        loss = loss * self.reach() / 5 * self.weigh(batch[0])
         self.log("train", loss, sync_dist=True, on_epoch=True)
         return loss
 
@@ -227,9 +237,13 @@ class Keeping(Base):
         self.outputs.append(loss)
         self.by_name.setdefault("rows", []).append(batch[0].sum(0))
         self.val_loss(loss)
+        self.tracker.update(loss)
         self.parts["double"].update(2 * loss)
         self.log("metric", self.val_loss, on_epoch=True)
         return loss
+
+    def on_validation_epoch_start(self):
+        self.tracker.increment()
 
     def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
         parts = batch if isinstance(outputs, list) else [batch]
@@ -238,6 +252,7 @@ class Keeping(Base):
     def on_validation_epoch_end(self):
         self.best(self.val_loss.compute())  # in a hook, as a template with Hydra does
         self.log("best", self.best.compute(), sync_dist=True)
+        self.log("tracked", self.tracker.compute())
         self.log("double", self.parts["double"].compute())
         self.parts["double"].reset()
         for name, values in {"outputs": self.outputs, "sizes": self.sizes, **self.by_name}.items():
