@@ -43,6 +43,7 @@ _THOROUGH = 128
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
+_PAIR = 2
 _PARTS_OF_PARTIAL = ("func", "args", "keywords")
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Of data outside the module only a step that has written to them is looked at closely.
@@ -416,7 +417,7 @@ class Sandbox:
         written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
         for path, by_rank in written.items():
             node = self._watch.paths[path]
-            merged = node.content.flatten()
+            merged = node.content.flatten().clone()
             taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
             for rank in sorted(by_rank):
                 places, values = move_tensors(by_rank[rank], self._module)
@@ -526,17 +527,14 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
         if (change := record.changes.get(path)) is None:
             continue
         now, before = change.value, None if change.key else change.node.content
-        written = isinstance(now, Tensor) and isinstance(before, Tensor) and now.numel() > 1
-        if not written or _describe(now) != _describe(before) or change.token[:6] == "buffer":
+        both = [own for own in (now, before) if isinstance(own, Tensor)]
+        forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
+        if len(both) * len(forms) != _PAIR or now.numel() == 1 or change.token[:6] == "buffer":
             yield path, None
             continue
-        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in (now, before)]
+        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in both]
         places = (bits[0] != bits[1]).any(1).nonzero().flatten()
         yield path, [places, now.flatten()[places]]
-
-
-def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.layout is torch.strided or object()
 
 
 def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:

@@ -50,6 +50,7 @@ from lightning_d9m.state.plain_data import encode_plain
 from lightning_d9m.state.state import find_generators
 
 Step = Callable[..., Any]
+_OUTSIDE = ("callbacks.", "datamodule.", "schedulers[", "trainer.")
 _LOADING = (DataLoader, Dataset, Sampler)
 _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
 # The draws between two steps, such as those of callbacks, are of no logical rank.
@@ -100,7 +101,9 @@ class LogicalSteps:
         self._entered: set[int] = set()
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
         kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
-        self._hidden = vars(kinds["LightningModule"]())  # what Lightning knows about a module
+        self._hidden: Collection[str] = vars(
+            kinds["LightningModule"]()
+        )  # what Lightning knows about a module
         self._sandbox = Sandbox(
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
@@ -115,6 +118,9 @@ class LogicalSteps:
     def _name_owners(self) -> dict[str, Any]:
         """Return what a step may change: what a resume restores, and an optimizer's settings."""
         owners = name_program(self._trainer, KEY)
+        for name, callback in name_callbacks(self._trainer.callbacks).items():
+            if is_of_lightning(type(callback)):  # a thread may draw its bar
+                owners.pop(name, None)
         for name in [name for name in owners if name.startswith(OPTIMIZERS)]:
             groups = enumerate(owners.pop(name).param_groups)
             owners |= {f"{name}.param_groups[{n}]": group for n, group in groups}
@@ -128,19 +134,21 @@ class LogicalSteps:
         # A metric is kept, or a generator seeded, for each logical rank.
         if self.metrics.add(path, value) or self._seeds.add(path, value):
             return True
-        # Of the Trainer only data are the program's; others control the loaders of datamodules.
-        of_trainer = path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE)
+        # Outside the module and its files a step changes no object of a library; of the Trainer
+        # only data are the program's, and others control the loaders of datamodules.
+        kinds = (OPAQUE, ATTRIBUTES) if path.startswith("trainer.") else (OPAQUE,)
+        outside = path.startswith(_OUTSIDE) and find_kind(value) in kinds
         loads = path.startswith("datamodule.") and isinstance(value, _LOADING)
-        return of_trainer or loads or isinstance(value, Optimizer)
+        return outside or loads or isinstance(value, Optimizer)
 
-    def _hide(self, owner: Any) -> Collection[str]:
+    def _hide(self, owner: object) -> Collection[str]:
         """Return the attributes that Lightning sets in an object, besides those of schedulers."""
         if owner is self._module:
             return self._hidden
+        kind: Any = type(owner)
         if owner is self._trainer:
-            return list_stored(type(owner)) | {name for name in vars(owner) if name[:1] == "_"}
-        is_lightning = any(map(is_of_lightning, type(owner).__mro__))
-        return list_stored(type(owner)) if is_lightning else ()
+            return list_stored(kind) | {name for name in vars(owner) if name[:1] == "_"}
+        return list_stored(kind) if any(map(is_of_lightning, kind.__mro__)) else ()
 
     def attach(self, patches: AttributePatches) -> None:
         """Take part in the Trainer's run, until the patches are undone."""
