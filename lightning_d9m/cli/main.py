@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from lightning_d9m.cli.arguments import declare_command
@@ -56,6 +57,7 @@ exit status: 0 equal or no findings, 1 different or findings, 2 an error,
   3 a command that it ran failed, such as the training
 """
 _ERROR, _FAILED = 2, 3
+_TRAINING = "\n-- COMMAND"
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -105,9 +107,12 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name in chosen:
-            module = f"lightning_d9m.cli.{name.replace('-', '_')}"
-            declare_command(command, import_module(module))
+            declare_command(command, _import(name))
     return parser
+
+
+def _import(command: str) -> ModuleType:
+    return import_module(f"lightning_d9m.cli.{command.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,11 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
         return _ERROR
     # argparse would take the first word of a training for an argument that may be left out.
-    end = argv.index("--") if "--" in argv else len(argv)
+    trains = chosen and _TRAINING in getattr(_import(chosen), "ARGUMENTS", _TRAINING)
+    end = argv.index("--") if trains and "--" in argv else len(argv)
     parser = build_parser(*[chosen] if chosen else [])
     arguments, unknown = parser.parse_known_args(argv[:end])
     if training := argv[end + 1 :]:
-        unknown += getattr(arguments, "argv", [])
+        unknown += getattr(arguments, "argv", training)
         arguments.argv = training
     if unknown:  # prints the usage of the command; argparse would print that of d9m
         # argparse has no public list of the options.

@@ -49,6 +49,8 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
         ("repeat --processes 1,2 --interrupt", 2, "not allowed with argument --processes"),
         ("repeat", 2, "no command to run. Give it after `--`: d9m repeat -n 3 -- python train.py"),
         ("bisect -- python a.py", 2, "commits are 'missing'. Give a good and a bad one, GOOD..BAD"),
+        ("audit ops -- train.py", 2, "audit ops: error: unrecognized arguments: train.py"),
+        ("verify -- none.ckpt", 2, "No such file: none.ckpt."),
         ("audit model --", 2, "after `--`: d9m audit model -n 3 -- python train.py"),
     ],
 )
