@@ -12,7 +12,6 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import time

@@ -22,7 +22,8 @@ _NO_BREAK = "\0"  # textwrap takes a non-breaking space for a character
 _HEAD = """# Commands
 
 Every command and option, as `d9m COMMAND --help` prints them. The exit status of each is 0 for
-equal or in order, 1 for a difference or a finding, and 2 for an error.
+equal or in order, 1 for a difference or a finding, 2 for misuse or a file that cannot be read or
+written, and 3 if a command that it ran failed, such as the training.
 """
 _RULES = """
 ## Rules of d9m scan
@@ -39,6 +40,7 @@ def format_page() -> str:
     os.environ["COLUMNS"] = "80"
     sections = [
         f"\n## {parser.prog}\n\n{parser.description}\n\n{_format_usage(parser)}\n"
+        f"Example: `{str(parser.epilog).removeprefix('example: ')}`\n\n"
         f"| argument | meaning |\n| --- | --- |\n{''.join(_format_arguments(parser))}"
         for parser in _list_commands(build_parser(*COMMANDS))
     ]

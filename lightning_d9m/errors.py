@@ -8,10 +8,11 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import get_type_hints
 
 _ADVICE = {
-    errno.ENOENT: "Check the name; a ledger is a folder fit-NNN under the Trainer's log directory.",
+    errno.ENOENT: "Check the path.",
     errno.ENOTDIR: "A part of the path is a file, not a folder; choose another path.",
     errno.ELOOP: "Its symbolic links lead in a circle; remove them or name the real folder.",
     errno.EACCES: "Give this user the permission, or choose another folder.",
@@ -67,7 +68,7 @@ class LedgerError(D9mError, OSError):
 
 
 class CommandError(D9mError, RuntimeError):
-    """A command that `d9m` ran failed."""
+    """A command that `d9m` ran failed, such as the training; `d9m` ends with exit status 3."""
 
 
 class ReferenceRefusedError(D9mError, ValueError):
@@ -213,3 +214,21 @@ def file_errors(kind: type[D9mError], what: str, advice: str = "") -> Iterator[N
         raise kind(
             " ".join(filter(None, [f"{what}: {explain_file_error(error)}", advice]))
         ) from error
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file beside ``path``, which takes its place at the end.
+
+    If the body raises, as on a full disk, ``path`` is as it was, and no part of a file is left.
+    """
+    target = path.resolve()  # a link stays a link
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    if target.exists() and not target.is_file():  # a device or a pipe
+        part = target
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        if part != target:
+            part.unlink(missing_ok=True)

@@ -53,6 +53,7 @@ def assert_bit_exact(
         ...     return torch.rand(3)
         >>> assert_bit_exact(train)
     """
+    __tracebackhide__ = True  # pytest shows the line of the test
     if type(runs) is not int or runs < _PAIR:
         raise SettingError(f"runs is {runs!r}; allowed: a whole number from 2.")
     with TemporaryDirectory(prefix="d9m-") as folder:

@@ -77,6 +77,13 @@ def test_the_oldest_lightning_is_the_lower_bound_of_the_metadata(dev):
     assert bounds == {dev.OLDEST_LIGHTNING.removesuffix(".0")}
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_quiet_command_is_heard_only_if_it_fails(dev, capfd, status):
+    code = f"import sys; print('tips and tables'); sys.exit({status})"
+    assert dev.execute(sys.executable, "-c", code, quiet=True) == status
+    assert capfd.readouterr().out == "tips and tables\n\n" * (status == 3)
+
+
 def test_a_portable_digest_that_is_not_the_readmes_is_reported(dev, tmp_path, capsys):
     (tmp_path / "README.md").write_text("equal: the portable digest is 0123456789abcdef, as in")
     dev.compare_with_readme("0123456789abcdef")

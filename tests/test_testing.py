@@ -51,6 +51,9 @@ def test_the_first_epoch_that_differs_is_named():
     run = 0
     with pytest.raises(NotBitExactError) as caught:
         assert_bit_exact(train_and_disturb)
+    # pytest shows lines of the test, and none of the package.
+    shown = [entry.path for entry in caught.traceback.filter(caught)]
+    assert {str(path) for path in shown} == {__file__}
     message = str(caught.value)
     assert "Run 2 of" in message
     assert "diverges first, in epoch 1" in message

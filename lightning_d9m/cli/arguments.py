@@ -1,8 +1,8 @@
 """The description of a command's arguments, and arguments that several commands share.
 
-The module of a command has ``ARGUMENTS``, the text of its arguments, or ``COMMANDS``, those below
-it with their summaries. It may have ``SETTINGS``, what the text cannot say, by the name of an
-argument.
+The module of a command has ``ARGUMENTS``, the text of its arguments, and ``EXAMPLE``, a call that
+works; or ``COMMANDS``, those below it with their summaries. It may have ``SETTINGS``, what the text
+cannot say, by the name of an argument.
 """
 
 import argparse
@@ -88,11 +88,13 @@ def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> Non
     if not hasattr(command, "COMMANDS"):
         declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
         parser.set_defaults(run=command.run, parser=parser)
+        parser.epilog = f"example: {command.EXAMPLE}"
         return
     below = parser.add_subparsers(metavar="WHAT", required=True)
     for name, summary in command.COMMANDS.items():
         child = below.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         declare_command(child, import_module(f"{command.__name__}.{name}"))
+        parser.epilog = child.epilog
 
 
 def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str, Any]) -> None:
@@ -162,16 +164,14 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return find_last_pair(arguments.expected or Path())
 
 
-def get_command(arguments: argparse.Namespace, name: str) -> list[str]:
-    """Return the training's command, without the leading ``--``.
+def get_command(arguments: argparse.Namespace) -> list[str]:
+    """Return the training's command.
 
     Raises:
         SettingError: If no command was given.
     """
     argv: list[str] = arguments.argv
-    command = argv[1:] if argv[:1] == ["--"] else argv
-    if not command:
-        raise SettingError(
-            f"There is no command to run. Give it after `--`: d9m {name} -- python train.py"
-        )
-    return command
+    if not argv:
+        example = arguments.parser.epilog.removeprefix("example: ")
+        raise SettingError(f"There is no command to run. Give it after `--`: {example}")
+    return argv

@@ -38,15 +38,13 @@ commits:GOOD..BAD?  a commit with the right bits and a later one with others; wi
 -o, --output DIR  new folder for ledgers and logs
 -v, --verbose  show the whole patch, and bits of numbers
 {COMMAND}"""
+EXAMPLE = "d9m bisect v1.0..HEAD --until 0 -- python train.py"
 SETTINGS: dict[str, dict[str, object]] = {"link": {"default": [], "type": str}}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Bisect and print the commit; return 1, because there is a difference."""
-    if arguments.packages is not None and arguments.commits is not None:
-        # argparse takes the first word of the command for it
-        arguments.argv.insert(0, arguments.commits)
-    command = get_command(arguments, "bisect")
+    command = get_command(arguments)
     with _open_history(arguments) as (repository, good, bad):
         runs = Runs(command, make_output(arguments.output), arguments.timeout)
         if arguments.golden is not None:
@@ -66,10 +64,10 @@ def _open_history(
 ) -> Iterator[tuple[Repository, Commit | None, Commit]]:
     """Yield a repository, its good commit (None with a golden ledger), and its bad one."""
     if arguments.packages is not None:
-        if arguments.link or arguments.golden is not None:
+        if arguments.link or arguments.golden is not None or arguments.commits is not None:
             raise SettingError(
-                "--link and --golden are for commits, and --packages is given. The trainings run "
-                "in the working folder, and the old list is the reference. Leave them out."
+                "Commits, --link and --golden are given with --packages. The trainings run in the "
+                "working folder, and the old list is the reference. Leave them out."
             )
         with open_package_history(*arguments.packages) as found:
             yield found
@@ -78,8 +76,9 @@ def _open_history(
     first, _, last = (arguments.commits or "").rpartition("..")
     if bool(first) == (arguments.golden is not None):
         raise SettingError(
-            f"The commits are {arguments.commits!r}. Give a good and a bad one, GOOD..BAD, such as "
-            "v1.0..HEAD; or, with --golden LEDGER in place of the good one, the bad one alone."
+            f"The commits are {arguments.commits or 'missing'!r}. Give a good and a bad one, "
+            "GOOD..BAD, such as v1.0..HEAD; or, with --golden LEDGER in place of the good one, "
+            "the bad one alone."
         )
     bad = repository.find_commit(last or "HEAD")
     good = repository.find_commit(first) if first else None

@@ -46,6 +46,7 @@ paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (defaul
 {FORMAT}
 -v, --verbose  show whole digests and the bits of numbers
 """
+EXAMPLE = "d9m bundle d9m-runs/000 --add train.py"
 SETTINGS: dict[str, dict[str, object]] = {"paths": {"type": str}, "add": {"default": []}}
 
 

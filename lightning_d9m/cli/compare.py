@@ -11,6 +11,7 @@ from lightning_d9m.cli.arguments import FORMAT, LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import compare_ledgers
 from lightning_d9m.comparison.noise import LEVEL, NoiseVerdict, ValueChange, judge_change
 from lightning_d9m.errors import LedgerError, SettingError, file_errors
+from lightning_d9m.history.bundle import list_located
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.ledger.folder import Ledger, read_ledger, search_ledgers
 from lightning_d9m.output.columns import Column, format_table, print_result
@@ -35,6 +36,7 @@ ARGUMENTS = f"""{LEDGERS}{FORMAT}
     times. Exit status 0: noise explains the difference
 --plot FILE  with --noise: write change and noise by epoch as an SVG
 """
+EXAMPLE = "d9m compare d9m-runs/000/run-001 d9m-runs/000/run-002"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,11 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(expected, actual, progress=progress)
-    steps = []
-    if comparison.verdict == "different":
+    located, steps = list_located((expected, actual)), []
+    if comparison.verdict == "different" and not located:
         command = f"-- {printable(find_command((expected, actual)) or 'COMMAND')}"
         steps = list_next_steps(command, printable(shlex.join(map(str, paths))))
-    lines = format_evidence(comparison, verbose=arguments.verbose)
+    lines = [*format_evidence(comparison, verbose=arguments.verbose), *located]
     verdict = state_verdict(comparison)
     print_result(arguments.format, comparison.as_json(), lines, verdict, steps=steps)
     return 0 if comparison.equal else 1

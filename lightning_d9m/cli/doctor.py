@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ARGUMENTS = """
 --json  print findings and the whole stack as one JSON object
 """
+EXAMPLE = "d9m doctor"
 # The marks of the three statuses, in the order of findings, and what stands for them where they
 # cannot be printed.
 _MARKS = {"problem": "✗", "note": "!", "ok": "✓"}

@@ -41,6 +41,7 @@ ARGUMENTS = """
 --rebuild  build even if a cached or installed one works
 --json  print the result as JSON
 """
+EXAMPLE = "d9m install-horovod --gpu none"
 SETTINGS = {"gpu": {"default": "auto"}}
 
 

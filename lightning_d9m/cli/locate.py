@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_d9m.cli.arguments import COMMAND, get_command
@@ -35,6 +35,7 @@ from lightning_d9m.text import escape, pluralize, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
+    from lightning_d9m.lint.rules import Finding
     from lightning_d9m.locate.op_evidence import OpFinding
 
 _MOST_SUSPECTS = 5
@@ -52,12 +53,13 @@ ARGUMENTS = f"""
 -o, --output DIR  new folder for ledgers, logs and dumps
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""
+EXAMPLE = "d9m locate -- python train.py"
 SETTINGS = {"tries": {"default": 2}}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
-    command = get_command(arguments, "locate")
+    command = get_command(arguments)
     variables = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
     variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
@@ -67,9 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     suspects = find_cause_lines(command, "")
     if suspects and arguments.format == "text":
         # What the source shows already, before the first of many trainings ends.
+        print("Lines that can make runs differ; the first look tests whether they do:")
         for one in suspects[:_MOST_SUSPECTS]:
-            print_lines(wrap(f"suspect: {one.location}: {one.code} ({one.reason})", "  "))
-        print("The first look tests whether they matter:\n", flush=True)
+            print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
+        print(flush=True)
     found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
     lines = list(
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
@@ -96,7 +99,8 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         yield from wrap(f"different: {found.cause.kind}. {found.cause.text}")
         yield ""
         yield from _describe_moment(found)
-        yield from _describe_lines(found)
+        named = [finding for finding in found.lines if explains(finding.rule, found.explained)]
+        yield from _describe_lines(found, named)
         if found.op is not None:
             yield from describe_op(found.op)
         magnitude = found.magnitude if found.op is None else found.op.magnitude
@@ -106,7 +110,8 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _describe_fix(found.op)
         if found.left:
             yield from _label("files", printable(found.left))
-        if found.cause.advice:
+        # What is certain was found: the advice to look for it would not help.
+        if found.cause.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.cause.advice)
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)
@@ -145,12 +150,10 @@ def _describe_moment(found: SearchResult) -> Iterator[str]:
             if reference is not None and found.ranks == _PAIR:
                 named = "0 and 1 differ from each other; two ranks do not show which one is wrong"
             yield from _label("rank", named)
-        if pair is not None and pair.fits > 1:
-            yield from _label("fit", _describe_fit(pair))
+        yield from _label("fit", _describe_fit(pair)) if pair is not None and pair.fits > 1 else ()
         differ = f"{first.count:,} of {first.compared:,} values recorded there"
         yield from _label("differ", differ)
-        if found.samples:
-            yield from _label("samples", found.samples)
+        yield from _label("samples", found.samples) if found.samples else ()
         if written := _describe_writing(found, first):
             yield from _label("written", written)
     if pair is None:
@@ -163,13 +166,17 @@ def _describe_moment(found: SearchResult) -> Iterator[str]:
         yield from wrap(sentence, "  ")
 
 
-def _describe_lines(found: SearchResult) -> Iterator[str]:
-    """Yield the lines of the program that a scan found, and those that read from outside."""
+def _describe_lines(found: SearchResult, named: Sequence[Finding]) -> Iterator[str]:
+    """Yield the lines of the program that a scan found, and those that read from outside.
+
+    ``named`` are those of a rule that explains the cause: their fix is shown.
+    """
     for finding in found.lines:
-        label = "line" if explains(finding.rule, found.explained) else "suspect"
+        label = "line" if finding in named else "suspect"
         place = escape(finding.location, _LONGEST)
         yield from _label(label, f"{place}: {escape(finding.code)}")
         yield from _label("", f"{finding.rule}: {finding.reason}")
+        yield from _label("fix", finding.fix) if finding in named else ()
     if found.outside:
         yield "read from outside before it differed, the nearest first:"
     for read in found.outside:

@@ -27,6 +27,7 @@ folder:FOLDER?  folder to search (default: the working folder)
 --force  with --clean, remove them; checkpoints and other files stay
 --json  print a JSON list instead of a table
 """
+EXAMPLE = "d9m ls lightning_logs"
 SETTINGS = {"folder": {"default": Path()}}
 
 

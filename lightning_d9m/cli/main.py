@@ -1,6 +1,7 @@
 """The ``d9m`` command: its parser and its handling of errors, without loading torch.
 
-Exit status of every command: 0 equal or no findings, 1 different or findings, 2 an error.
+Exit status of every command: 0 equal or no findings, 1 different or findings, 2 an error, 3 a
+command that it ran failed, such as the training.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
+from typing import NoReturn
 
 from lightning_d9m.cli.arguments import declare_command
-from lightning_d9m.errors import D9mError
+from lightning_d9m.errors import CommandError, D9mError
 from lightning_d9m.output.terminal import wrap
 from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
@@ -50,11 +53,22 @@ examples:
   d9m locate -- python train.py    which step, module and op differ?
   d9m scan                         which lines can make runs differ?
 
-exit status: 0 equal or no findings, 1 different or findings, 2 an error
+exit status: 0 equal or no findings, 1 different or findings, 2 an error,
+  3 a command that it ran failed, such as the training
 """
+_ERROR, _FAILED = 2, 3
+_TRAINING = "\n-- COMMAND"
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of one command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the error, which stands above the usage."""
+        self.exit(_ERROR, f"{self.prog}: error: {message}\n{self.format_usage()}")
+
+
+class _Parser(_CommandParser):
     """The parser of ``d9m``, whose help lists the commands in groups."""
 
     def format_help(self) -> str:
@@ -88,14 +102,17 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"d9m {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name in chosen:
-            module = f"lightning_d9m.cli.{name.replace('-', '_')}"
-            declare_command(command, import_module(module))
+            declare_command(command, _import(name))
     return parser
+
+
+def _import(command: str) -> ModuleType:
+    return import_module(f"lightning_d9m.cli.{command.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,13 +121,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in argv if not word.startswith("-")), None)
     if not argv:
         print(build_parser().format_help(), end="")
-        return 2
+        return _ERROR
     if chosen is not None and chosen not in COMMANDS:
         alike = get_close_matches(chosen, COMMANDS, n=1)
         hint = "".join(f"Did you mean `d9m {name}`? " for name in alike)
         _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
-        return 2
-    arguments, unknown = build_parser(*[chosen] if chosen else []).parse_known_args(argv)
+        return _ERROR
+    # argparse would take the first word of a training for an argument that may be left out.
+    trains = chosen and _TRAINING in getattr(_import(chosen), "ARGUMENTS", _TRAINING)
+    end = argv.index("--") if trains and "--" in argv else len(argv)
+    parser = build_parser(*[chosen] if chosen else [])
+    arguments, unknown = parser.parse_known_args(argv[:end])
+    if training := argv[end + 1 :]:
+        unknown += getattr(arguments, "argv", training)
+        arguments.argv = training
     if unknown:  # prints the usage of the command; argparse would print that of d9m
         # argparse has no public list of the options.
         options = re.findall(r"--[\w-]+", arguments.parser.format_help())
@@ -129,7 +153,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     except D9mError as error:
         _print_error(str(error))
-        return 2
+        return _FAILED if isinstance(error, CommandError) else _ERROR
     except KeyboardInterrupt:
         print("d9m: interrupted.", file=sys.stderr)
         return 130
@@ -156,7 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
         except OSError:  # a full disk: exiting must not try again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+        return _ERROR
     return status
 
 

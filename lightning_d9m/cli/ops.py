@@ -11,6 +11,7 @@ ARGUMENTS = """
 name:NAME?  print all facts about this op; a name in torch's message, or a part of it, finds it, too
 --json  print JSON
 """
+EXAMPLE = "d9m ops index_add_"
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -73,6 +73,7 @@ ARGUMENTS = f"""
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 -v, --verbose  show whole digests and the bits of losses
 {FORMAT}{TIMEOUT}{TRAINING}"""
+EXAMPLE = "d9m repeat -n 3 -- python train.py"
 # torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
@@ -99,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and print the comparison.
 
     Returns:
-        0 if all runs are equal, 1 if some differ, 2 if none differs but some failed.
+        0 if all runs are equal, 1 if some differ, 3 if none differs but some failed.
     """
-    argv = get_command(arguments, "repeat")
+    argv = get_command(arguments)
     _check_arguments(arguments)
     output = make_output(arguments.output)
     runs = Runs(argv, output, arguments.timeout)
@@ -110,9 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         watch = FileWatch(argv, output)
         made: dict[int, Run] = {}
-        for number, (title, count, options) in enumerate(_plan_runs(argv, arguments), start=1):
+        plan = list(_plan_runs(argv, arguments))
+        for number, (title, count, options) in enumerate(plan, start=1):
             try:
-                done = runs.run(f"run-{number:03d}", title, **options)
+                done = runs.run(f"run-{number:03d}", title, later=len(plan) - number, **options)
                 made[number] = replace(done, processes=count)
                 watch.note_run()
             except CommandError as error:
@@ -123,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         printed = "" if arguments.processes else compare_printed(output)
         report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
     report.print_out(arguments.format, verbose=arguments.verbose)
-    return {"equal": 0, "different": 1, "incomplete": 2}[report.verdict]
+    return {"equal": 0, "different": 1, "incomplete": 3}[report.verdict]
 
 
 def _plan_runs(
@@ -238,10 +240,11 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     for number, (point, label) in enumerate(points, start=2):
         title, name = f"run {number} of {len(points) + 1}", f"run-{number:03d}"
         try:
-            checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed")
+            later = len(points) + 1 - number
+            checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed", later + 1)
             variables = {RESUME: str(checkpoints / CHECKPOINT)}
             variables |= _ALLOW_OBJECTS if allow_objects else {}
-            resumed = runs.run(name, f"{title}, resumed", variables=variables)
+            resumed = runs.run(name, f"{title}, resumed", later=later, variables=variables)
             run = replace(resumed, label=f"{label}, resumed")
             if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
                 # A checkpoint that leads to a different run is kept.
@@ -262,14 +265,15 @@ def _read_log(folder: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str) -> Path:
+def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str, later: int) -> Path:
     """Run the command until it is killed at a point; return the folder with its checkpoint."""
     checkpoints = runs.output / name / "checkpoints"
     with file_errors(LedgerError, f"The folder {checkpoints} cannot be made"):
         checkpoints.mkdir(parents=True)
     mark = checkpoints / MARK
     variables = {INTERRUPT: str(point), FOLDER: str(checkpoints)}
-    killed = runs.run(name, title, may_fail=True, variables=variables, killed_when=mark.exists)
+    options: dict[str, Any] = {"variables": variables, "killed_when": mark.exists, "later": later}
+    killed = runs.run(name, title, may_fail=True, **options)
     if not mark.exists():
         raise killed.failure or CommandError(
             "The command ended without reaching the point at which it should be killed, which the "

@@ -8,8 +8,8 @@ from pathlib import Path
 from lightning_d9m.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.comparison.ledgers import RecordObserver, compare_ledgers
 from lightning_d9m.comparison.timeline import Timeline
-from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.history.bundle import find_located, read_located
+from lightning_d9m.errors import LedgerError, file_errors, written_whole
+from lightning_d9m.history.bundle import find_located, list_located, read_located
 from lightning_d9m.launch.progress import show_progress
 from lightning_d9m.launch.run import Run, read_runs
 from lightning_d9m.ledger.folder import Ledger, read_ledger
@@ -24,6 +24,7 @@ ARGUMENTS = f"""{LEDGERS.replace("a folder, whose", f"{_ALL_RUNS}, whose")}
 --force  replace the file even if it is not a report
 --open  show the report in the browser
 """
+EXAMPLE = "d9m report d9m-runs/000 -o report.html"
 SETTINGS = {"output": {"default": Path("report.html")}}
 
 
@@ -32,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output, force=arguments.force)
     found = compare_chosen(arguments)
     write_page(arguments.output, render_page(found))
-    print_lines([f"{found.verdict}: the report is {printable(str(arguments.output))}"])
+    lines = [f"{found.verdict}: the report is {printable(str(arguments.output))}"]
+    print_lines([*lines, *list_located(found.ledgers)])
     if arguments.open and not webbrowser.open(arguments.output.resolve().as_uri()):
         print_lines(["No browser was found that can show it here."])
     return 0 if found.verdict == "equal" else 1
@@ -101,5 +103,6 @@ def check_output(path: Path, *, force: bool) -> None:
 
 def write_page(path: Path, page: str) -> None:
     """Write a report."""
-    with file_errors(LedgerError, f"The report {path} cannot be written"):
-        path.write_text(page, encoding="utf-8")
+    what = f"The report {path} cannot be written"
+    with file_errors(LedgerError, what), written_whole(path) as part:
+        part.write_text(page, encoding="utf-8")

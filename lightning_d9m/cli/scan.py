@@ -50,6 +50,7 @@ paths:PATH*  files and folders (default: the current folder)
 | --diff  print what --fix would edit
 --rules  list the rules and exit
 """
+EXAMPLE = "d9m scan src --fix"
 SETTINGS: dict[str, dict[str, object]] = {"exclude": {"default": []}}
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.errors import CheckpointError, CommandError, LedgerError
+from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
 from lightning_d9m.ledger.folder import Ledger, read_ledger
 from lightning_d9m.ledger.format.records import Digests
 from lightning_d9m.output.columns import print_result
@@ -30,6 +30,7 @@ ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names
     that you trust
 --json  print the result as one JSON object
 """
+EXAMPLE = "d9m verify checkpoints/last.ckpt"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
         else 1.
 
     Raises:
-        CommandError: When there is nothing to check it by, or it holds objects.
+        SettingError: When there is nothing to check it by, or it holds objects.
         LedgerError: When the ledger that was named cannot be read.
     """
     path: Path = arguments.checkpoint
     if not path.exists():  # before the imports, which take seconds
-        raise CommandError(f"No such file: {path}. Give the path of a checkpoint.")
+        raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
     if path.is_dir():
-        raise CommandError(
+        raise SettingError(
             f"{path} is a folder. Give the path of a checkpoint in it, or write a sharded one "
             "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{path} whole.pt`, and give that."
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             with suppress(LedgerError):  # it was moved
                 ledger = read_ledger(position["folder"])
         if not has_manifest and ledger is None:
-            raise CommandError(
+            raise SettingError(
                 f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
                 "Name the ledger of the run that saved it, or save checkpoints with "
                 "DeterminismCallback."

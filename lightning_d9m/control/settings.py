@@ -8,7 +8,7 @@ import torch.
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -88,10 +88,8 @@ class Settings:
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
         for name, value in asdict(self).items():
-            if name in ("seed", "threads", "unpatched_ops"):
-                continue
-            if not isinstance(value, bool):
-                raise SettingError(f"{name} is {value!r}; allowed: True or False.")
+            if name not in ("seed", "threads", "unpatched_ops", "varying_ops"):
+                validate_switch(name, value)
         if self.unpatched_ops and not self.patch_ops:
             raise SettingError(
                 f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
@@ -126,6 +124,20 @@ def read_path(name: str, value: object) -> Path | None:
     if not isinstance(value, str | PathLike):
         raise SettingError(f"{name} is {value!r}; allowed: a path, or None for none.")
     return Path(value)
+
+
+def read_names(name: str, value: object) -> tuple[str, ...]:
+    """Return a setting that is one name or several as a tuple; anything else is a SettingError."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Iterable) or not all(isinstance(each, str) for each in names):
+        raise SettingError(f"{name} is {value!r}; allowed: a name, or a list of names.")
+    return tuple(names)
+
+
+def validate_switch(name: str, value: object) -> None:
+    """Raise a ``SettingError`` if a setting is neither True nor False."""
+    if not isinstance(value, bool):
+        raise SettingError(f"{name} is {value!r}; allowed: True or False.")
 
 
 def _validate_integer(name: str, value: object, low: int, high: int) -> None:

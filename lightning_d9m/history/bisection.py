@@ -373,20 +373,21 @@ class Bisection:
             bad: A later commit whose training differs.
 
         Raises:
-            CommandError: If ``good`` differs from itself or does not run, or ``bad`` is equal.
+            CommandError: If ``good`` or ``bad`` does not run.
+            SettingError: If ``good`` differs from itself, or ``bad`` is equal.
         """
         side, noun = self.repository.side, self.repository.noun
         with self.repository.open_checkout(self.links) as self._check_out:
             if good is not None and any(
                 self._train("good", good).verdict == "different" for _ in range(2)
             ):
-                raise CommandError(
+                raise SettingError(
                     f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
                     "be blamed. Find the cause first: d9m locate -- COMMAND"
                 )
             if self._train("bad", bad).verdict == "equal":
                 until = "" if self.until is None else f" until epoch {self.until}"
-                raise CommandError(
+                raise SettingError(
                     f"The training of the bad {side} {bad.short} is equal to the good one{until}. "
                     f"Give a later epoch or another {side}. {self.repository.equal_advice}"
                 )
@@ -439,7 +440,7 @@ class Bisection:
                 return commit, bad
             if verdict == "different":
                 bad = commit
-        raise CommandError(
+        raise SettingError(
             f"No ancestor of {bad.short} that was tried agrees with the golden ledger. Give a good "
             "commit: d9m bisect GOOD..BAD -- COMMAND"
         )

@@ -20,10 +20,11 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import msgspec
 
-from lightning_d9m.errors import LedgerError, file_errors
+from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.ledger.folder import Ledger, rank_path, read_ledger
 from lightning_d9m.ledger.format.records import Batch, ProbeKey, ProbeLayout, ProbesRecord
 from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.text import printable
 from lightning_d9m.version import __version__
 
 # `d9m locate` leaves its result in its folder, with its report and the ledgers that it compared.
@@ -154,6 +155,15 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
     return {}, []
 
 
+def list_located(ledgers: Sequence[Ledger]) -> list[str]:
+    """Return the lines of the report of `d9m locate`, if it compared these two ledgers."""
+    facts, compared = find_located(ledgers[1].path)
+    paths = [ledger.path.resolve() for ledger in ledgers]
+    if paths != [path.resolve() for path in compared]:
+        return []
+    return ["", "d9m locate:", *map(printable, facts.get("report", []))]
+
+
 def write_bundle(
     path: Path, ledgers: Sequence[Ledger], located: Mapping[str, Any], added: Sequence[Path]
 ) -> None:
@@ -187,7 +197,10 @@ def write_bundle(
                 secrets=secrets.count,
             )
             document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-            with ZipFile(path, "x", ZIP_DEFLATED, strict_timestamps=False) as archive:
+            with (
+                written_whole(path) as part,
+                ZipFile(part, "x", ZIP_DEFLATED, strict_timestamps=False) as archive,
+            ):
                 archive.writestr(_MANIFEST, document)
                 for member in sorted(files):
                     archive.write(files[member], member)

@@ -56,6 +56,20 @@ def show_progress(what: str) -> Iterator[Callable[[int], None] | None]:
         yield (lambda done: line.update(f"{done:,} {what}")) if line.live else None
 
 
+def describe_left(seconds: float) -> str:
+    """Return how long something still takes; empty if it is not known.
+
+    >>> describe_left(40.4), describe_left(190), describe_left(0)
+    (', about 40 s left', ', about 3 min left', '')
+    """
+    if not seconds:
+        return ""
+    minutes = seconds / 60
+    about = f"{seconds:.0f} s" if minutes < _LONG else f"{minutes:.0f} min"
+    return f", about {about} left"
+
+
+_LONG = 2  # minutes
 _EPOCH = b'"moment":"epoch"'
 
 
@@ -85,26 +99,29 @@ class RunProgress(StatusLine):
     Args:
         title: Name of the run.
         folder: The folder to which the run writes its ledgers.
-        expected: Seconds that the run is expected to take; None if nothing is known.
+        expected: Seconds that the run is expected to take; 0 if nothing is known.
+        later: The number of runs that follow.
     """
 
-    def __init__(self, title: str, folder: Path, expected: float | None = None) -> None:
+    def __init__(self, title: str, folder: Path, expected: float = 0.0, later: int = 0) -> None:
         super().__init__()
         self._title = title
-        self._expected = expected
+        self._expected, self._later = expected, later
         self._counter = EpochCounter(folder)
 
     def __enter__(self) -> "Self":
         super().__enter__()
-        about = "" if self._expected is None else f", about {self._expected:.0f} s"
-        (self.update if self.live else self._print)(f"{self._title}: started{about}")
+        started = f"{self._title}: started{self._left(0.0)}"
+        (self.update if self.live else self._print)(started)
         return self
 
     def tick(self, seconds: float) -> None:
         """Update the line; called a few times a second."""
         if self.live:
-            about = "" if self._expected is None else f" of about {self._expected:.0f}"
-            self.update(f"{self._title}: {seconds:.0f}{about} s{self._epochs()}")
+            self.update(f"{self._title}: {seconds:.0f} s, {self._epochs()}{self._left(seconds)}")
+
+    def _left(self, seconds: float) -> str:
+        return describe_left(max(0.0, self._expected - seconds) + self._expected * self._later)
 
     def __exit__(self, kind: object, *_: object) -> None:
         super().__exit__(kind)

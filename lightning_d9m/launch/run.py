@@ -254,7 +254,7 @@ def describe_command(command: Sequence[str]) -> str:
 def _start(
     command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    with file_errors(CommandError, f"The log {log} cannot be made"):
+    with file_errors(LedgerError, f"The log {log} cannot be made"):
         output = log.open("wb")
     with output:
         try:
@@ -268,12 +268,13 @@ def _start(
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
+            log.unlink(missing_ok=True)
             cause = getattr(error, "strerror", None) or error
-            advice = (
-                f"Start a script with its interpreter: python {command[0]}."
-                if command[0].endswith(".py")
-                else "Give a program that is on PATH, or the path of one that may be executed."
-            )
+            advice = "Give a program that is on PATH, or the path of one that may be executed."
+            if len(command) == 1 and command[0].split()[1:]:
+                advice = f"Give its words without quotes around them all: -- {command[0]}"
+            elif command[0].endswith(".py"):
+                advice = f"Start a script with its interpreter: python {command[0]}."
             raise CommandError(
                 f"The command {describe_command(command)} does not start: {cause}. {advice}"
             ) from error
@@ -491,6 +492,7 @@ class Runs:
         *,
         command: Sequence[str] = (),
         may_fail: bool = False,
+        later: int = 0,
         **options: Any,
     ) -> Run:
         """Run the command once.
@@ -500,6 +502,7 @@ class Runs:
             title: Name of the run, for the progress line.
             command: Another form of the command; empty for that of all runs.
             may_fail: Whether to return a failure, with the ledgers that are there.
+            later: The number of runs that follow, for the time that is left.
             **options: Further arguments of ``run_once``.
 
         Raises:
@@ -511,14 +514,23 @@ class Runs:
             folder.mkdir(exist_ok=True)
         failure: CommandError | None = None
         start = time.monotonic()
-        progress = RunProgress(title, folder, self.seconds)
+        progress = RunProgress(title, folder, self.seconds or 0.0, later)
         try:
             run_once(command, folder, progress=progress, timeout=self.timeout, **options)
         except CommandError as error:
             failure = error
+            with suppress(OSError):  # a command that did not start leaves nothing, not a folder
+                folder.rmdir()
+                self.output.rmdir()
+            if not may_fail:
+                raise
         seconds = time.monotonic() - start
         paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
-        fits = {path.name: read_ledger(path) for path in paths}
+        try:
+            fits = {path.name: read_ledger(path) for path in paths}
+        except LedgerError as error:
+            # The log of a run that failed says more than the ledger that it left.
+            raise failure or error from None
         if not fits and failure is None:
             failure = CommandError(
                 f"The command {describe_command(command)} ended well but wrote no ledger. Let it "

@@ -160,7 +160,8 @@ def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -
         LedgerError: When there is no ledger, more than one, or one that cannot be read.
     """
     place = Path(path)
-    with file_errors(LedgerError, f"The ledger {place} cannot be opened"):
+    advice = "A ledger is a folder fit-NNN under the Trainer's log directory."
+    with file_errors(LedgerError, f"The ledger {place} cannot be opened", advice):
         is_folder = stat.S_ISDIR(place.stat().st_mode)
     if not is_folder:
         with RankReader(place) as reader:

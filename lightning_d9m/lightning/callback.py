@@ -31,9 +31,11 @@ from lightning_d9m.control.settings import (
     Settings,
     build_from_variables,
     describe_hash_seed_problem,
+    read_names,
     read_path,
     read_settings,
     reject_unknown_variables,
+    validate_switch,
     variable_of,
 )
 from lightning_d9m.errors import SettingError
@@ -169,10 +171,11 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         _serve_launches(self)
         super().__init__()
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
+        validate_switch("summary", summary)
         self._given = select_given(arguments)
         names = [field.name for field in fields(RunOptions) if field.name in arguments]
         options = RunOptions(**{name: arguments[name] for name in names})
-        ignored = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
+        ignored = read_names("ignored_metrics", ignored_metrics)
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
         accepted = [accepted_unknown] if isinstance(accepted_unknown, str) else accepted_unknown
@@ -195,7 +198,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         return {name: part for name, part in state.items() if name not in ("log", "log_dict")}
 
     def __repr__(self) -> str:
-        ledger = self._recorder.summary.ledger
+        ledger = None if self.ledger is None else str(self.ledger)
         return f"{type(self).__name__}(ledger={ledger!r}, digest={self.digest!r})"
 
     @property
@@ -205,14 +208,14 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     @property
     def ledger(self) -> Path | None:
-        """The folder of the last fit's ledger; None before a fit."""
+        """The folder of the last fit's ledger, or of the last evaluation's if there was no fit."""
         ledger = self._recorder.summary.ledger
-        return None if ledger is None else Path(ledger)
+        return self._recorder.run.folder if ledger is None else Path(ledger)
 
     @property
     def digest(self) -> str | None:
-        """The digest of the weights in the last record, 32 hex digits; None before a fit."""
-        return self._recorder.summary.digest
+        """The digest of the weights in that ledger's last record, 32 hex digits; None before."""
+        return self._recorder.summary.digest or self._recorder.run.digest
 
     # Lightning passes the module and more, of which each hook names what it uses.
 
@@ -564,6 +567,8 @@ def change_last_bits(
 ) -> dict[str, str | int]:
     """Move each weight to the next number above or below, as the variable's number draws it.
 
+    Both parts of a complex number move; weights that are whole numbers have no last bit.
+
     Returns:
         The setting that the ledger records; empty if the variable is not set.
 
@@ -577,7 +582,10 @@ def change_last_bits(
         raise SettingError(f"{LAST_BITS} is {text!r}; allowed: digits, such as 1.")
     generator = torch.Generator().manual_seed(int(text))
     with torch.no_grad():
-        for weight in module.parameters():
+        for whole in module.parameters():
+            weight = torch.view_as_real(whole) if whole.is_complex() else whole
+            if not weight.is_floating_point():
+                continue
             upwards = torch.randint(2, weight.shape, generator=generator, device="cpu").bool()
             limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
             weight.copy_(torch.nextafter(weight, limit))

@@ -20,7 +20,7 @@ from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import replace_method
-from lightning_d9m.errors import CheckpointError, CommandError
+from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.hashing.checkpoint_manifest import check_manifest, make_manifest
 from lightning_d9m.lightning.lightning_private import wrap_resume_start
 from lightning_d9m.lightning.strategies import is_sharded
@@ -330,13 +330,13 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
 
     Raises:
         CheckpointError: If it cannot be read, or is not a checkpoint.
-        CommandError: If it is a text file, or holds objects that may not be loaded, or that cannot
+        SettingError: If it is a text file, or holds objects that may not be loaded, or that cannot
             be.
     """
     with suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
         head = file.read(_HEAD)
         if head.decode() and b"\0" not in head:
-            raise CommandError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
+            raise SettingError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except Exception as error:
@@ -346,18 +346,18 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
         if objects:
             listed = describe_names(objects[:8], len(objects), 8)
             if allow_objects:
-                raise CommandError(
+                raise SettingError(
                     f"The objects in {path} cannot be loaded ({listed}): {error}. Run the command "
                     "where the program can import them, as with PYTHONPATH=."
                 ) from error
-            raise CommandError(
+            raise SettingError(
                 f"{path} is not damaged, but holds Python objects ({listed}), and loading them can "
                 "run code from the file. If you trust it, add --allow-objects; a program resumes "
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
         if is_pickle:
-            raise CommandError(
+            raise SettingError(
                 f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
                 f"verify, and it cannot be loaded: {escape(str(error), 400)}"
             ) from error

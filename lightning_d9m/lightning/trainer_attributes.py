@@ -1,7 +1,10 @@
 """A Trainer's logical ranks, schedulers, ranks, callbacks and metrics."""
 
+import dis
+import inspect
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -9,6 +12,10 @@ from torch import nn
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.state.parts import is_of_lightning
+
+OPTIMIZERS = "optimizers["
+"""The names of optimizers begin with it, see ``name_program``."""
 
 Trainer: TypeAlias = Any
 """A Trainer of Lightning, whose annotations lack half of the attributes that we read."""
@@ -77,3 +84,39 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
         named[f"{base}#{counts[base]}" if counts[base] else base] = callback
         counts[base] += 1
     return named
+
+
+def name_program(trainer: Trainer, key: str) -> dict[str, Any]:
+    """Return the objects that a program may change in a fit, by name, besides the module.
+
+    ``key`` is the one of our callback's state.
+    """
+    callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != key]
+    owners = {"datamodule": trainer.datamodule, "trainer": trainer} | name_callbacks(callbacks)
+    owners |= {f"{OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
+    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+    return owners
+
+
+@cache
+def list_stored(kind: Any) -> frozenset[str]:
+    """Return the attributes that Lightning and torch.optim set in objects of a class."""
+    own = [
+        part
+        for base in kind.__mro__
+        if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
+        for part in vars(base).values()
+    ]
+    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
+    functions = filter(inspect.isfunction, own)
+    return frozenset[str]().union(*(find_attributes(each, "STORE_ATTR") for each in functions))
+
+
+@cache
+def find_attributes(function: Any, operation: str) -> frozenset[str]:
+    """Return the attributes on which the code of a function, and of those in it, operates."""
+    codes = [inspect.unwrap(function).__code__]
+    for code in codes:
+        codes += filter(inspect.iscode, code.co_consts)
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    return frozenset(step.argval for step in steps if step.opname == operation)

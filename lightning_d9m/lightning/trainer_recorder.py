@@ -471,14 +471,16 @@ def _choose_parent(
         return local
     preferred = log_dir or trainer.default_root_dir
     # Programs list these folders, and expect nothing else there.
-    excluded = _list_local(getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks)
+    saved = _list_local(getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks)
+    excluded = dict.fromkeys(saved, "is the folder of the checkpoints")
     if spare_cwd:
         # Where a logger or a checkpoint callback writes.
         saves = trainer.state.fn == "fit" and not trainer.fast_dev_run
         written = _list_local(logger.save_dir for logger in trainer.loggers)
-        written |= excluded if saves else set()
+        written |= saved if saves else set()
         if not any(folder.is_relative_to(Path.cwd()) for folder in written):
-            excluded |= {Path.cwd()}
+            unused = "is the working folder, and this Trainer writes no files into it"
+            excluded.setdefault(Path.cwd(), unused)
     for folder in (preferred, trainer.default_root_dir, Path.cwd()):
         local = _find_local(folder)
         if local is not None and local.absolute() not in excluded:
@@ -487,10 +489,12 @@ def _choose_parent(
     else:
         parent = state_folder() if spare_cwd else Path.cwd() / "lightning_logs" / _NAME
     if parent != Path(preferred, _NAME) and not str(preferred).startswith("file:"):
+        local = _find_local(preferred)
+        reason = excluded.get(local.absolute(), "") if local is not None else ""
         rank_zero().rank_zero_info(
-            f"The ledger is written to {parent}, because {preferred} is the folder of the "
-            "checkpoints, not a local folder, or the working folder of a "
-            f"Trainer that writes no files into it. Set {LEDGER_VARIABLE} to choose another folder."
+            f"The ledger is written to {parent}, because {preferred} "
+            f"{reason or 'is not a local folder'}. Set "
+            f"{LEDGER_VARIABLE} to choose another folder."
         )
     return parent
 

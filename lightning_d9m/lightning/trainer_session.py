@@ -20,7 +20,7 @@ from lightning_d9m.control.seeding import (
     seed_all,
 )
 from lightning_d9m.control.session import active_session, deterministic, give_back_fit, next_fit
-from lightning_d9m.control.settings import HIGHEST_SEED, Settings
+from lightning_d9m.control.settings import HIGHEST_SEED, Settings, read_names
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hashing.shards import reshard
 from lightning_d9m.lightning.lightning_private import fit_data_sources
@@ -266,7 +266,7 @@ def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     for name in ("unpatched_ops", "varying_ops"):
         if names := given.get(name):
-            given[name] = (names,) if isinstance(names, str) else tuple(names)
+            given[name] = read_names(name, names)
     replace(Settings(), **given)
     return given
 

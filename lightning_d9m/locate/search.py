@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from lightning_d9m.locate.op_evidence import OpFinding
 
 _MOST_FILES = 500
+# The whole run, the steps, the modules, the operations, the values, filled memory.
+_MOST_LOOKS = 6
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
 _ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
 # By the kind of the cause.
@@ -117,10 +119,10 @@ class Runner:
         self._runs = runs
         self._variables = variables
         self._numbers = count(1)
-        self._stage = ""
+        self._stage, self._looks = "", 0
 
     def run(
-        self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
+        self, stage: str, *, dump: str = "", filled: bool = False, later: int = 0, **probes: str
     ) -> tuple[Run, Path]:
         """Run once; return the run and the folder of its dumps, which need not exist.
 
@@ -128,6 +130,7 @@ class Runner:
             stage: Name of the look, for the progress line.
             dump: Name of the place whose values are saved; empty for none.
             filled: Whether to switch on everything that fills new memory.
+            later: The number of runs of the look that follow.
             **probes: Settings of the probes, by name.
 
         Raises:
@@ -146,6 +149,7 @@ class Runner:
             f"run {number}, {stage}",
             variables={**self._variables, **variables},
             may_fail=True,
+            later=later,
         )
         if run.failure is not None:
             ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
@@ -165,10 +169,14 @@ class Runner:
                 shows.
         """
         known, self._stage = self._stage, stage
+        self._looks += known != stage
         if known != stage and self._runs.seconds is not None:
+            look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
             seconds = f"{2 * self._runs.seconds:.0f} s for each pair of runs"
-            print(f"next look: {stage}, about {seconds}", file=sys.stderr, flush=True)
-        runs = [self.run(stage, dump=dump, filled=filled, **probes) for _ in range(2)]
+            print(f"{look}, about {seconds}", file=sys.stderr, flush=True)
+        runs = [
+            self.run(stage, dump=dump, filled=filled, later=later, **probes) for later in (1, 0)
+        ]
         expected, actual = (run.fits for run, _ in runs)
         if expected.keys() != actual.keys():
             raise CommandError(

@@ -1,7 +1,7 @@
 """States of torchmetrics metrics by logical rank."""
 
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -82,12 +82,14 @@ class MetricStates:
                 name: value.clone() if isinstance(value, Tensor) else copy(value)
                 for name, value in live.items()
             }
-        replace = self._patches.replace
-        replace(metric, "reset", partial(self._reset, metric, metric.reset))
-        replace(metric, "_sync_dist", partial(self._synchronize, metric))
-        replace(metric, "distributed_available_fn", lambda: True)
-        for name in ("update", "forward"):
-            replace(metric, name, partial(self._update, metric, getattr(metric, name)))
+        for name, call in (
+            ("reset", partial(self._reset, metric, metric.reset)),
+            ("_sync_dist", partial(self._synchronize, metric)),
+            ("distributed_available_fn", lambda: True),
+            ("update", partial(self._update, metric, metric.update)),
+            ("forward", partial(self._update, metric, metric.forward)),
+        ):
+            self._patches.replace(metric, name, _Replacement(getattr(metric, name), call))
 
     def add(self, path: str, value: Any) -> bool:
         """Add a metric that is in a container of the module; return whether it is a metric."""
@@ -175,6 +177,19 @@ class MetricStates:
         states = [by_rank[rank] for rank in sorted(by_rank)]
         for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
             setattr(metric, name, _reduce([state[name] for state in states], reduction))
+
+
+class _Replacement:
+    """Stands for a method of one metric; a copy of the metric, as in a tracker, gets the method."""
+
+    def __init__(self, replaced: Any, call: Callable[..., Any]) -> None:
+        self._replaced, self._call = replaced, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self._replaced, memo)
 
 
 def _read(metric: Any) -> dict[str, Any]:

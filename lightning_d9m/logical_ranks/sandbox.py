@@ -2,10 +2,11 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,9 +26,10 @@ from lightning_d9m.state.parts import (
     Dict,
     Kind,
     are_same,
+    equal_bits,
 )
 from lightning_d9m.state.plain_data import encode_plain
-from lightning_d9m.state.state import VERSIONED, Node, Watch, digest_value
+from lightning_d9m.state.state import VERSIONED, LeaveOut, Node, Watch, digest_value
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
@@ -37,6 +39,13 @@ _THOROUGH = 128
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
+_PAIR = 2
+_PARTS_OF_PARTIAL = ("func", "args", "keywords")
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Of data outside the module only a step that has written to them is looked at closely.
+_WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
+# What others keep, or no program changes.
+_LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
 _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 
 
@@ -92,7 +101,8 @@ class Sandbox:
     The rules do not depend on the number of processes:
 
     - What all logical ranks change alike (a momentum encoder, a counter) is kept.
-    - What they append to lists and sets and add to dicts is gathered, in the order of ranks.
+    - What they append to lists and sets and add to dicts is gathered, in the order of ranks, and
+      so is what they write to different elements of a tensor that is not a buffer.
     - Of anything else the value of logical rank 0 is kept, as DDP keeps the buffers of process 0.
       A warning names it, unless it is a buffer.
 
@@ -101,24 +111,28 @@ class Sandbox:
         processes: Those that have the logical ranks: the strategy, which has their ``blocks`` and
             the ``block`` of this one, gathers values, and broadcasts tensors.
         leave_out: Called with the path and each object that can change; returns whether others
-            keep its state for each logical rank.
-        hidden: The attributes of the module whose changes do not count.
+            keep its state for each logical rank, or a step does not change it.
+        hide: Returns the attributes of an object whose changes do not count.
+        name_owners: Returns what a step may change besides the module, by name.
     """
 
     def __init__(
         self,
         module: nn.Module,
         processes: Any,
-        leave_out: Callable[[str, Any], bool],
-        hidden: Container[str],
+        leave_out: LeaveOut,
+        hide: Callable[[Any], Collection[str]] = lambda _: (),
+        name_owners: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._module = module
         self._processes = processes
         self._block: range = processes.block
         self._ranks: int = processes.blocks.logical_ranks
         self._shared = len(self._block) < self._ranks  # whether other processes have some, too
-        self._leave_out = leave_out
-        self._hidden = hidden
+        self._given_leave_out = leave_out
+        self._left_out: set[int] = set()
+        self._hide, self._name_owners = hide, name_owners
+        self._outside: tuple[str, ...] = ()
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
         self._watch: Any = None  # from the first step
@@ -145,7 +159,9 @@ class Sandbox:
         self._missing |= not thorough
         if self._watch is None or compares is not self._compares:
             self._compares = compares
-            owners = {"": self._module}
+            others = self._name_owners()
+            self._outside = tuple(f"{name}." for name in others)
+            owners = {"": self._module, **others}
             self._watch = Watch(
                 owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
             )
@@ -207,7 +223,17 @@ class Sandbox:
 
     # The state
 
-    def _choose_kind(self, _path: str, value: Any, kind: Kind) -> Kind:
+    def _leave_out(self, path: str, value: object) -> bool:
+        found = self._given_leave_out(path, value)
+        # The id of a freed object may be that of another now.
+        (self._left_out.add if found else self._left_out.discard)(id(value))
+        return found
+
+    def _choose_kind(self, path: str, value: Any, kind: Kind) -> Kind:
+        if id(value) in self._left_out:
+            return _LEFT_OUT
+        if kind is TENSOR and path.startswith(self._outside):
+            return _WRITTEN
         trained = isinstance(value, nn.Parameter) and value.requires_grad
         if kind is TENSOR and trained and not self._compares and id(value) not in self._changing:
             return VERSIONED
@@ -236,7 +262,7 @@ class Sandbox:
             )
         if isinstance(kind, Dict):
             for path, key, first, part in node.find_parts():
-                if owner is self._module and key in self._hidden:
+                if key in self._hide(owner):
                     continue
                 if first is MISSING and kind is DICT:
                     record.added.setdefault(node.path, (node, []))[1].append((key, part))
@@ -252,8 +278,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        known = package in _LIBRARIES or self._leave_out(node.path, node.owner)
-        if not known and node.path not in self._warned:
+        if package not in _LIBRARIES and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
                 f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
@@ -351,6 +376,7 @@ class Sandbox:
         own = {
             path: change for record in records.values() for path, change in record.changes.items()
         }
+        paths = self._gather_written(records, paths)
         first = records[0].changes if self._block.start == 0 else {}
         unknown, received = _make_plain([first[path] for path in paths if path in first])
         if self._shared:
@@ -373,6 +399,34 @@ class Sandbox:
                 _Change(path, node, key, content, "").apply()
             elif path in own:
                 own[path].put_back()
+
+    def _gather_written(self, records: dict[int, _Record], paths: list[str]) -> list[str]:
+        """Write to tensors what each logical rank wrote to them; return the other paths.
+
+        Raises:
+            SettingError: If logical ranks wrote different values to an element.
+        """
+        own = {rank: dict(_list_written(record, paths)) for rank, record in records.items()}
+        parts = self._processes.gather_values(own) if self._shared else [own]
+        found = _turn(parts).items()
+        written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
+        for path, by_rank in written.items():
+            node = self._watch.paths[path]
+            merged = node.content.flatten().clone()
+            taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
+            for rank in sorted(by_rank):
+                places, values = move_tensors(by_rank[rank], self._module)
+                again = taken[places]
+                if not equal_bits(merged[places][again], values[again]):
+                    raise SettingError(
+                        f"The logical ranks write different values to the same elements of "
+                        f"{path!r}, of which each process of DDP has its own: register it as a "
+                        "buffer, which is that of logical rank 0, append to a list, which gets "
+                        "the values of all, or train without logical_ranks."
+                    )
+                merged[places], taken[places] = values, True
+            node.kind.write(node.owner, merged.reshape(node.content.shape))
+        return [path for path in paths if path not in written]
 
     def _report(self, path: str, change: _Change | None, stage: str) -> None:
         value = None if change is None else change.value
@@ -423,6 +477,25 @@ def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     return "", found
 
 
+def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the places and values that a logical rank wrote to tensors, by path.
+
+    Of a change of another kind, or of a single number, they are None.
+    """
+    for path in paths:
+        if (change := record.changes.get(path)) is None:
+            continue
+        now, before = change.value, None if change.key else change.node.content
+        both = [own for own in (now, before) if isinstance(own, Tensor)]
+        forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
+        if len(both) * len(forms) != _PAIR or now.numel() == 1 or change.token[:6] == "buffer":
+            yield path, None
+            continue
+        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in both]
+        places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+        yield path, [places, now.flatten()[places]]
+
+
 def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
     """Return values by path and logical rank, given those of each process by rank and path."""
     turned: dict[str, dict[int, Any]] = {}
@@ -437,9 +510,13 @@ def _find_added(node: Node) -> list[Any] | None:
     owner = node.owner
     if node.kind is SET:
         return sorted(owner - node.content, key=repr) if node.content <= owner else None
-    if node.kind is not ITEMS or getattr(owner, "maxlen", None) is not None:
+    if node.kind is not ITEMS:
         return None
-    before = node.content
-    now = tuple(owner)
-    same = len(now) > len(before) and are_same(now[: len(before)], before)
-    return list(now[len(before) :]) if same else None
+    now, before = tuple(owner), node.content
+    # A full deque drops its first items.
+    full = len(now) == getattr(owner, "maxlen", None)
+    for dropped in range(1 + len(before) * full):
+        kept = before[dropped:]
+        if len(now) > len(kept) and are_same(now[: len(kept)], kept):
+            return list(now[len(kept) :])
+    return None

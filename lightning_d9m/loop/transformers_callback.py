@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from lightning_d9m.control.settings import read_names
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.launch.interruption_points import (
     INTERRUPT,
@@ -113,8 +114,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             )
         self._ledger_dir = ledger_dir
         self._resumed_from = resumed_from
-        given = [ignored_metrics] if isinstance(ignored_metrics, str) else ignored_metrics
-        self._ignored_metrics = (*_NOT_RECORDED, *given)
+        self._ignored_metrics = (*_NOT_RECORDED, *read_names("ignored_metrics", ignored_metrics))
         self._options = options
         self.recorder: TransformersRecorder | None = None
         self._is_open = self._interrupts = False

@@ -319,10 +319,12 @@ class RepeatReport:
             return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and by how much")]
-        compared = len(self._runs) - 1
+        compared, runs = len(self._runs) - 1, _show_path(self._output)
         rare = len(self._list_runs(self._differing)) < compared
         tries = f"--tries {2 * compared} " if rare else ""
-        return list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", shown)
+        steps = list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", runs)
+        # `d9m locate` runs on one number of processes, on which runs may well agree.
+        return steps[1:] if self._counts else steps
 
     def _as_json(self) -> dict[str, object]:
         return {

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -10,7 +10,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.control.settings import build_from_variables, read_settings, variable_of
+from lightning_d9m.control.settings import (
+    build_from_variables,
+    read_names,
+    read_settings,
+    variable_of,
+)
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ledger.kinds import ALL, PROBE_KINDS, ROOT
 
@@ -50,10 +55,10 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         ranks: Any = self.probe_ranks
         plain = {
-            "probes": _split(self.probes),
-            "probe_modules": _split(self.probe_modules),
+            "probes": _split("probes", self.probes),
+            "probe_modules": _split("probe_modules", self.probe_modules),
             "probe_steps": self.probe_steps or "",
-            "probe_ranks": (ranks,) if isinstance(ranks, int) else tuple(ranks or ()),
+            "probe_ranks": tuple(ranks or ()) if isinstance(ranks, Iterable | None) else (ranks,),
         }
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -146,14 +151,14 @@ class ProbeSettings:
         return record
 
 
-def _split(names: str | Sequence[str]) -> tuple[str, ...]:
+def _split(setting: str, names: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         return tuple(name.strip() for name in names.split(",") if name.strip())
-    return tuple(names)
+    return read_names(setting, names)
 
 
-def _parse_steps(text: str) -> range:
-    match = _STEPS.fullmatch(text or ":")
+def _parse_steps(text: object) -> range:
+    match = _STEPS.fullmatch(text or ":") if isinstance(text, str) else None
     steps = range(int(match[1] or 0), int(match[2] or sys.maxsize)) if match else range(0)
     if not steps:
         raise SettingError(

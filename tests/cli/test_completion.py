@@ -20,3 +20,11 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch, d9m):
     status, _, err = d9m("completion", "bash")
     assert status == 2
     assert "Run: pip install shtab" in err
+
+
+def test_fish_too_if_the_package_knows_it(monkeypatch, d9m):
+    status, script, _ = d9m("completion", "fish")
+    assert (status, "complete -c d9m" in script) == (0, True)
+    monkeypatch.setattr("shtab.SUPPORTED_SHELLS", ["bash"])
+    status, _, err = d9m("completion", "fish")
+    assert (status, "does not know fish. Run: pip install --upgrade shtab" in err) == (2, True)

@@ -61,7 +61,7 @@ def test_it_does_what_is_missing(install, tmp_path, problems, cached, words, don
 
 def test_an_installation_that_does_not_work(install):
     status, _, err, _ = install(["It hung.", "It hung again."])
-    assert status == 2
+    assert status == 3
     assert "allreduce of two processes failed: It hung again." in err
 
 

@@ -1,12 +1,13 @@
 """The ``d9m`` command: its help, its version and its errors."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli.main import COMMANDS
+from lightning_d9m.cli.main import COMMANDS, build_parser
 from lightning_d9m.version import __version__
 
 
@@ -17,6 +18,9 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
     assert status == 0
     assert text.startswith(f"usage: d9m {command}")
     assert max(map(len, text.splitlines())) <= 80
+    example = re.search(rf"^example: .*?d9m ({command} ?.*?)[)\"]*$", text, re.MULTILINE)[1]
+    words = example.partition(" -- ")[0].split()
+    assert not build_parser(command.split()[0]).parse_known_args(words)[1]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +47,11 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
         ("repeat --processes 1,2,1", 2, "1,2,1 is not valid; a number occurs twice"),
         ("repeat --processes 2", 2, "2 is not valid; one run cannot be compared"),
         ("repeat --processes 1,2 --interrupt", 2, "not allowed with argument --processes"),
-        ("repeat", 2, "no command to run. Give it after `--`: d9m repeat -- python train.py"),
-        ("audit model --", 2, "after `--`: d9m audit model -- python train.py"),
+        ("repeat", 2, "no command to run. Give it after `--`: d9m repeat -n 3 -- python train.py"),
+        ("bisect -- python a.py", 2, "commits are 'missing'. Give a good and a bad one, GOOD..BAD"),
+        ("audit ops -- train.py", 2, "audit ops: error: unrecognized arguments: train.py"),
+        ("verify -- none.ckpt", 2, "No such file: none.ckpt."),
+        ("audit model --", 2, "after `--`: d9m audit model -n 3 -- python train.py"),
     ],
 )
 def test_what_is_typed_gets_an_answer(words, status, said, d9m):

@@ -57,6 +57,7 @@ def test_a_run_that_differs_is_named_with_the_first_divergence(repeat):
     assert "Rank 0 diverges first, in the initial state." in " ".join(out.split())
     assert out.startswith("different: 1 of 3 runs differs from run 1. Run 2: ")
     assert "  d9m locate --tries 4 -- " in out
+    assert "  d9m report d9m-runs/000\n" in out  # of all three
     assert (
         max(len(line) for line in out.splitlines() if not re.search("d9m-runs|  d9m", line)) <= 80
     )
@@ -87,7 +88,7 @@ def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repea
     """The program notes what is set; it has no Trainer, which would change the weights."""
     note = "open('noted', 'a').write(os.environ.get('LIGHTNING_D9M_LAST_BITS', '-'))\n"
     status, _, err = repeat(note + "train()", "--last-bits", "-n", "3")
-    assert status == 2
+    assert status == 3
     assert "left the last bits of its weights alone: --last-bits needs a Trainer" in err
     assert (tmp_path / "noted").read_text() == "-12"
     changed = "train(run, settings={'last_bits': run})"
@@ -149,28 +150,43 @@ def test_nothing_is_overwritten(repeat, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "expected", "message"),
     [
-        (["--", "./train.py"], "Start a script with its interpreter: python ./train.py."),
-        (["--", "bad\0name"], "does not start: embedded null"),
-        (["-o", "new\0folder", "--", "true"], "cannot be made: embedded null"),
-        (["--allow-objects", "--", "true"], "--allow-objects is only for --interrupt"),
-        (["--", "true"], "'true' ended well but wrote no ledger"),
-        (["--timeout", "0.3", "--", "sleep", "60"], "still running after 0.3 s"),
+        (["--", "./train.py"], 3, "Start a script with its interpreter: python ./train.py."),
+        (["--", "python train.py"], 3, "without quotes around them all: -- python train.py"),
+        (["--", "bad\0name"], 3, "does not start: embedded null"),
+        (["-o", "new\0folder", "--", "true"], 2, "cannot be made: embedded null"),
+        (["-o", "/proc/x", "--", "true"], 2, "No such file or directory. Check the path. Give"),
+        (["--allow-objects", "--", "true"], 2, "--allow-objects is only for --interrupt"),
+        (["-n", "2", "much", "--", "true"], 2, "d9m repeat: error: unrecognized arguments: much"),
+        (["--", "true"], 3, "'true' ended well but wrote no ledger"),
+        (["--timeout", "0.3", "--", "sleep", "60"], 3, "still running after 0.3 s"),
     ],
 )
-def test_misuse_is_one_clear_error(argv, message, tmp_path, monkeypatch, d9m):
+def test_misuse_is_one_clear_error(argv, expected, message, tmp_path, monkeypatch, d9m):
+    """Only a command that started takes a number."""
     monkeypatch.chdir(tmp_path)
     status, _, error = d9m("repeat", *argv)
-    assert status == 2
-    assert error.count("d9m: error:") == 1
+    assert status == expected
+    assert error.count(": error:") == 1
     assert message in error
+    started = argv[-1] in ("true", "60") and expected == 3
+    assert [path.name for path in tmp_path.glob("d9m-runs/*")] == ["000"] * started
+
+
+def test_the_log_of_a_failed_run_says_more_than_its_ledger(repeat):
+    """As on a full disk: the ledger has not even a header."""
+    empty = "train()\nnext(ledgers.glob('*/*')).write_text('')\n"
+    status, _, err = repeat(f"{empty}sys.exit('No space left on device')")
+    assert (status, "| No space left on device" in err) == (3, True)
+    assert "the run was killed" not in err
+    assert repeat(f"{empty}")[0] == 2
 
 
 def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
     code = "train()\nprint('so far so good')\nsys.exit(run - 1)"
     status, _, err = repeat(code)
-    assert status == 2
+    assert status == 3
     assert "| so far so good" in err
     assert "error: In run 2 of 2 (run 1 succeeded): The command" in err
     assert "run 2 of 2: stopped" in err
@@ -209,6 +225,9 @@ def test_without_logical_ranks_nothing_is_promised(repeat):
     text = " ".join(out.split())
     assert "The runs have no logical ranks. Without them, the same bits on different" in text
     assert 'the strategy "ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS=4 before' in text
+    # On one number of processes the runs may well agree.
+    assert "  d9m report " in out
+    assert "  d9m locate" not in out
 
 
 def test_processes_have_the_variables_of_torchrun_and_one_number_of_threads(
@@ -239,7 +258,7 @@ def test_all_processes_end_when_one_fails_and_its_error_is_shown(repeat):
     # Rank 0 would sleep for ten minutes.
     code = "if rank == 1: sys.exit('the batch is bad')\n"
     status, _, err = repeat(code + "time.sleep(600)", "--processes", "2,1")
-    assert status == 2
+    assert status == 3
     assert "error: In run 1 of 2, on 2 processes: The command" in err
     assert "ended with exit status 1 in process 1 of 2. Log: " in err
     assert err.rstrip().endswith("| the batch is bad")
@@ -287,7 +306,7 @@ def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(resume, tm
     assert "run 6 of 6, resumed: done, 1 epoch" in err
     assert max(map(len, [*out.splitlines()[:-1], *err.splitlines()])) <= 80
     assert not list(tmp_path.glob("d9m-runs/000/*/checkpoints"))
-    assert re.search(r"run 2 of 6, to be killed: started, about \d+ s", err)
+    assert re.search(r"run 2 of 6, to be killed: started, about \d+ s left", err)
 
 
 def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(resume, tmp_path):
@@ -313,7 +332,7 @@ def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(resume, tmp
 )
 def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, survey, message):
     status, out, err = resume(code, survey=survey)
-    assert status == 2
+    assert status == 3
     assert not out
     assert err.count("d9m: error:") == 1
     assert message in err
@@ -331,7 +350,7 @@ def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, survey
 )
 def test_points_that_fail_are_all_reported(resume, code, message):
     status, out, err = resume(code)
-    assert (status, "d9m: error:" in err) == (2, False)
+    assert (status, "d9m: error:" in err) == (3, False)
     assert out.startswith("incomplete: 2 runs failed.\n\n")
     assert re.findall(r"^Run (\d+) failed", out, re.MULTILINE) == [*"23"]
     assert out.count(message) == 2
@@ -358,7 +377,7 @@ def test_a_point_that_fails_has_its_remedy_and_leaves_the_verdicts_of_the_others
     resume, cause, remedy
 ):
     status, out, _ = resume(FAIL_ONCE.format(cause=cause) + "train()")
-    assert status == 2
+    assert status == 3
     # The checkpoints of all points hold objects: no other point is tried.
     tried = [*"1"] if "only" in cause else [*"13"]
     assert [line.split()[0] for line in rows(out)[: len(tried)]] == tried

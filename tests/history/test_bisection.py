@@ -15,7 +15,7 @@ from ledger_runs import make_facts, make_weights, write_rank
 from uv import find_uv_bin
 
 from lightning_d9m.cli.bisect import format_bisection
-from lightning_d9m.errors import CommandError
+from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.hashing.digest import digest
 from lightning_d9m.hashing.training_state import sketch_tensors
 from lightning_d9m.history import bisection
@@ -229,7 +229,7 @@ ONE, OTHER_WEIGHTS = [1.0, 1.0], [1.0, 2.0]
     ],
 )
 def test_what_cannot_be_bisected_is_an_error(tmp_path, weights, message):
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises((CommandError, SettingError), match=message):
         OneCommit(tmp_path, *weights).search()
 
 
@@ -250,7 +250,7 @@ def test_a_commit_without_the_working_folder_does_not_train(tmp_path, bisect):
     git(tmp_path / "project", "mv", "train.py", "values.py", "sub")
     git(tmp_path / "project", "commit", "--quiet", "-m", "Move")
     status, _, errors = bisect("HEAD~1..HEAD", inside="project/sub")
-    assert status == 2
+    assert status == 3
     assert "must train, and it does not: The commit does not have the folder" in errors
     # An error leaves no worktree.
     assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
@@ -326,7 +326,7 @@ def test_the_package_that_changes_bits_is_named(tmp_path, bisect_packages):
     names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
     assert names == {"left", "new.txt", "old.txt", "output", "train.py", "wheels"}
     status, _, errors = bisect_packages(["values==1"], ["values==4"])
-    assert status == 2
+    assert status == 3
     assert "The bad package list new.txt must train, and it does not: The packages cannot" in errors
 
 
@@ -334,7 +334,7 @@ def test_wrong_lists_and_words_are_one_clear_error(tmp_path, bisect_packages, d9
     for old, words, message in (
         ("values==1", (), "hold the same packages, so none of them"),
         ("values>=1", (), "old.txt holds 'values>=1', not a package with its version"),
-        ("values==2", ("--link", "data"), "--link and --golden are for commits"),
+        ("values==2", ("--link", "data"), "Commits, --link and --golden are given with --packages"),
     ):
         status, _, errors = bisect_packages([old], ["values==1"], *words)
         assert status == 2

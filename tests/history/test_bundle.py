@@ -1,11 +1,13 @@
 """``d9m bundle``: what others get, without secrets, and files that may come from anybody."""
 
+import errno
 import json
 import re
 import stat
 import zipfile
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from ledger_runs import list_batches, make_digests, make_facts, make_probes, write_rank
@@ -114,6 +116,34 @@ def test_a_report_names_the_line_of_the_pair_that_was_located(located, d9m, orde
     page = (located / "report.html").read_text()
     assert [text in page for text in NAMED] == [shown] * len(NAMED)
     assert ("Next: <code>d9m locate" in page) is not shown
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize("words", [["runs"], ["runs/run-001", "runs/run-002"]])
+def test_what_was_located_is_said_in_place_of_the_advice_to_locate(located, d9m, command, words):
+    if command == "compare" and not words[1:]:
+        words = ["runs/run-001/fit-000", "runs/run-002/fit-000"]
+    status, out, _ = d9m(command, *words)
+    assert status == 1
+    assert "d9m locate:\ndifferent: data. The batch differs.\n" in out
+    assert "line:     train.py:4:1: rng = numpy.random.default_rng()\n" in out
+    assert "d9m locate --" not in out
+
+
+def test_what_cannot_be_written_whole_is_not_written(located, d9m, bundle, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    before = {path: path.stat().st_size for path in located.rglob("*")}
+
+    def fail(self, *_, **__):
+        self.write_bytes(b"a part")
+        raise full
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(zipfile.ZipFile, "write", Mock(side_effect=full))
+    for command in (partial(d9m, "report"), bundle):
+        status, _, err = command("runs")
+        assert (status, "No space left on device. Free some space" in err) == (2, True)
+    assert {path: path.stat().st_size for path in located.rglob("*")} == before
 
 
 def test_no_secret_is_in_any_file(located, bundle, monkeypatch):

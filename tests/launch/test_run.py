@@ -9,7 +9,7 @@ import sys
 import pytest
 from rank_processes import has_ended
 
-from lightning_d9m.errors import CommandError
+from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.launch import run as launched
 from lightning_d9m.launch.progress import RunProgress
 from lightning_d9m.launch.run import make_output, pair_fits, run_once
@@ -177,7 +177,7 @@ def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
 
 def test_a_log_that_cannot_be_created_is_named(tmp_path):
     folder = tmp_path / "none"
-    with pytest.raises(CommandError, match=r"log .* cannot be made: No such file or directory"):
+    with pytest.raises(LedgerError, match=r"log .* cannot be made: No such file or directory"):
         run_once(["true"], folder, progress=Quiet("", folder), timeout=None)
 
 

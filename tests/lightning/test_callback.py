@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from interruptions import KilledError, begin_run, interrupt  # noqa: F401 - a fixture
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from trainings import NoisyDigits, make_loader, make_model
 
@@ -24,6 +25,7 @@ from lightning_d9m.launch import interruption_points
 from lightning_d9m.launch.interruption_points import EpochShape
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.lightning.callback import change_last_bits
 from lightning_d9m.output.comparison_text import state_verdict
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
@@ -294,6 +296,33 @@ def test_only_the_first_fit_of_a_process_is_steered(train, fit, tmp_path, monkey
     monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
     monkeypatch.setenv("LIGHTNING_D9M_RESUME", "no-such-file")
     trainer.validate(model, make_loader(shuffle=False), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"ignored_metrics": 3}, "ignored_metrics is 3; allowed: a name, or a list of names"),
+        ({"unpatched_ops": 3}, "unpatched_ops is 3; allowed: a name"),
+        ({"summary": "no"}, "summary is 'no'; allowed: True or False"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(words, message):
+    with pytest.raises(SettingError, match=message):
+        DeterminismCallback(**words)
+
+
+def test_last_bits_of_complex_and_whole_numbers(monkeypatch):
+    module = nn.Module()
+    numbers = torch.tensor([1 + 2j, -3j])
+    module.wave = nn.Parameter(numbers.clone())
+    module.places = nn.Parameter(torch.arange(3), requires_grad=False)
+    change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "1"})
+    assert module.places.tolist() == [0, 1, 2]
+    parts, before = (torch.view_as_real(own.detach()) for own in (module.wave, numbers))
+    above, below = (
+        torch.nextafter(before, torch.full_like(before, s * torch.inf)) for s in (1, -1)
+    )
+    assert ((parts == above) | (parts == below)).all()
 
 
 def test_misuse_is_named(train, monkeypatch):

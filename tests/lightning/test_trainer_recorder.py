@@ -243,6 +243,12 @@ def test_the_ledger_is_beside_the_checkpoints_or_where_the_trainer_writes(
     (ledger,) = train.root.rglob(LEDGER)
     assert ledger.is_relative_to(train.root / place)
     assert ("Set LIGHTNING_D9M_LEDGER_DIR to choose" in caplog.text) == (place != "cwd")
+    reasons = {SAVED: "folder of the checkpoints", REMOTE: "local folder", None: "working folder"}
+    # Of three possible reasons, only the one that holds is given.
+    given = [
+        said for said in reasons.values() if said in caplog.text.replace("working folder in", "")
+    ]
+    assert given == ([reasons[options.get("default_root_dir")]] if place != "cwd" else [])
     found = [path.name for path in (train.root / "cwd").iterdir()]
     assert place == "cwd" or found == (["d9m"] if place == "cwd/d9m" else [])
     assert not saved.exists() or [path.suffix for path in saved.iterdir()] == [".ckpt"]
@@ -251,6 +257,10 @@ def test_the_ledger_is_beside_the_checkpoints_or_where_the_trainer_writes(
 def test_an_evaluation_saves_no_checkpoints(train):
     trainer = pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[AddedCallback()])
     trainer.validate(make_model(validation_step=lambda *_: None), make_loader(shuffle=False))
+    callback = trainer.callbacks[0]
+    found = read_ledger(callback.ledger)
+    assert found.path.name == "validate-000"
+    assert callback.digest == found.outcome(0).final.totals["weights"]
     assert list((train.root / "cwd").iterdir()) == []
     assert len(list((train.root / "state").glob("lightning_d9m/cwd-*/validate-000"))) == 1
 

@@ -211,12 +211,15 @@ def test_what_was_found_is_told_if_a_later_look_fails(error):
 
 
 def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):
-    finding = SimpleNamespace(location="t.py:3:1", code="hash(x)", rule="D9M303", reason="Why.")
+    words = {"code": "hash(x)", "rule": "D9M303", "reason": "Why.", "fix": "Sort."}
+    finding = SimpleNamespace(location="t.py:3:1", certainty="certain", **words)
     monkeypatch.setattr(search_module, "find_cause_lines", lambda *_, **__: [finding])
     for kind, label in (("gradient", "suspect: "), ("batch", "line:    ")):
         found, _ = search(pair(**EPOCH), *[pair(kind, "a", step=4)] * 3)
         text = "\n".join(describe(found, determinism=True))
         assert f"{label} t.py:3:1: hash(x)" in text
+        # The fix of what was found stands in place of the advice to look for it.
+        assert ("fix:      Sort." in text, "advice: " in text) == (kind == "batch", kind != "batch")
 
 
 def test_a_different_stack_is_shown_and_ends_the_search():

@@ -1,10 +1,14 @@
 """Long tables that steps change are put back; that a change was missed for some steps is said."""
 
+from collections import deque
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+from lightning_d9m.errors import SettingError
 from lightning_d9m.logical_ranks.sandbox import _THOROUGH, Sandbox
 
 
@@ -23,7 +27,7 @@ def run():
     module = nn.Linear(1, 1)
     module.tokenizer = Tokenizer()
     blocks = SimpleNamespace(logical_ranks=2)
-    sandbox = Sandbox(module, SimpleNamespace(block=range(2), blocks=blocks), lambda *_: False, ())
+    sandbox = Sandbox(module, SimpleNamespace(block=range(2), blocks=blocks), lambda *_: False)
 
     def steps(count, change):
         for _ in range(count):
@@ -60,3 +64,57 @@ def test_what_later_steps_change_first_is_said_once(run, steps):
         run(steps, count)
     before = run(1, count)["7"]
     assert run(9, count)["7"] == before + 9
+
+
+@pytest.fixture
+def step():
+    """Return a function that runs a step of two logical ranks on a module with attributes."""
+
+    def run(change, **attributes):
+        module = nn.Linear(1, 1)
+        vars(module).update(attributes)
+        blocks = SimpleNamespace(logical_ranks=2)
+        processes = SimpleNamespace(block=range(2), blocks=blocks)
+        sandbox = Sandbox(module, processes, lambda *_: False)
+        sandbox.begin("train")
+        for rank in range(2):
+            change(module, rank)
+            sandbox.end(rank, last=rank == 1)
+        sandbox.finish("train")
+        return module
+
+    return run
+
+
+def grow(state):
+    state["n"] += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int8])
+def test_what_logical_ranks_write_to_different_elements_is_kept(step, dtype):
+    def change(module, rank):
+        module.bank[2 * rank] = 5 + rank
+        module.bank[3] = 1
+
+    found = step(change, bank=torch.zeros(4, dtype=dtype))
+    assert found.bank.tolist() == [5, 0, 6, 1]
+
+
+def test_different_values_of_one_element_are_refused(step):
+    with pytest.raises(SettingError, match="different values to the same elements of 'bank'"):
+        step(lambda module, rank: module.bank.fill_(rank + 1), bank=torch.zeros(2))
+    with pytest.warns(UserWarning, match="the value of logical rank 0 is kept"):
+        total = step(lambda module, rank: module.total.add_(rank + 1), total=torch.zeros(1))
+    assert total.total == 1
+
+
+@pytest.mark.parametrize("most", [3, 5, 9])
+def test_a_deque_gets_what_all_append(step, most):
+    recent = deque([1, 2, 3], maxlen=most)
+    step(lambda module, rank: module.recent.extend([10 * rank, 10 * rank + 1]), recent=recent)
+    assert [*recent] == [1, 2, 3, 0, 1, 10, 11][-most:]
+
+
+def test_what_a_partial_holds_is_put_back(step):
+    module = step(lambda module, _: module.grow(), grow=partial(grow, {"n": 0}))
+    assert module.grow.args == ({"n": 1},)

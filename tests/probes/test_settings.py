@@ -11,7 +11,11 @@ from lightning_d9m.probes.settings import ProbeSettings
     ("words", "message"),
     [
         ({"probes": "wieght"}, "Did you mean 'weight'"),
-        ({"probes": ["loss", 3]}, "probes has 3"),
+        ({"probes": ["loss", 3]}, r"probes is \['loss', 3\]; allowed: a name, or a list of names"),
+        ({"probes": 5}, "probes is 5; allowed: a name"),
+        ({"probe_modules": 5}, "probe_modules is 5; allowed: a name"),
+        ({"probe_steps": 5}, 'probe_steps is 5; allowed: "a:b"'),
+        ({"probe_ranks": 1.5}, "probe_ranks is"),
         ({"probe_modules": []}, "probe_modules is"),
         ({"probe_steps": "7"}, 'allowed: "a:b"'),
         ({"probe_steps": "7:7"}, "a below b"),

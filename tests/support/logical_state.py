@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import warnings
-from collections import UserList
+from collections import UserList, deque
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricTracker
 from trainings import QUIET
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, RankLostError
@@ -81,6 +82,53 @@ class Counter(UserList):
         self.steps, self.table = 0, {"sum": torch.zeros(1)}
 
 
+class Settings:
+    """A class whose variable a step changes."""
+
+    scale = 1.0
+
+
+class Warmup:
+    """Gives a method, which a model keeps."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def grow(self):
+        self.scale *= 1.1
+        return self.scale
+
+
+class Backwards(L.Callback):
+    """Counts backward passes, of which a process of DDP has one for each step."""
+
+    def __init__(self):
+        self.calls = torch.zeros(1)
+
+    def on_before_backward(self, trainer, module, loss):
+        self.calls += 1
+
+
+class Data(L.LightningDataModule):
+    """Keeps a number for the model."""
+
+    def __init__(self, *loaders):
+        super().__init__()
+        self.loaders, self.level = loaders, 1.0
+
+    def train_dataloader(self):
+        return self.loaders[0]
+
+    def val_dataloader(self):
+        return self.loaders[1]
+
+
+def grow(state):
+    """Change what a partial holds."""
+    state["scale"] *= 1.1
+    return state["scale"]
+
+
 def advance():
     """Count the calls in an attribute."""
     advance.calls += 1
@@ -114,12 +162,44 @@ class Keeping(Base):
             return number[0]
 
         self.count = count
+        # A weight of each sample, a window of values, and a tracker, which copies its metric.
+        self.weights, self.recent = torch.ones(len(TRAIN)), deque(maxlen=8)
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+        # A partial, a method of another object, and a hook of a tensor.
+        Settings.scale = 1.0
+        self.grow, self.warm, self.backwards = partial(grow, {"scale": 1.0}), Warmup().grow, None
+        seen = [0]
+
+        def turn(gradient):
+            seen[0] += 1
+            return gradient * (1 + seen[0] / 40)
+
+        self.net[0].weight.register_hook(turn)
 
     def configure_callbacks(self):
-        return [Collector()]
+        self.backwards = Backwards()
+        return [Collector(), self.backwards]
+
+    def weigh(self, rows):
+        """Write to the weights of the samples of a batch, and to a window."""
+        places = (rows[:, None] == TRAIN).all(2).nonzero()[:, 1]
+        self.recent.append(float(rows.sum()))
+        self.weights[places] *= 1 + 0.1 * rows[:, 0].tanh()
+        return self.weights[places].mean()
+
+    def reach(self):
+        """Change what others hold: a class, the datamodule, the Trainer, an optimizer."""
+        Settings.scale *= 1.1
+        self.trainer.datamodule.level *= 0.9
+        self.trainer.reached = getattr(self.trainer, "reached", 1.0) * 1.05
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.99
+        held = Settings.scale * self.trainer.datamodule.level * self.trainer.reached
+        return held * self.grow() * self.warm() * (1 + self.backwards.calls.item() / 40)
 
     def training_step(self, batch, batch_idx):
         loss = self.attack(batch[0] * self.count_all() / 40) + self.follow(batch[0])
+        loss = loss * self.reach() / 5 * self.weigh(batch[0])
         self.log("train", loss, sync_dist=True, on_epoch=True)
         return loss
 
@@ -157,9 +237,13 @@ class Keeping(Base):
         self.outputs.append(loss)
         self.by_name.setdefault("rows", []).append(batch[0].sum(0))
         self.val_loss(loss)
+        self.tracker.update(loss)
         self.parts["double"].update(2 * loss)
         self.log("metric", self.val_loss, on_epoch=True)
         return loss
+
+    def on_validation_epoch_start(self):
+        self.tracker.increment()
 
     def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
         parts = batch if isinstance(outputs, list) else [batch]
@@ -168,6 +252,7 @@ class Keeping(Base):
     def on_validation_epoch_end(self):
         self.best(self.val_loss.compute())  # in a hook, as a template with Hydra does
         self.log("best", self.best.compute(), sync_dist=True)
+        self.log("tracked", self.tracker.compute())
         self.log("double", self.parts["double"].compute())
         self.parts["double"].reset()
         for name, values in {"outputs": self.outputs, "sizes": self.sizes, **self.by_name}.items():
@@ -235,12 +320,13 @@ def fit(model, folder):
     data = TensorDataset(TRAIN)
     train = DataLoader(data, 3, sampler=DistributedSampler(data, *place, shuffle=False))
     validation = DataLoader(TensorDataset(VALIDATION), batch_size=2)
-    trainer.fit(model, train, validation)
+    data = Data(train, validation)
+    trainer.fit(model, datamodule=data)
     steps = trainer.global_step
     if isinstance(model, Keeping):
         trainer.validate(model, validation, verbose=False)
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(model, train, validation)
+    trainer.fit(model, datamodule=data)
     state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     own = {name: getattr(model, name, None) for name in ("_calls", "_late")}

@@ -35,8 +35,8 @@ from lightning_d9m.audit.ops.report import CONDITIONS
 from lightning_d9m.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.compatibility import synchronize
 from lightning_d9m.control.environment import algorithms_switched, capture_flags, wanted_flags
-from lightning_d9m.errors import CommandError, SettingError, file_errors
-from lightning_d9m.launch.progress import StatusLine
+from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
+from lightning_d9m.launch.progress import StatusLine, describe_left
 from lightning_d9m.patches.registration import patches_applied
 
 _FEWEST_RUNS = 3
@@ -90,13 +90,14 @@ def measure_rows(
         timeout: Seconds after which a case counts as hanging.
 
     Raises:
-        CommandError: The worker ends before its first case, or the folder cannot be written.
+        CommandError: The worker ends before its first case.
+        LedgerError: The folder cannot be written.
     """
     worker: _Worker | None = None
     done: dict[str, dict[str, Any]] = {}
     what, path = f"The rows of the audit cannot be written to {folder}", folder / "ops.jsonl"
     try:
-        with file_errors(CommandError, what, "Give a different folder with --output."):
+        with file_errors(LedgerError, what, "Give a different folder with --output."):
             folder.mkdir(parents=True, exist_ok=True)
             for line in path.read_text().splitlines() if path.exists() else ():
                 with suppress(ValueError, KeyError, TypeError):  # it was cut
@@ -104,12 +105,15 @@ def measure_rows(
                     if record["settings"] == settings:
                         done[record["row"]["key"]] = record["row"]
             log, rows = (folder / "worker.log").open("ab"), path.open("a")
+            start, known = time.monotonic(), len(done)
             with StatusLine() as status, log, rows:
                 for number, row in enumerate(plan, start=1):
                     if row["key"] in done:
                         continue
                     text = f"[{number} of {len(plan)}] {row['key']}"
-                    status.update(text)
+                    each = (time.monotonic() - start) / max(1, len(done) - known)
+                    left = describe_left(each * (len(plan) - len(done)))
+                    status.update(f"{text}{left if len(done) > known else ''}")
                     if not status.live:
                         print(text, file=sys.stderr, flush=True)
                     worker = worker or _Worker(settings, log)

@@ -18,22 +18,25 @@ ARGUMENTS = f"""
 -o, --output DIR  new folder for the report, ledgers and logs (default: next free
     d9m-audit/model-NNN)
 {COMMAND.replace("a training", "a training with a Trainer")}"""
+EXAMPLE = "d9m audit model -n 3 -- python train.py"
 SETTINGS = {"runs": {"type": whole_number(_FEWEST_RUNS, MOST_RUNS), "default": 5}}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train in both conditions; return 1 if the runs with determinism differ."""
-    command = get_command(arguments, "audit model")
+    command = get_command(arguments)
     output = make_output(arguments.output, "d9m-audit", "model-")
     made = {
         name: Runs(command, output, arguments.timeout, evaluations=False) for name in CONDITIONS
     }
     trainings: dict[str, list[Run]] = {condition: [] for condition in CONDITIONS}
     for number in range(1, arguments.runs + 1):
-        for condition in CONDITIONS:  # alternate, so that machine load affects both alike
+        # They alternate, so that machine load affects both alike.
+        for first, condition in zip((1, 0), CONDITIONS, strict=True):
             training = made[condition].run(
                 f"{condition}-{number:03d}",
                 f"run {number} of {arguments.runs}, {condition} determinism",
+                later=2 * (arguments.runs - number) + first,
                 variables={CONTROL: "off" if condition == "without" else "on"},
             )
             trainings[condition].append(training)

@@ -24,6 +24,7 @@ ARGUMENTS = """
 --timeout SECONDS  kill a case that takes longer, and note it in its row (default: 300)
 --json  print the audit as one JSON object
 """
+EXAMPLE = "d9m audit ops --quick"
 SETTINGS: dict[str, dict[str, object]] = {
     "device": {"default": "cpu"},
     "runs": {"type": whole_number(2, 1_000_000)},

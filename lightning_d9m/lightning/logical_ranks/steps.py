@@ -1,7 +1,7 @@
 """The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.control.data.resumable_sampler import MicroBatches
@@ -22,17 +24,34 @@ from lightning_d9m.lightning.lightning_private import (
     skips_backward,
 )
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.lightning.trainer_attributes import Trainer, find_metrics, name_callbacks
+from lightning_d9m.lightning.saved_state import KEY
+from lightning_d9m.lightning.trainer_attributes import (
+    OPTIMIZERS,
+    Trainer,
+    find_metrics,
+    list_stored,
+    name_callbacks,
+    name_program,
+)
 from lightning_d9m.logical_ranks.accumulation import KeptGradients
 from lightning_d9m.logical_ranks.collectives import move_tensors
 from lightning_d9m.logical_ranks.gradients import LogicalGradients
 from lightning_d9m.logical_ranks.metric_states import MetricStates
 from lightning_d9m.logical_ranks.sandbox import Sandbox
-from lightning_d9m.state.parts import GENERATOR, find_kind, is_of_lightning, is_of_program
+from lightning_d9m.state.parts import (
+    ATTRIBUTES,
+    GENERATOR,
+    OPAQUE,
+    find_kind,
+    is_of_lightning,
+    is_of_program,
+)
 from lightning_d9m.state.plain_data import encode_plain
 from lightning_d9m.state.state import find_generators
 
 Step = Callable[..., Any]
+_OUTSIDE = ("callbacks.", "datamodule.", "schedulers[", "trainer.")
+_LOADING = (DataLoader, Dataset, Sampler)
 _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
 # The draws between two steps, such as those of callbacks, are of no logical rank.
 _BETWEEN_STEPS = -1
@@ -79,12 +98,15 @@ class LogicalSteps:
         self._seeds = MicroBatchSeeds(session.settings.seed, session.fit, trainer)
         self._to_device = to_device
         self._module: Any = trainer.lightning_module
+        self._entered: set[int] = set()
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
         kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
-        hidden = vars(kinds["LightningModule"]())  # what Lightning knows about a module
-        # A metric is kept, or a generator seeded, for each logical rank.
-        keeps = lambda path, value: self.metrics.add(path, value) or self._seeds.add(path, value)  # noqa: E731
-        self._sandbox = Sandbox(self._module, processes, keeps, hidden)
+        self._hidden: Collection[str] = vars(
+            kinds["LightningModule"]()
+        )  # what Lightning knows about a module
+        self._sandbox = Sandbox(
+            self._module, processes, self._leave_out, self._hide, self._name_owners
+        )
         self.kept = KeptGradients(self._module.named_parameters())
         self._accumulates = False
         self._ran = False
@@ -92,6 +114,41 @@ class LogicalSteps:
         self.losses: list[Tensor] = []
         self._output: Any = None
         self._loader = 0
+
+    def _name_owners(self) -> dict[str, Any]:
+        """Return what a step may change: what a resume restores, and an optimizer's settings."""
+        owners = name_program(self._trainer, KEY)
+        for name, callback in name_callbacks(self._trainer.callbacks).items():
+            if is_of_lightning(type(callback)):  # a thread may draw its bar
+                owners.pop(name, None)
+        for name in [name for name in owners if name.startswith(OPTIMIZERS)]:
+            groups = enumerate(owners.pop(name).param_groups)
+            owners |= {f"{name}.param_groups[{n}]": group for n, group in groups}
+        self._entered = set(map(id, owners.values()))
+        return owners
+
+    def _leave_out(self, path: str, value: Any) -> bool:
+        """Return whether others keep an object for each logical rank, or no step changes it."""
+        if id(value) in self._entered:
+            return False
+        # A metric is kept, or a generator seeded, for each logical rank.
+        if self.metrics.add(path, value) or self._seeds.add(path, value):
+            return True
+        # Outside the module and its files a step changes no object of a library; of the Trainer
+        # only data are the program's, and others control the loaders of datamodules.
+        kinds = (OPAQUE, ATTRIBUTES) if path.startswith("trainer.") else (OPAQUE,)
+        outside = path.startswith(_OUTSIDE) and find_kind(value) in kinds
+        loads = path.startswith("datamodule.") and isinstance(value, _LOADING)
+        return outside or loads or isinstance(value, Optimizer)
+
+    def _hide(self, owner: object) -> Collection[str]:
+        """Return the attributes that Lightning sets in an object, besides those of schedulers."""
+        if owner is self._module:
+            return self._hidden
+        kind: Any = type(owner)
+        if owner is self._trainer:
+            return list_stored(kind) | {name for name in vars(owner) if name[:1] == "_"}
+        return list_stored(kind) if any(map(is_of_lightning, kind.__mro__)) else ()
 
     def attach(self, patches: AttributePatches) -> None:
         """Take part in the Trainer's run, until the patches are undone."""

@@ -10,7 +10,6 @@ their source files and functions. That is saved as plain data; what has no plain
 inexact, and is named.
 """
 
-import dis
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -50,10 +49,14 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
+    OPTIMIZERS,
     Trainer,
+    find_attributes,
     find_metrics,
     list_schedulers,
+    list_stored,
     name_callbacks,
+    name_program,
     ranks_of,
 )
 from lightning_d9m.lightning.trainer_session import TrainerSession
@@ -75,7 +78,6 @@ _FIRST_BYTES = 64 * 2**10
 # Loaders have a control of their own, which reads their datasets and samplers.
 _LOADING = (Dataset, DataLoader, Sampler)
 MODE = ".training"
-_OPTIMIZERS = "optimizers["
 # Most bytes that a rank saves; larger values are left out and reported.
 _LIMIT = 16 * 2**20
 
@@ -94,11 +96,7 @@ class ProgramState:
         self._parts = parts
         self._module = trainer.lightning_module
         self._sharded = is_sharded(trainer.strategy)
-        callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
-        owners: dict[str, object] = {"model": self._module, "datamodule": trainer.datamodule}
-        owners |= {"trainer": trainer} | name_callbacks(callbacks)
-        owners |= {f"{_OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
-        owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+        owners = {"model": self._module} | name_program(trainer, KEY)
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()
@@ -169,7 +167,7 @@ class ProgramState:
             value
             for own, saving in savings
             if inspect.isfunction(saving) and is_of_lightning(saving)
-            for name in _find_attributes(saving, "LOAD_ATTR")
+            for name in find_attributes(saving, "LOAD_ATTR")
             if isinstance(value := vars(own).get(name), dict | list)
         ]
         stepping = [*trainer.optimizers, *list_schedulers(trainer)]
@@ -200,7 +198,7 @@ class ProgramState:
             return True
         if path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE):
             return True  # loggers, say: of the Trainer only data are the program's
-        if path.startswith(_OPTIMIZERS) and isinstance(value, Optimizer):
+        if path.startswith(OPTIMIZERS) and isinstance(value, Optimizer):
             return True  # the one that holds it saves its state
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
@@ -215,7 +213,7 @@ def _find_lost_optimizers(trainer: Trainer) -> list[str]:
         if not is_of_program(type(own)):
             continue
         saved = {*map(_find_memory, _list_tensors(own.state_dict()))}
-        for path, inner in search({f"{_OPTIMIZERS}{number}]": own}, depth=3):
+        for path, inner in search({f"{OPTIMIZERS}{number}]": own}, depth=3):
             held = _list_tensors([*inner.state.values()]) if isinstance(inner, Optimizer) else []
             if not saved.issuperset(map(_find_memory, held)):
                 found.append(f"{path}.state")
@@ -291,30 +289,6 @@ def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
 
 def _find_memory(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
-
-
-@cache
-def list_stored(kind: Any) -> frozenset[str]:
-    """Return the attributes that Lightning and torch.optim set in objects of a class."""
-    own = [
-        part
-        for base in kind.__mro__
-        if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
-        for part in vars(base).values()
-    ]
-    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
-    functions = filter(inspect.isfunction, own)
-    return frozenset[str]().union(*(_find_attributes(each, "STORE_ATTR") for each in functions))
-
-
-@cache
-def _find_attributes(function: Any, operation: str) -> frozenset[str]:
-    """Return the attributes on which the code of a function, and of those in it, operates."""
-    codes = [inspect.unwrap(function).__code__]
-    for code in codes:
-        codes += filter(inspect.iscode, code.co_consts)
-    steps = (step for code in codes for step in dis.get_instructions(code))
-    return frozenset(step.argval for step in steps if step.opname == operation)
 
 
 def capture_user_state(trainer: Trainer, phase: LoopPhase, program: ProgramState) -> dict[str, Any]:

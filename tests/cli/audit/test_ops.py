@@ -201,7 +201,7 @@ def test_a_case_that_hangs_is_ended(audit):
 def test_a_worker_that_never_begins_is_an_error(audit, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     status, _, err = audit()
-    assert status == 2
+    assert status == 3
     assert "before its first case" in err
 
 
