@@ -19,6 +19,7 @@ from lightning_d9m.control.settings import RECORD_SAVES
 from lightning_d9m.history.bundle import LOCATE_JSON
 from lightning_d9m.launch.run import Runs, make_output
 from lightning_d9m.ledger.kinds import STATE
+from lightning_d9m.lint.rules import Finding
 from lightning_d9m.locate.search import (
     Runner,
     RunPair,
@@ -35,7 +36,6 @@ from lightning_d9m.text import escape, pluralize, printable
 
 if TYPE_CHECKING:
     from lightning_d9m.comparison.numeric_difference import Magnitude
-    from lightning_d9m.lint.rules import Finding
     from lightning_d9m.locate.op_evidence import OpFinding
 
 _MOST_SUSPECTS = 5
