@@ -23,8 +23,9 @@ from lightning_d9m import portability
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import arithmetic
-from lightning_d9m.portability.registry import COMPOSED, RULES, Rule, take_fused_step
+from lightning_d9m.portability import arithmetic, draws, normalizations, products
+from lightning_d9m.portability.optimizers import steps_replaced
+from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
 # numbers; and transfers between processes that compute nothing.
@@ -33,6 +34,7 @@ MOVES, _TRANSFERS = (
     for part in Path(__file__).with_name("moves.txt").read_text().split("\n\n")
 )
 # Torch's kernels of these call other operations only.
+_RULES = (draws, normalizations, products)  # loaded: they register their rules
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -315,12 +317,7 @@ def portable() -> Iterator[None]:
         for get, put, value in switches:
             stack.callback(put, get())
             put(value)
-        for name in ("adagrad", "adam", "adamw", "sgd"):
-            optimizer, fused = sys.modules[f"torch.optim.{name}"], f"_fused_{name}"
-            if step := getattr(optimizer, fused, None):
-                stack.callback(setattr, optimizer, fused, step)
-                single = getattr(optimizer, f"_single_tensor_{name}")
-                setattr(optimizer, fused, partial(take_fused_step, single))
+        stack.enter_context(steps_replaced())
         portability.active.count = 1
         stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)
