@@ -225,13 +225,18 @@ def _checked(
     **kwargs: Any,
 ) -> Any:
     """Apply a rule to dense real numbers; leave whole numbers, and what has none, to torch."""
-    given = [*_tensors(args)]
-    if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
-        refuse(func)
+    count, tensors, fractions = 0, False, False
+    for one in _tensors(args):
+        if one.is_meta:
+            return func(*args, **kwargs)
+        if one.is_complex() or one.layout != torch.strided:
+            refuse(func)
+        count, tensors = count + one.numel(), True
+        fractions = fractions or one.is_floating_point()
     # Without a number there is nothing to round, and torch knows its results and its errors.
-    if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
+    if tensors and not count:
         return func(*args, **kwargs)
-    if whole and not any(one.is_floating_point() for one in given):
+    if whole and not fractions:
         found = func(*args, **kwargs)
         if not any(map(_has_fractions, _tensors([found]))):
             return found

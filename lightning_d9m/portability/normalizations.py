@@ -23,10 +23,10 @@ def _as_rows(function: Callable[..., Tensor], dim: int, *given: Tensor) -> Tenso
     return function(*rows).view(moved[0].shape).movedim(-1, dim).contiguous()
 
 
-def _register_softmax(name: str, *, logarithm: bool) -> None:
+def _register_softmax(name: str, *, logarithm: bool) -> Callable[..., Tensor]:
     @rule(name)
     @along_dim
-    def forward(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    def forward(values: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
         def compute(rows: Tensor) -> Tensor:
             return kernels.softmax(rows, logarithm=logarithm)
 
@@ -41,9 +41,20 @@ def _register_softmax(name: str, *, logarithm: bool) -> None:
             return backward(gradient.view(1), result.view(1), dim, dtype).view(())
         return _as_rows(compute, dim, gradient, result).to(dtype)
 
+    return forward
 
-_register_softmax("_softmax", logarithm=False)
+
+softmax = _register_softmax("_softmax", logarithm=False)
 _register_softmax("_log_softmax", logarithm=True)
+
+
+@rule("_safe_softmax")
+def safe_softmax(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmax, which is 0 where all numbers are -inf."""
+    wide = values if dtype is None else values.to(dtype)
+    result = softmax(wide, dim)
+    hidden = wide.amax(dim, keepdim=True) == -torch.inf
+    return result.masked_fill_(hidden, 0.0) if bool(hidden.any()) else result
 
 
 def _flatten(one: Optional) -> Optional:

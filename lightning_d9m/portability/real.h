@@ -1,17 +1,16 @@
 /* The kernels of one floating-point type, REAL; kernels.c includes them for float and double. */
 
-/* Rows and columns of a product that are computed at a time; they fit the registers. */
+/* Rows and columns of a product that are computed at a time: they fit the registers. gcc vectorizes
+   loops over more than 16 columns; it takes shorter ones apart. */
 #if defined(__AVX512F__)
-enum { JOIN(TALL_, REAL) = 8, JOIN(WIDE_, REAL) = 128 / sizeof(REAL) };
-#elif defined(__AVX2__) || defined(__aarch64__)
-enum { JOIN(TALL_, REAL) = 6, JOIN(WIDE_, REAL) = 64 / sizeof(REAL) };
+enum { JOIN(TALL_, REAL) = 8, JOIN(WIDE_, REAL) = sizeof(REAL) == 4 ? 32 : 24 };
 #else
-enum { JOIN(TALL_, REAL) = 4, JOIN(WIDE_, REAL) = 32 / sizeof(REAL) };
+enum { JOIN(TALL_, REAL) = sizeof(REAL) == 4 ? 4 : 2, JOIN(WIDE_, REAL) = 24 };
 #endif
 #define TALL JOIN(TALL_, REAL)
 #define WIDE JOIN(WIDE_, REAL)
 const long NAME(wide) = WIDE; /* kernels.py counts tiles */
-enum { JOIN(MANY_, REAL) = 1024 / sizeof(REAL) * 4 / WIDE * WIDE };
+enum { JOIN(MANY_, REAL) = 4096 / sizeof(REAL) / WIDE * WIDE };
 #define MANY JOIN(MANY_, REAL) /* columns that are packed at a time */
 enum { JOIN(SOME_, REAL) = 120 / TALL * TALL };
 #define SOME JOIN(SOME_, REAL) /* rows that are packed at a time */
@@ -34,7 +33,8 @@ static void NAME(pack_right)(const REAL *from, const long *terms, long depth, co
     for (long j0 = 0; j0 < columns; j0 += WIDE, column += WIDE, to += DEPTH * WIDE) {
         int width = columns - j0 < WIDE ? (int)(columns - j0) : WIDE, run = WIDE;
         for (int j = 1; j < width; j++)
-            while (run > 1 && j % run && column[j] != column[j - 1] + 1) run /= 2;
+            while (run > 1 && j % run && column[j] != column[j - 1] + 1)
+                run = run == WIDE ? 8 : run / 2;
         if (width < WIDE) {
             for (long k = 0; k < depth; k++)
                 for (int j = 0; j < WIDE; j++)
@@ -290,6 +290,18 @@ void NAME(running_sums)(const void *given, long begin, long end) {
     }
 }
 
+/* The greatest number; one of 0.0 and -0.0, and of a row with a NaN any. */
+static REAL NAME(find_greatest)(const REAL *x, long count) {
+    REAL lane[LANES];
+    long i = 0;
+    for (int j = 0; j < LANES; j++) lane[j] = x[0];
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (; i < count; i++) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    for (int j = 1; j < LANES; j++) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
+    return lane[0];
+}
+
 /* Softmax of rows: exp(x - greatest), rounded, over the sum of these. Its logarithm: x - greatest -
    log(sum), computed in float64 and rounded. */
 struct NAME(softmax) {
@@ -302,8 +314,7 @@ void NAME(softmax)(const void *given, long begin, long end) {
     const struct NAME(softmax) *g = given;
     for (long r = begin; r < end; r++) {
         const REAL *x = g->x + r * g->count;
-        REAL *out = g->out + r * g->count, top = x[0];
-        for (long i = 1; i < g->count; i++) top = x[i] > top ? x[i] : top;
+        REAL *out = g->out + r * g->count, top = NAME(find_greatest)(x, g->count);
         for (long i = 0; i < g->count; i++) out[i] = (REAL)d9m_exp((double)x[i] - (double)top);
         REAL total = NAME(add_row)(out, g->count);
         if (g->logarithm) {
