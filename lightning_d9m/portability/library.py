@@ -6,66 +6,20 @@ Vector width follows torch's CPU capability when the program runs.
 
 import ctypes
 import os
-import platform
-import shlex
-import shutil
 import struct
 import subprocess
-import tempfile
 import warnings
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_FOLDER = Path(__file__).parent
-SOURCES = ("kernels.c", "real.h", "functions.h", "coefficients.h")
-# No contraction and no reassociation: then a compiler may not change the bits of a result.
-_FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread"
-# What torch requires of a processor before it reports these capabilities.
-_WIDTHS = {
-    "AVX512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mprefer-vector-width=512",
-    "AVX2": "-mavx2 -mfma",
-    "DEFAULT": "",
-}
+from lightning_d9m.portability.compiler import FOLDER, build, list_widths, name_library
+
 _ALONE = 2**16  # operations that one thread computes sooner than several
 _KERNELS: dict[tuple[str, torch.dtype], Any] = {}
-
-
-def list_widths() -> dict[str, str]:
-    """Return the flags of each vector width of this kind of processor, the widest first."""
-    return _WIDTHS if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT": ""}
-
-
-def name_library(width: str) -> str:
-    """Return the file name of the library for a vector width."""
-    text = b"".join((_FOLDER / one).read_bytes() for one in SOURCES)
-    key = sha256(text + f"{_FLAGS} {list_widths()[width]}".encode()).hexdigest()[:16]
-    return f"kernels-{platform.machine()}-{width.lower()}-{key}.so"
-
-
-def build(width: str, folder: Path) -> Path:
-    """Compile the library for a vector width into a folder; return its path.
-
-    Raises:
-        OSError: There is no compiler, or the folder cannot be written.
-        subprocess.CalledProcessError: The compiler failed.
-    """
-    compiler = shlex.split(os.environ.get("CC", "")) or [
-        next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name_library(width)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch, path.name)
-        flags = [*_FLAGS.split(), *list_widths()[width].split()]
-        command = [*compiler, *flags, str(_FOLDER / "kernels.c"), "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - CC's
-        made.replace(path)  # at once: another process may build it, too
-    return path
 
 
 @cache
@@ -74,7 +28,7 @@ def load() -> ctypes.CDLL | None:
     width = torch.backends.cpu.get_cpu_capability()
     width = width if width in list_widths() else "DEFAULT"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_d9m"
-    places = (_FOLDER / name_library(width), base / name_library(width))
+    places = (FOLDER / name_library(width), base / name_library(width))
     try:
         path = next((one for one in places if one.exists()), None) or build(width, base)
         library = ctypes.CDLL(str(path))
