@@ -127,6 +127,9 @@ def _describe_runs(expected: Ledger, actual: Ledger, noise: Sequence[Ledger]) ->
     return f"{count} reruns"
 
 
+_HALF = 0.5
+
+
 def _list_changes(logged: Sequence[Mapping[str, float]]) -> tuple[list[ValueChange], list[str]]:
     """Return the values of all runs, and the names of those that some run does not have."""
     values, left_out = [], []
@@ -150,7 +153,7 @@ def _find_chance(ratio: float, freedom: int) -> float:
     (0.05, 0.05)
     """
     within = freedom / (freedom + ratio**2)
-    if within > 0.5:  # else the series converges slowly
+    if within > _HALF:  # the series converges slowly there
         return 1.0 - _find_beta(0.5, freedom / 2, 1.0 - within)
     return _find_beta(freedom / 2, 0.5, within)
 

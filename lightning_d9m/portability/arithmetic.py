@@ -184,7 +184,7 @@ def power(base: Any, exponent: Any) -> Tensor:
             return found if exponent > 0 else reciprocal(found)
         exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    wide = torch.float64 if dtype == torch.float64 or exponent.dtype == torch.float64 else None
+    wide = torch.float64 if torch.float64 in (dtype, exponent.dtype) else None
     pair = [one.to(wide) if wide else one for one in (base, exponent)]
     return evaluate("pow", *pair).to(dtype)
 
@@ -421,5 +421,3 @@ def _pool_backward(
 
 for _dims in (2, 3):
     RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)
-
-

@@ -1,4 +1,4 @@
-"""Compiles the kernels. It imports nothing but the standard library: a wheel's build loads it, too."""
+"""Compiles the kernels; it imports only the standard library, because a wheel's build loads it."""
 
 import os
 import platform
@@ -12,7 +12,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 _SOURCES = ("kernels.c", "real.h", "functions.h", "coefficients.h")
 # No contraction and no reassociation: then a compiler may not change the bits of a result.
-_FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread"
+_FLAGS = (
+    "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread"
+)
 # What torch requires of a processor before it reports these capabilities.
 _WIDTHS = {
     "AVX512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mprefer-vector-width=512",

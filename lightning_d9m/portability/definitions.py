@@ -4,6 +4,9 @@ The compiled kernels of ``real.h`` give the same bits. These functions serve whe
 other devices, and without a compiler. Each has the arguments of its counterpart in ``kernels.py``.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -71,18 +74,16 @@ def add_rows(terms: Tensor) -> Tensor:
     return _add_in_order(blocks)
 
 
-def find_terms(
-    kind: str, x: Tensor, y: Tensor | None, center: Tensor | None, factor: Tensor | None
-) -> Tensor:
+def find_terms(kind: str, x: Any, y: Any, center: Any, factor: Any) -> Tensor:
     """Return the terms of a sum."""
-    if kind == "squares":
-        return x * x
-    if kind == "deviations":
-        gaps = x - center
-        return gaps * gaps
-    if kind == "products":
-        return x * y  # type: ignore[operator]
-    return x * ((y - center) * factor) if kind == "normalized" else x  # type: ignore[operator]
+    terms: dict[str, Callable[[], Tensor]] = {
+        "values": lambda: x,
+        "squares": lambda: x * x,
+        "deviations": lambda: (x - center) * (x - center),
+        "products": lambda: x * y,
+        "normalized": lambda: x * ((y - center) * factor),
+    }
+    return terms[kind]()
 
 
 def apply(name: str, *inputs: Tensor) -> Tensor:
@@ -120,7 +121,9 @@ def _mean(terms: Tensor) -> Tensor:
 
 def divide(values: Tensor, number: float) -> Tensor:
     """Divide by a number: CUDA multiplies by its reciprocal unless it is a tensor."""
-    return values / torch.full((1,) * values.dim(), number, dtype=values.dtype, device=values.device)
+    return values / torch.full(
+        (1,) * values.dim(), number, dtype=values.dtype, device=values.device
+    )
 
 
 def layer_norm(
@@ -129,7 +132,9 @@ def layer_norm(
     """Return (x - mean) * scale * weight + bias of rows, the means, and 1 / sqrt(var + eps)."""
     mean = _mean(x)
     gaps = x - mean
-    scale = torch.ones_like(mean) / find_root(_mean(gaps * gaps) + torch.tensor(eps, dtype=torch.float64).to(x))
+    scale = torch.ones_like(mean) / find_root(
+        _mean(gaps * gaps) + torch.tensor(eps, dtype=torch.float64).to(x)
+    )
     out = gaps * scale
     out = out if weight is None else out * weight
     return out if bias is None else out + bias, mean[:, 0], scale[:, 0]

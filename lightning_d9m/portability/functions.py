@@ -324,7 +324,7 @@ def _is_whole(size: Tensor) -> Tensor:
 
 
 def power(x: Tensor, y: Tensor) -> Tensor:
-    """x to the power of y."""
+    """Compute x to the power of y."""
     a, b = x.abs(), y.abs()
     found, whole = exp(y * log(a)), _is_whole(b)
     odd = whole & (b < 2.0**53) & ~_is_whole(b * 0.5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.portability import definitions
-from lightning_d9m.portability.library import find_kernel, find_width, run
+from lightning_d9m.portability.library import Kernel, find_kernel, run
 
 _KINDS = ("values", "squares", "deviations", "products", "normalized")
 _COLUMNS = 64  # that a kernel adds at a time
@@ -31,7 +31,7 @@ def apply(name: str, *inputs: Tensor) -> Tensor:
         return definitions.apply(name, *inputs)
     x, *others = (one.contiguous() for one in inputs)
     out = torch.empty_like(x)
-    run(kernel, x.numel(), 32 * x.numel(), x, *(others or [None]), out)
+    run(kernel, x.numel(), 32 * x.numel(), x, others[0] if others else None, out)
     return out
 
 
@@ -73,8 +73,15 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> T
         result = definitions.multiply(*factors)
         _flatten(out, of_out)[_number(of_out).flatten()] = result.flatten()
         return out
-    tiles, cost = batch * -(-columns // find_width(out)), batch * rows * columns * terms
-    numbers = (*of_left[:2], *of_right[:2], *of_out[:2], of_left.batch, of_right.batch, of_out.batch)
+    tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms
+    numbers = (
+        *of_left[:2],
+        *of_right[:2],
+        *of_out[:2],
+        of_left.batch,
+        of_right.batch,
+        of_out.batch,
+    )
     run(kernel, tiles, cost // 16, rows, columns, terms, left, right, out, *numbers)
     return out
 
@@ -140,12 +147,12 @@ def add(
         return x.new_zeros(shape)
     if kernel is None:
         length = prod(x.shape[dim] for dim in dims)
-        rows = [
-            one if one is None else one.permute((*kept, *dims)).reshape(-1, length)
-            for one in (x, y)
-        ]
-        more = [one if one is None else one.reshape(-1, 1) for one in (center, factor)]
-        return definitions.add_rows(definitions.find_terms(kind, *rows, *more)).view(shape)
+        order = (*kept, *dims)
+        rows, others = (
+            None if one is None else one.permute(order).reshape(-1, length) for one in (x, y)
+        )
+        more = (None if one is None else one.reshape(-1, 1) for one in (center, factor))
+        return definitions.add_rows(definitions.find_terms(kind, rows, others, *more)).view(shape)
     if y is not None and y.stride() != x.stride():
         x, y = x.contiguous(), y.contiguous()
     out = x.new_empty(shape)
@@ -168,7 +175,7 @@ def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _run_sums(
-    kernel: Any,
+    kernel: Kernel,
     kind: int,
     x: Tensor,
     y: Tensor | None,
@@ -186,12 +193,12 @@ def _run_sums(
         count, row_step = terms[0] if terms else (1, 0)
         if columns >= _FEW or count == 1:
             items = matrices * -(-columns // _COLUMNS)
-            wide = find_kernel("column_sums", x)
-            run(wide, items, cost, kind, count, columns, step, row_step, *more)
-            return
+            if wide := find_kernel("column_sums", x):
+                run(wide, items, cost, kind, count, columns, step, row_step, *more)
+                return
     if len(results) > 1 or len(terms) > 2:
         order = (*kept, *dims)
-        x, y = (one if one is None else one.permute(order).contiguous() for one in (x, y))
+        x, y = x.permute(order).contiguous(), None if y is None else y.permute(order).contiguous()
         more = (x, y, center, factor, out)
         results, terms = [(out.numel(), x.numel() // out.numel())], [(x.numel() // out.numel(), 1)]
     (count, step) = results[0] if results else (1, 0)
@@ -253,9 +260,10 @@ def layer_norm_backward(
     kernel = find_kernel("layer_norm_backward", x)
     if kernel is None:
         return definitions.layer_norm_backward(gradient, x, weight, means, scales)
-    given = [gradient.contiguous(), x.contiguous(), weight, means.contiguous(), scales.contiguous()]
-    out, products = torch.empty_like(given[0]), torch.empty_like(given[0])
-    run(kernel, len(x), 8 * x.numel(), x.shape[1], *given, out, products)
+    gradient, x, means, scales = (one.contiguous() for one in (gradient, x, means, scales))
+    out, products = torch.empty_like(x), torch.empty_like(x)
+    given = (gradient, x, weight, means, scales, out, products)
+    run(kernel, len(x), 8 * x.numel(), x.shape[1], *given)
     return out, products
 
 

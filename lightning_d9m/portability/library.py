@@ -19,7 +19,8 @@ from torch import Tensor
 from lightning_d9m.portability.compiler import FOLDER, build, list_widths, name_library
 
 _ALONE = 2**16  # operations that one thread computes sooner than several
-_KERNELS: dict[tuple[str, torch.dtype], Any] = {}
+_KERNELS: dict[tuple[str, torch.dtype], "Kernel | None"] = {}
+_TYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 @cache
@@ -46,10 +47,17 @@ def load() -> ctypes.CDLL | None:
 
 
 class Kernel(NamedTuple):
-    """A compiled function and what shares its results out among threads."""
+    """A compiled function, and what shares its results out among threads.
+
+    Attributes:
+        share: The function of the library that does.
+        address: That of the compiled function.
+        width: The columns of a product that are one result of its kernel.
+    """
 
     share: Any
     address: int
+    width: int
 
 
 def find_kernel(name: str, values: Tensor) -> Kernel | None:
@@ -59,21 +67,14 @@ def find_kernel(name: str, values: Tensor) -> Kernel | None:
         return None
     if key not in _KERNELS:
         library = load()
-        kind = {torch.float32: "float", torch.float64: "double"}[values.dtype]
-        _KERNELS[key] = library and Kernel(
-            library.d9m_share,
-            ctypes.cast(getattr(library, f"{name}_{kind}"), ctypes.c_void_p).value,
-        )
+        if library is None:
+            _KERNELS[key] = None
+        else:
+            function = getattr(library, f"{name}_{_TYPES[values.dtype]}")
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            width = ctypes.c_long.in_dll(library, f"wide_{_TYPES[values.dtype]}").value
+            _KERNELS[key] = Kernel(library.d9m_share, address or 0, width)
     return _KERNELS[key]
-
-
-def find_width(values: Tensor) -> int:
-    """Return the number of columns of a product that are one item of its kernel."""
-    key = "width", values.dtype
-    if key not in _KERNELS:
-        kind = {torch.float32: "float", torch.float64: "double"}[values.dtype]
-        _KERNELS[key] = ctypes.c_long.in_dll(load(), f"wide_{kind}").value
-    return int(_KERNELS[key])
 
 
 def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:

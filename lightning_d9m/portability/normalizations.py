@@ -107,16 +107,12 @@ def _normalize_batch(
     values: Tensor,
     weight: Optional,
     bias: Optional,
-    running_mean: Optional,
-    running_var: Optional,
-    training: bool,
-    momentum: float,
-    eps: float,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize each channel, and update the averages of means and variances in place."""
+    running_mean, running_var, training, momentum, eps = given
     wide = widen(values)
     planes = wide.reshape(*wide.shape[:2], -1)
-    given = _flatten(weight), _flatten(bias)
     if training:
         count = planes.shape[0] * planes.shape[2]
         means = divide(add(planes, [0, 2]), count)
@@ -127,11 +123,10 @@ def _normalize_batch(
         _update(running_var, divide(total, max(count - 1, 0)), momentum)
         saved = means, _scale(variances, eps)
     else:
-        assert running_mean is not None
-        assert running_var is not None
         means, variances = widen(running_mean), widen(running_var)
         saved = (values.new_empty(0), values.new_empty(0))
-    out = kernels.batch_norm(planes, means, _scale(variances, eps), *given)
+    factors = _flatten(weight), _flatten(bias)
+    out = kernels.batch_norm(planes, means, _scale(variances, eps), *factors)
     return out.view(values.shape).to(values.dtype), *saved
 
 

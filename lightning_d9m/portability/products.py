@@ -125,7 +125,7 @@ class Geometry:
         """
         shape = zip(self.image, self.windows, self.taps, strict=True)
         given = zip(self.stride, self.padding, self.dilation, strict=True)
-        sides, lists, wide = list[int](), [], []
+        sides, lists, wide = list[int](), [], list[int]()
         for (size, count, taps), (step, before, apart) in zip(shape, given, strict=True):
             low = max(0, -((before - (taps - 1) * apart) // step))
             high = max(0, (before + size - 1) // step - (count - 1))
@@ -226,7 +226,7 @@ def _differentiate_by_weight(
     return multiply_at(gradient, read, out, of_gradient, of_image, of_out)
 
 
-def _lay_out(image: Sequence[int], windows: Sequence[int], taps: Any, given: Any) -> Geometry:
+def _lay_out(image: Any, windows: Any, taps: Any, given: Any) -> Geometry:
     dims = len(image)
     given = (tuple(one) * (dims if len(one) == 1 else 1) for one in given[:3])
     return _find_geometry(tuple(image), tuple(windows), tuple(taps), *given)
@@ -241,8 +241,8 @@ def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
     more = (*given, transposed, arguments[4], groups)
     shapes = (one.to("meta") for one in (values, weight))
     sizes = torch.ops.aten.convolution(*shapes, None, *more).shape[2:]
-    pair = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)
-    geometry = _lay_out(*pair, weight.shape[2:], given)
+    image, windows = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)
+    geometry = _lay_out(image, windows, weight.shape[2:], given)
     function = _convolve_back if transposed else _convolve
     result = function(widen(values), widen(weight), geometry, groups).to(values.dtype)
     return result if bias is None else result.add_(bias.view(-1, *[1] * len(sizes)))
@@ -273,6 +273,8 @@ def _read_matrix(size: int, *side: Any) -> Tensor:
     """Return the matrix ``[outputs, inputs]`` of an operation along one dimension."""
     found = run_side(*side, torch.eye(size, dtype=torch.float64))
     return found.t().mul(_GRID).round_().div_(_GRID).contiguous()
+
+
 def _apply(
     sides: Sequence[Side], sizes: Sequence[int], values: Tensor, *, turned: bool = False
 ) -> Tensor:
