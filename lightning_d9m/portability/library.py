@@ -10,14 +10,17 @@ import struct
 import subprocess
 import warnings
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.errors import NotPortableError
 from lightning_d9m.portability.compiler import FOLDER, build, list_widths, name_library
 
+_DIGEST = "1deaab8207fc5f09"  # of a few results, on every machine
 _ALONE = 2**16  # operations that one thread computes sooner than several
 _KERNELS: dict[tuple[str, torch.dtype], "Kernel | None"] = {}
 _TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -43,7 +46,41 @@ def load() -> ctypes.CDLL | None:
         return None
     library.d9m_share.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_long]
     library.d9m_share.restype = None
+    _check(library)
     return library
+
+
+def _check(library: ctypes.CDLL) -> None:
+    """Raise an error unless the kernels give the bits that every machine must give.
+
+    A compiler that fuses or reorders operations would change them, as ``-ffast-math`` in CC does.
+    """
+    x = (torch.arange(640, dtype=torch.float32) * 37 % 101 - 50) * torch.tensor(2.0**-7)
+    places = torch.arange(25)
+    total = sha256()
+    for kind, values in (("float", x), ("double", x.double() / 3)):
+        out = torch.zeros(625, dtype=values.dtype)
+        nothing = torch.zeros(1, dtype=torch.int64)
+        matrix = (values, values, out, places * 24, places, places * 24, places, places * 25)
+        more = (places, nothing, nothing, nothing)
+        for name, count, *given in (
+            ("product", 2 - (ctypes.c_long.in_dll(library, f"wide_{kind}").value > 24), 25, 25, 25,
+             *matrix, *more),
+            ("row_sums", 20, 4, 30, 1, 0, 30, 1, values, values, out[300:], out[330:], out),
+            ("tanh", 600, values, None, out),
+        ):  # fmt: skip
+            address = ctypes.cast(getattr(library, f"{name}_{kind}"), ctypes.c_void_p).value
+            run(Kernel(library.d9m_share, address or 0, 0), count, 0, *given)
+            total.update(out.numpy().tobytes())
+    if total.hexdigest()[:16] != _DIGEST:
+        raise NotPortableError(
+            f"The compiled kernels of portable bits give {total.hexdigest()[:16]} instead of "
+            f"{_DIGEST}: the compiler changes the order or the number of roundings, or this "
+            "processor flushes subnormal numbers. Unset CC and CFLAGS, remove the files kernels-* "
+            "in ~/.cache/lightning_d9m, and try again.",
+            op="kernels",
+            source=None,
+        )
 
 
 class Kernel(NamedTuple):

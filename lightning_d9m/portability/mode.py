@@ -20,7 +20,7 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m import portability
-from lightning_d9m.errors import NotPortableError
+from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
 from lightning_d9m.portability import arithmetic, draws, normalizations, products
@@ -303,6 +303,11 @@ def portable() -> Iterator[None]:
     if portability.is_portable():
         yield
         return
+    if not torch.tensor([2.0**-126]).mul_(0.5).item():
+        raise SettingError(
+            "torch flushes subnormal numbers to zero, on this machine and not on others. Call "
+            "torch.set_flush_denormal(False) before portable bits are switched on."
+        )
     cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
     switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
         # oneDNN's recurrent layers are one operation; without it torch takes them apart.

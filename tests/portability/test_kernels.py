@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 
+from lightning_d9m import portable
+from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.portability import compiler, definitions, kernels, library
 from lightning_d9m.portability.functions import FUNCTIONS
 
@@ -198,3 +200,22 @@ def test_each_width_compiles_once(width, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "/bin/false")
     with pytest.raises(subprocess.CalledProcessError):
         compiler.build(width, tmp_path)
+
+
+def test_kernels_that_a_compiler_changed_are_refused(tmp_path, monkeypatch):
+    flags = compiler._FLAGS.replace("-O3", "-O1 -fassociative-math -fno-signed-zeros")
+    monkeypatch.setattr(compiler, "_FLAGS", flags)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load.cache_clear()
+    with pytest.raises(NotPortableError, match="order or the number of roundings"):
+        library.load()
+    library.load.cache_clear()
+
+
+def test_flushed_subnormal_numbers_are_refused():
+    assert torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(SettingError, match="flushes subnormal numbers"), portable():
+            pass
+    finally:
+        torch.set_flush_denormal(False)
