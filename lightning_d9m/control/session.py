@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.compatibility import can_patch
 from lightning_d9m.control.environment import (
     CONTROL,
@@ -29,6 +31,7 @@ from lightning_d9m.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hooks import check_hooks
 from lightning_d9m.patches.registration import is_patched, patches_applied, variation_allowed
+from lightning_d9m.portability import is_portable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -102,6 +105,8 @@ class Session:
                     stack.enter_context(patches_applied("CUDA", exclude=exclude))
                 if torch.backends.cuda.is_built():
                     stack.enter_context(variation_allowed(settings.varying_ops, "CUDA"))
+            if not _open:
+                stack.enter_context(_workers_follow())
             stack.enter_context(rng_restored())
             stack.callback(seed_calls.install(_note_seed))
             seed_all(settings.seed)
@@ -225,6 +230,7 @@ def enable(settings: Settings | None = None, **overrides: Any) -> Session:
         last = active_session()
         if last is not None and not last.scopes:
             last.close()
+        _refuse_plain_bits(overrides)
         return Session(chosen)
 
 
@@ -234,8 +240,18 @@ def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterato
     chosen = _choose(settings, overrides)
     with ExitStack() as stack:
         with _lock:
+            _refuse_plain_bits(overrides)
             session = stack.enter_context(Session(chosen))
         yield session
+
+
+def _refuse_plain_bits(overrides: dict[str, Any]) -> None:
+    """Raise a ``SettingError`` for a session that must leave the portable bits of an outer one."""
+    if overrides.get("portable") is False and is_portable():
+        raise SettingError(
+            "portable is False, but an outer session or portable() computes portable bits, which "
+            "an inner session cannot leave. Leave portable out here, or end the outer one first."
+        )
 
 
 def _choose(settings: Settings | None, overrides: dict[str, Any]) -> Settings:
@@ -317,14 +333,17 @@ class InheritedSession:
     settings: Settings | None
     fits: int
     seed_is_default: bool = False
+    portable: bool = False
 
 
 def capture_session() -> InheritedSession:
     """Return what a process that is started now takes over."""
     session = active_session()
     if session is None:
-        return InheritedSession(None, _fits)
-    return InheritedSession(session.settings, session.fits, session.seed_is_default)
+        return InheritedSession(None, _fits, portable=is_portable())
+    return InheritedSession(
+        session.settings, session.fits, session.seed_is_default, portable=is_portable()
+    )
 
 
 @contextmanager
@@ -334,5 +353,53 @@ def session_inherited(inherited: InheritedSession) -> Iterator[None]:
         if active_session() is None and inherited.settings is not None:
             session = stack.enter_context(Session(inherited.settings))
             session.seed_is_default = inherited.seed_is_default
+        if inherited.portable and not is_portable():
+            from lightning_d9m.portability.mode import portable
+
+            stack.enter_context(portable())
         set_fits(inherited.fits)
         yield
+
+
+def start_worker(
+    inherited: InheritedSession, function: Callable[[int], None] | None, worker: int
+) -> None:
+    """Take over a session in a worker of a loader until the worker ends, then call a function.
+
+    A forked worker has the session already. One that is spawned, or that comes from a forkserver,
+    has none.
+    """
+    if inherited.settings is not None:
+        # As torch, which gives each worker one thread.
+        inherited = replace(inherited, settings=replace(inherited.settings, threads=None))
+    _of_worker.enter_context(session_inherited(inherited))
+    if function is not None:
+        function(worker)
+
+
+_of_worker = ExitStack()
+
+
+@contextmanager
+def _workers_follow() -> Iterator[None]:
+    """Let the workers that torch's loaders start during the body take over the open session."""
+    from torch.utils.data import DataLoader
+
+    make = DataLoader._get_iterator  # noqa: SLF001 - what makes an iterator, and starts workers
+
+    def make_iterator(loader: Any) -> Any:
+        patches = AttributePatches()
+        if loader.num_workers:
+            start = partial(start_worker, capture_session(), loader.worker_init_fn)
+            patches.replace(loader, "worker_init_fn", start)
+        try:
+            return make(loader)
+        finally:
+            patches.undo()
+
+    patches = AttributePatches()
+    patches.replace(DataLoader, "_get_iterator", make_iterator)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -2,7 +2,7 @@
 
 Every operation that torch dispatches comes in; its result goes out, computed from operations that
 IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules, and
-``sums.py``, which most rules need.
+``definitions.py``, which says the sequences that ``kernels.c`` computes.
 """
 
 import threading

@@ -1,74 +1,25 @@
-"""Rules for arithmetic, choices, elementary functions, sums, sums at places, and random numbers.
-
-torch's functions of float64 numbers differ between machines in the last places, by at most two
-units in the last place (``benchmarks/portable_functions.py`` measures it). If all numbers within a
-bound round to one number, that is the exact value rounded, whatever torch's error was; otherwise
-mpmath computes the value. For float32, rounded to 24 bits, the bound is 256 units, which mpmath
-must decide for about two elements in a million. Results for float64 keep 41 bits with a bound of 8
-units: mpmath decides for about one element in 130.
-
-Random numbers are integers of torch's generator on the CPU, and exact arithmetic. Operations that
-make a tensor fill it in place, so rules that fill one serve them.
-"""
+"""Rules for arithmetic, choices, elementary functions, sums, and sums at places."""
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
-import mpmath
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.exact_sums import round_sums
 from lightning_d9m.patches.kernels.updates import add_rows
 from lightning_d9m.patches.registration import accumulation_dtype
+from lightning_d9m.portability import kernels
+from lightning_d9m.portability.definitions import divide as divide_by
+from lightning_d9m.portability.functions import FUNCTIONS
+from lightning_d9m.portability.kernels import add, widen
 from lightning_d9m.portability.registry import RULES, Rule, along_dim, composed, rule
-from lightning_d9m.portability.sums import add_terms, cut_exactly, matmul
-
-# Elements that are computed at a time: their float64 numbers stay in a core's cache.
-_CHUNK = 2**14
-_MARGINS = {torch.float32: 2.0**-44, torch.float64: 2.0**-49}
-_DROPPED = 12  # the bits of a float64 number that its results do not keep
-_LEAST = 2.0**-1000  # float64 numbers below may have lost bits
-_PRECISION = 200  # bits with which mpmath computes
-
-
-def _erfinv(x: Tensor) -> Tensor:
-    """Return torch's inverse of the error function after one more step of Newton's method."""
-    size = x.abs()
-    rest, y = 1.0 - size, torch.erfinv(size)
-    # Both sides lose no digits: the function is near x, or its complement near 1 - x.
-    error = torch.where(rest < 0.5, rest - torch.erfc(y), torch.erf(y) - size)
-    step = error * torch.exp(y * y) * 0.886226925452758
-    return torch.copysign(torch.where(step.isfinite(), y - step, y), x)
-
-
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
-    name: (getattr(torch, name), getattr(mpmath, name))
-    for name in (
-        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf"),
-        *("erfc", "exp", "expm1", "hypot", "log", "log10", "log1p", "sin", "sinh", "tan", "tanh"),
-    )
-} | {
-    "erfinv": (_erfinv, mpmath.erfinv),
-    "exp2": (torch.exp2, lambda x: mpmath.mpf(2) ** x),
-    "log2": (torch.log2, lambda x: mpmath.log(x, 2)),
-    # A number from the normal distribution, of two uniform ones (Box and Muller).
-    "normal": (
-        lambda u, v: torch.sqrt(torch.log(u) * -2.0) * torch.cos(v),
-        lambda u, v: mpmath.sqrt(-2 * mpmath.log(u)) * mpmath.cos(v),
-    ),
-    "pow": (torch.pow, mpmath.power),
-    "sigmoid": (torch.sigmoid, lambda x: 1 / (1 + mpmath.exp(-x))),
-}
-"""For each function what computes it for float64 tensors, and for numbers of mpmath."""
+from lightning_d9m.portability.roots import find_root
 
 
 def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Apply a function element by element, and round its exact results.
+    """Apply a function element by element.
 
     Args:
         name: One of ``FUNCTIONS``.
@@ -79,46 +30,26 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
         dtype = inputs[0].dtype if len(inputs) == 1 else torch.result_type(*inputs)
     if not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
-    inputs = torch.broadcast_tensors(*inputs)
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    out = torch.empty_like(inputs[0], dtype=working)
-    if out.numel() <= _CHUNK or not out.is_contiguous():
-        out.copy_(_evaluate(name, inputs, working))
-    else:
-        parts = zip(*(one.reshape(-1).split(_CHUNK) for one in inputs), strict=True)
-        for target, chunk in zip(out.view(-1).split(_CHUNK), parts, strict=True):
-            target.copy_(_evaluate(name, chunk, working))
-    return out.to(dtype)
+    given = [one.to(working) for one in inputs]
+    if len(given) > 1:
+        given = [*torch.broadcast_tensors(*given)]
+    return kernels.apply(name, *given).to(dtype)
 
 
-def _evaluate(name: str, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    compute, compute_exactly = FUNCTIONS[name]
-    inputs = tuple(one.to(torch.float64) for one in inputs)
-    total = compute(*inputs)
-    result, other = (_round(total * (1.0 + sign * _MARGINS[dtype]), dtype) for sign in (1, -1))
-    differs = result != other
-    if dtype == torch.float64:
-        differs |= (total.abs() < _LEAST) & (total != 0)
-    if bool(differs.any()):
-        differs &= total.isfinite()
-        rows = zip(*(one[differs].tolist() for one in inputs), strict=True)
-        with mpmath.workprec(_PRECISION):
-            found = [float(compute_exactly(*map(mpmath.mpf, row))) for row in rows]
-        exact = torch.tensor(found, dtype=torch.float64, device=total.device)
-        result[differs] = _round(exact, dtype)
-    return result
+RULES |= {name: partial(evaluate, name) for name in FUNCTIONS.keys() - {"normal", "pow", "gelu"}}
 
 
-def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float64 numbers to float32, or to fewer bits."""
-    if dtype == torch.float32:
-        return values.float()
-    bits = values.view(torch.int64) + (1 << (_DROPPED - 1))
-    rounded = (bits & -(1 << _DROPPED)).view(torch.float64)
-    return torch.where(values.isfinite(), rounded, values)
+@rule("gelu")
+def gelu(values: Tensor, *, approximate: str = "none") -> Any:
+    """The Gaussian error linear unit; torch takes its approximation apart."""
+    return NotImplemented if approximate != "none" else evaluate("gelu", values)
 
 
-RULES |= {name: partial(evaluate, name) for name in FUNCTIONS if name not in ("normal", "pow")}
+@rule("gelu_backward")
+def gelu_backward(gradient: Tensor, values: Tensor, *, approximate: str = "none") -> Any:
+    """The gradient of ``gelu``."""
+    return NotImplemented if approximate != "none" else evaluate("gelu_backward", gradient, values)
 
 
 # These round once, or not at all; complex numbers are refused.
@@ -134,11 +65,6 @@ RULES |= {
     "copysign": lambda values, signs: torch.copysign(
         values, torch.where(torch.as_tensor(signs).isnan(), 0.0, signs)
     ),
-    # Of matrices and vectors.
-    "mm": matmul,
-    "bmm": matmul,
-    "mv": lambda matrix, vector: matmul(matrix, vector.unsqueeze(1)).squeeze(1),
-    "dot": lambda left, right: matmul(left.unsqueeze(0), right.unsqueeze(1)).view(()),
 }
 
 
@@ -188,15 +114,11 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is None:
         if isinstance(right, Tensor) or not left.is_floating_point():
             return torch.div(left, right)
-        return _divide_by(left.to(accumulation_dtype(left.dtype)), right).to(left.dtype)
+        return divide_by(left.to(accumulation_dtype(left.dtype)), right).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
     quotient = torch.div(*_widen(left, right))
     return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
-
-
-def _divide_by(total: Tensor, number: float) -> Tensor:
-    return total / torch.full((1,) * total.dim(), number, dtype=total.dtype, device=total.device)
 
 
 def _widen(*values: Any) -> list[Tensor]:
@@ -248,17 +170,6 @@ def reciprocal(values: Tensor) -> Tensor:
     return torch.div(torch.ones((), device=values.device), values)
 
 
-@rule("sqrt")
-def sqrt(values: Tensor) -> Tensor:
-    """The square root: NumPy's is the processor's; MKL's may be off by one unit."""
-    dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
-    wide = values.detach().to(accumulation_dtype(dtype))
-    if wide.device.type != "cpu":
-        return wide.sqrt().to(dtype)
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.asarray(np.sqrt(wide.numpy()))).to(dtype)
-
-
 @rule("pow")
 def power(base: Any, exponent: Any) -> Tensor:
     """The power; whole exponents up to 3 are products."""
@@ -268,13 +179,16 @@ def power(base: Any, exponent: Any) -> Tensor:
         )
     dtype = torch.result_type(base, exponent)
     if not isinstance(exponent, Tensor):
-        simple: dict[float, Rule] = {0.5: sqrt, 1.0: torch.clone, 2.0: lambda x: x * x}
+        simple: dict[float, Rule] = {0.5: RULES["sqrt"], 1.0: torch.clone, 2.0: lambda x: x * x}
         simple[3.0] = lambda x: x * x * x
         if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
             found: Tensor = simple[abs(float(exponent))](base)
             return found if exponent > 0 else reciprocal(found)
         exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
-    return evaluate("pow", base.double(), exponent.double(), dtype=dtype)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    wide = torch.float64 if torch.float64 in (dtype, exponent.dtype) else None
+    pair = [one.to(wide) if wide else one for one in (base, exponent)]
+    return evaluate("pow", *pair).to(dtype)
 
 
 def _choose(function: Rule, *given: Any, **more: Any) -> Any:
@@ -337,11 +251,31 @@ def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
     return wrap
 
 
+def _list_dims(values: Tensor, dim: Any) -> list[int]:
+    """Return the dimensions that an argument names, from 0; None and [] name all."""
+    count = values.dim()
+    given = [dim] if isinstance(dim, int) else dim or range(count)
+    return sorted({one % count for one in given}) if count else []
+
+
+def _count(values: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(values.shape[one] for one in dims)
+
+
 @rule("sum")
 @_converting(torch.sum)
 def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """The exact sum, rounded once."""
-    return add_terms(values, dim, keepdim=keepdim, dtype=values.dtype)
+    """The sum over dimensions."""
+    return add(widen(values), _list_dims(values, dim), keepdim=keepdim).to(values.dtype)
+
+
+@rule("mean")
+@_converting(torch.mean)
+def mean(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """The sum over the number of its terms."""
+    dims = _list_dims(values, dim)
+    total = add(widen(values), dims, keepdim=keepdim)
+    return divide_by(total, _count(values, dims)).to(values.dtype)
 
 
 @rule("var")
@@ -356,13 +290,11 @@ def variance(
     """The variance; torch takes standard deviations and means apart."""
     if isinstance(dim, bool):  # the overload without dimensions
         dim, unbiased = None, dim
-    dtype = accumulation_dtype(values.dtype)
-    count = math.prod(values.shape[one] for one in dim or range(values.dim()))
-    center = _divide_by(add_terms(values, dim, keepdim=True, dtype=dtype), count)
-    gaps = values.double() - center
-    total = add_terms(gaps.mul_(gaps), dim, keepdim=keepdim, dtype=dtype)
-    freedom = count - (unbiased if correction is None else correction)
-    return _divide_by(total, max(freedom, 0)).to(values.dtype)
+    wide, dims = widen(values), _list_dims(values, dim)
+    center = divide_by(add(wide, dims), _count(values, dims))
+    total = add(wide, dims, keepdim=keepdim, kind="deviations", center=center)
+    freedom = _count(values, dims) - (unbiased if correction is None else correction)
+    return divide_by(total, max(freedom, 0)).to(values.dtype)
 
 
 @rule("linalg_vector_norm")
@@ -374,24 +306,20 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The root of the exact sum of squares; torch takes other norms apart."""
+    """The root of the sum of squares; torch takes other norms apart."""
     if ord != 2:
         return NotImplemented
-    dtype = dtype or values.dtype
-    wide, dims = values.to(dtype).double(), [dim] if isinstance(dim, int) else dim
-    total = add_terms(wide * wide, dims, keepdim=keepdim, dtype=accumulation_dtype(dtype))
-    return sqrt(total).to(dtype)
+    wide = widen(values.to(dtype or values.dtype))
+    total = add(wide, _list_dims(values, dim), keepdim=keepdim, kind="squares")
+    return find_root(total).to(dtype or values.dtype)
 
 
 @rule("cumsum")
 @along_dim
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
-    """The sum of the values up to each one, rounded once."""
-    finite = values.isfinite()
-    pieces, tops = cut_exactly(torch.where(finite, values.double(), 0.0), dim)
-    sums = round_sums([piece.cumsum(dim) for piece in pieces], tops, values.dtype)
-    return sums + torch.where(finite, 0.0, values).cumsum(dim)
+    """The sum of the values up to each one, in order."""
+    return kernels.add_running(widen(values), dim % values.dim()).to(values.dtype)
 
 
 @rule("cumprod")
@@ -495,92 +423,3 @@ def _pool_backward(
 
 for _dims in (2, 3):
     RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)
-
-
-def draw(size: Any, generator: torch.Generator | None, bits: int = 53) -> Tensor:
-    """Return float64 numbers in [0, 1) that have so many bits, drawn on the CPU."""
-    if generator is not None and generator.device.type != "cpu":
-        raise SettingError(
-            f"A generator is on {generator.device}; with portable bits, numbers are drawn on the "
-            "CPU. Make it with torch.Generator()."
-        )
-    # The same on every machine: one draw of the Mersenne Twister for each number, in order.
-    drawn = torch.empty(size, dtype=torch.int64, device="cpu").random_(
-        0, 2**bits, generator=generator
-    )
-    return drawn.double() * 2.0**-bits
-
-
-@rule("uniform")
-def uniform(values: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
-    """Numbers between two bounds, of as many bits as the dtype has."""
-    bits = {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(values.dtype, 24)
-    return (draw(values.shape, generator, bits) * (high - low) + low).to(values)
-
-
-@rule("normal_")
-def normal_in_place(
-    values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
-) -> Tensor:
-    """Fill a tensor with normal numbers."""
-    radius, angle = 1.0 - draw((2, *values.shape), generator)
-    angle *= 6.283185307179586
-    drawn = evaluate("normal", radius, angle, dtype=accumulation_dtype(values.dtype))
-    return values.copy_(drawn.double() * std + mean)
-
-
-@rule("bernoulli_")
-def bernoulli_in_place(values: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
-    """Fill a tensor with ones with a probability, and else with zeros."""
-    chance = p.to("cpu", torch.float64) if isinstance(p, Tensor) else p
-    return values.copy_(draw(values.shape, generator) < chance)
-
-
-@rule("exponential")
-def exponential(values: Tensor, lambd: float = 1, *, generator: Any = None) -> Tensor:
-    """Exponential numbers."""
-    drawn = -draw(values.shape, generator)
-    return (evaluate("log1p", drawn, dtype=accumulation_dtype(values.dtype)) / -lambd).to(values)
-
-
-@rule("multinomial")
-def multinomial(
-    weights: Tensor, count: int, replacement: bool = False, *, generator: Any = None
-) -> Tensor:
-    """Draw indices by weight: with replacement by the sums, else by exponential races."""
-    rows = torch.atleast_2d(weights).to("cpu", torch.float64)
-    if replacement:
-        sums = cumsum(rows, 1)
-        places = draw((len(rows), count), generator) * sums[:, -1:]
-        result = torch.searchsorted(sums, places, right=True).clamp_(max=rows.shape[1] - 1)
-    else:
-        times = exponential(rows, generator=generator) / rows
-        result = torch.sort(times, stable=True, dim=1)[1][:, :count].contiguous()
-    return result.to(weights.device).view(*weights.shape[:-1], count)
-
-
-@rule("randperm")
-def permute(
-    n: int, *, generator: Any = None, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
-    """A permutation, drawn on the CPU and moved."""
-    return torch.randperm(n, generator=generator, dtype=dtype or torch.int64, device="cpu").to(
-        device or "cpu"
-    )
-
-
-@rule("random_")
-def random_in_place(values: Tensor, *args: Any, generator: Any = None) -> Tensor:
-    """Fill a tensor with whole numbers, drawn on the CPU."""
-    drawn = torch.empty(values.shape, dtype=values.dtype, device="cpu")
-    return values.copy_(drawn.random_(*args, generator=generator))
-
-
-@composed("native_dropout")
-def native_dropout(values: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Dropout, and its mask."""
-    if not train or p == 0:
-        return values.clone(), torch.ones_like(values, dtype=torch.bool)
-    kept = torch.empty_like(values).bernoulli_(1 - p)
-    # As dropout on a CPU does it; `+ (p == 1)` keeps 0 / 0 away.
-    return values * kept.div(1 - p + (p == 1)), kept.bool()

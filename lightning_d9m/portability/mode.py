@@ -20,11 +20,12 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m import portability
-from lightning_d9m.errors import NotPortableError
+from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.patches.catalog.catalog import OPS
 from lightning_d9m.patches.registration import RefusedError, Update
-from lightning_d9m.portability import arithmetic
-from lightning_d9m.portability.registry import COMPOSED, RULES, Rule, take_fused_step
+from lightning_d9m.portability import arithmetic, draws, normalizations, products
+from lightning_d9m.portability.optimizers import steps_replaced
+from lightning_d9m.portability.registry import COMPOSED, RULES, Rule
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
 # numbers; and transfers between processes that compute nothing.
@@ -33,6 +34,7 @@ MOVES, _TRANSFERS = (
     for part in Path(__file__).with_name("moves.txt").read_text().split("\n\n")
 )
 # Torch's kernels of these call other operations only.
+_RULES = (draws, normalizations, products)  # loaded: they register their rules
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -223,13 +225,18 @@ def _checked(
     **kwargs: Any,
 ) -> Any:
     """Apply a rule to dense real numbers; leave whole numbers, and what has none, to torch."""
-    given = [*_tensors(args)]
-    if any(one.is_complex() or one.layout != torch.strided for one in given if not one.is_meta):
-        refuse(func)
+    count, tensors, fractions = 0, False, False
+    for one in _tensors(args):
+        if one.is_meta:
+            return func(*args, **kwargs)
+        if one.is_complex() or one.layout != torch.strided:
+            refuse(func)
+        count, tensors = count + one.numel(), True
+        fractions = fractions or one.is_floating_point()
     # Without a number there is nothing to round, and torch knows its results and its errors.
-    if any(one.is_meta for one in given) or (given and not any(one.numel() for one in given)):
+    if tensors and not count:
         return func(*args, **kwargs)
-    if whole and not any(one.is_floating_point() for one in given):
+    if whole and not fractions:
         found = func(*args, **kwargs)
         if not any(map(_has_fractions, _tensors([found]))):
             return found
@@ -284,23 +291,28 @@ _MODE = PortableMode()
 def portable() -> Iterator[None]:
     """Compute every operation of the body with the same bits on every machine.
 
-    It is several times slower than torch. An operation that cannot be computed so raises a
+    It is up to about twice as slow as torch. An operation that cannot be computed so raises a
     ``NotPortableError``.
 
     Examples:
         >>> import torch
         >>> with portable():
-        ...     torch.tensor([1e8, 1.0, -1e8]).sum().item()
-        1.0
+        ...     torch.tensor([0.5, 0.25]).exp().tolist()
+        [1.6487212181091309, 1.2840254306793213]
     """
     if portability.is_portable():
         yield
         return
+    if not torch.tensor([2.0**-126], device="cpu").mul_(0.5).item():
+        raise SettingError(
+            "torch flushes subnormal numbers to zero, on this machine and not on others. Call "
+            "torch.set_flush_denormal(False) before portable bits are switched on."
+        )
     cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
     switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
         # oneDNN's recurrent layers are one operation; without it torch takes them apart.
         (flags._get_mkldnn_enabled, flags._set_mkldnn_enabled, False),  # noqa: SLF001
-        # cuDNN may convolve by Fourier transforms, whose errors our bounds do not cover.
+        # cuDNN chooses an order of additions.
         (flags._get_cudnn_enabled, flags._set_cudnn_enabled, False),  # noqa: SLF001
         # Fused kernels choose an order of additions; plain attention is products and softmax.
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
@@ -315,12 +327,7 @@ def portable() -> Iterator[None]:
         for get, put, value in switches:
             stack.callback(put, get())
             put(value)
-        for name in ("adagrad", "adam", "adamw", "sgd"):
-            optimizer, fused = sys.modules[f"torch.optim.{name}"], f"_fused_{name}"
-            if step := getattr(optimizer, fused, None):
-                stack.callback(setattr, optimizer, fused, step)
-                single = getattr(optimizer, f"_single_tensor_{name}")
-                setattr(optimizer, fused, partial(take_fused_step, single))
+        stack.enter_context(steps_replaced())
         portability.active.count = 1
         stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)

@@ -247,23 +247,3 @@ def group_norm(
     result = result if weight is None else result * weight.view(c, 1)
     result = result if bias is None else result + bias.view(c, 1)
     return result.view(values.shape), mean.view(n, groups), scale.view(n, groups)
-
-
-composed("silu_backward")(
-    lambda gradient, values: gradient * (p := values.sigmoid()) * (1 + values * (1 - p))
-)
-
-
-def take_fused_step(
-    single: Callable[..., None],
-    params: list[Tensor],
-    grads: list[Tensor],
-    *state: Any,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    **options: Any,
-) -> None:
-    """Take a fused step of an optimizer by torch's own code for single tensors."""
-    if found_inf is None or not found_inf.item():
-        grads = grads if grad_scale is None else [grad / grad_scale for grad in grads]
-        single(params, grads, *state, grad_scale=None, found_inf=None, **options)

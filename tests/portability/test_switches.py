@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from portable_data import Seen, start_worker
 from rank_processes import run_ranks
+from torch.utils.data import DataLoader
 
-from lightning_d9m import Recorder, Settings, compare, deterministic, portable
+from lightning_d9m import Recorder, Settings, compare, deterministic, enable, portable
 from lightning_d9m.cli.main import main
 from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.ledger.folder import read_ledger
 from lightning_d9m.lightning.trainer_session import resolve_settings
 from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.portability import is_portable
-from lightning_d9m.portability.arithmetic import draw
+from lightning_d9m.portability.draws import draw
 
 
 def test_a_session_computes_portable_bits_until_it_closes():
@@ -132,3 +134,36 @@ def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_two(tmp
     one, two = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2))
     assert one.header.settings["portable"] is True
     assert one.outcome(0).final.totals == two.outcome(0).final.totals
+
+
+def test_an_inner_session_cannot_leave_portable_bits():
+    with deterministic(portable=True):
+        with pytest.raises(SettingError, match="portable is False, but an outer session"):
+            enable(portable=False)
+        with (
+            pytest.raises(SettingError, match="end the outer one first"),
+            deterministic(portable=False),
+        ):
+            pass
+    with deterministic(portable=False):
+        assert not is_portable()
+    enable(portable=True)
+    enable(portable=False).close()  # it replaces the session before it
+    assert not is_portable()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_session_travels_to_workers(method):
+    """Also the user's own function still runs, and the loader stays as it was."""
+    loader = DataLoader(
+        Seen(), 1, num_workers=1, multiprocessing_context=method, worker_init_fn=start_worker
+    )
+    with deterministic(portable=True):
+        expected = [Seen()[index] for index in range(2)]
+        found = [tuple(one.item() for one in batch) for batch in loader]
+    assert found == expected
+    assert found[0][1:] == (True, True)
+    assert loader.worker_init_fn is start_worker
+    assert "_get_iterator" not in vars(loader)
+    if method == "fork":
+        assert next(iter(loader))[1].item() is False

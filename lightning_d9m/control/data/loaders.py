@@ -43,6 +43,7 @@ from lightning_d9m.control.data.resumable_sampler import (
 )
 from lightning_d9m.control.environment import threads_pinned
 from lightning_d9m.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
+from lightning_d9m.control.session import capture_session, start_worker
 from lightning_d9m.errors import SettingError
 from lightning_d9m.state.parts import is_of_program
 from lightning_d9m.state.state import find_generators
@@ -288,7 +289,9 @@ class ControlledLoader:
         parts: dict[str, Any] = {self._place: self._requests}
         if workers:
             given = (stream, loader.worker_init_fn, self.start is None)
-            parts["worker_init_fn"] = partial(init_worker, *given)
+            start = partial(init_worker, *given)
+            # For loaders whose own class makes the iterator; torch's take it over twice.
+            parts["worker_init_fn"] = partial(start_worker, capture_session(), start)
         if not self._iterable:
             state = None if workers else self.state
             seeded = SeededDataset(

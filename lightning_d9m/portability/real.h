@@ -1,0 +1,554 @@
+/* The kernels of one floating-point type, REAL; kernels.c includes them for float and double. */
+
+/* Rows and columns of a product that are computed at a time: they fit the registers. gcc vectorizes
+   loops over more than 16 columns; it takes shorter ones apart. */
+#if defined(__AVX512F__)
+enum { JOIN(TALL_, REAL) = 8, JOIN(WIDE_, REAL) = sizeof(REAL) == 4 ? 32 : 24 };
+#else
+enum { JOIN(TALL_, REAL) = sizeof(REAL) == 4 ? 4 : 2, JOIN(WIDE_, REAL) = 24 };
+#endif
+#define TALL JOIN(TALL_, REAL)
+#define WIDE JOIN(WIDE_, REAL)
+const long NAME(wide) = WIDE; /* kernels.py counts tiles */
+enum { JOIN(MANY_, REAL) = 4096 / sizeof(REAL) / WIDE * WIDE };
+#define MANY JOIN(MANY_, REAL) /* columns that are packed at a time */
+enum { JOIN(SOME_, REAL) = 120 / TALL * TALL };
+#define SOME JOIN(SOME_, REAL) /* rows that are packed at a time */
+
+/* out[i][j] = the sum of left[i][k] * right[k][j], in blocks of DEPTH terms: in a block one product
+   after the other is added to 0, with one rounding; then one block after the other is added. An
+   element is where its offsets say: left[left_rows[i] + left_terms[k]]. */
+struct NAME(product) {
+    long rows, columns, terms;
+    const REAL *left, *right;
+    REAL *out;
+    const long *left_rows, *left_terms, *right_terms, *right_columns, *out_rows, *out_columns;
+    const long *left_batch, *right_batch, *out_batch;
+};
+
+/* Pack `columns` columns of a block, WIDE at a time: terms[WIDE] after terms[WIDE]. */
+static void NAME(pack_right)(const REAL *from, const long *terms, long depth, const long *column,
+                             long columns, REAL *to) {
+    int flat = is_flat(terms, depth);
+    for (long j0 = 0; j0 < columns; j0 += WIDE, column += WIDE, to += DEPTH * WIDE) {
+        int width = columns - j0 < WIDE ? (int)(columns - j0) : WIDE, run = WIDE;
+        for (int j = 1; j < width; j++)
+            while (run > 1 && j % run && column[j] != column[j - 1] + 1)
+                run = run == WIDE ? 8 : run / 2;
+        if (width < WIDE) {
+            for (long k = 0; k < depth; k++)
+                for (int j = 0; j < WIDE; j++)
+                    to[k * WIDE + j] = j < width ? from[terms[k] + column[j]] : 0;
+        } else if (run == WIDE) {
+            for (long k = 0; k < depth; k++)
+                memcpy(to + k * WIDE, from + terms[k] + column[0], sizeof(REAL) * WIDE);
+        } else if (flat && run < 8) {
+            for (int j = 0; j < WIDE; j++)
+                for (long k = 0; k < depth; k++) to[k * WIDE + j] = from[terms[0] + column[j] + k];
+        } else if (run >= 8) {
+            for (long k = 0; k < depth; k++)
+                for (int j = 0; j < WIDE; j += 8)
+                    memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * 8);
+        } else if (run >= 4) {
+            for (long k = 0; k < depth; k++)
+                for (int j = 0; j < WIDE; j += 4)
+                    memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * 4);
+        } else {
+            for (long k = 0; k < depth; k++)
+                for (int j = 0; j < WIDE; j++) to[k * WIDE + j] = from[terms[k] + column[j]];
+        }
+    }
+}
+
+/* Pack rows of a block, TALL at a time. */
+static void NAME(pack_left)(const REAL *from, const long *terms, long depth, const long *row,
+                            long rows, REAL *to) {
+    int flat = is_flat(terms, depth);
+    for (long i0 = 0; i0 < rows; i0 += TALL, row += TALL, to += DEPTH * TALL) {
+        int height = rows - i0 < TALL ? (int)(rows - i0) : TALL;
+        if (flat) {
+            for (int i = 0; i < height; i++)
+                for (long k = 0; k < depth; k++) to[k * TALL + i] = from[terms[0] + row[i] + k];
+        } else {
+            for (long k = 0; k < depth; k++)
+                for (int i = 0; i < height; i++) to[k * TALL + i] = from[terms[k] + row[i]];
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void NAME(tile)(
+    int height, const REAL *restrict left, const REAL *restrict right, long depth,
+    REAL *out, const long *row, const long *column, int width, int first) {
+    REAL total[TALL][WIDE];
+    for (int i = 0; i < height; i++)
+        for (int j = 0; j < WIDE; j++) total[i][j] = 0;
+    for (long k = 0; k < depth; k++, left += TALL, right += WIDE) {
+#pragma GCC unroll 8
+        for (int i = 0; i < height; i++)
+            for (int j = 0; j < WIDE; j++)
+                total[i][j] = NAME(add_product)(left[i], right[j], total[i][j]);
+    }
+    int flat = width == WIDE && is_flat(column, WIDE);
+    for (int i = 0; i < height; i++) {
+        REAL *to = out + row[i];
+        if (flat && first) memcpy(to + column[0], total[i], sizeof total[i]);
+        else if (flat)
+            for (int j = 0; j < WIDE; j++) to[column[0] + j] += total[i][j];
+        else
+            for (int j = 0; j < width; j++)
+                to[column[j]] = first ? total[i][j] : to[column[j]] + total[i][j];
+    }
+}
+
+/* One result is a tile of WIDE columns of a matrix of the batch. */
+void NAME(product)(const void *given, long begin, long end) {
+    const struct NAME(product) *g = given;
+    long tiles = (g->columns + WIDE - 1) / WIDE;
+    REAL *left = get_scratch(sizeof(REAL) * DEPTH * (SOME + MANY)), *right = left + DEPTH * SOME;
+    while (begin < end) {
+        long batch = begin / tiles, j0 = begin % tiles * WIDE, last = end - batch * tiles;
+        long stop = last < tiles ? last * WIDE : g->columns;
+        if (stop > j0 + MANY) stop = j0 + MANY;
+        REAL *out = g->out + g->out_batch[batch];
+        for (long k = 0; k < g->terms; k += DEPTH) {
+            long depth = g->terms - k < DEPTH ? g->terms - k : DEPTH;
+            NAME(pack_right)(g->right + g->right_batch[batch], g->right_terms + k, depth,
+                             g->right_columns + j0, stop - j0, right);
+            for (long i0 = 0; i0 < g->rows; i0 += SOME) {
+                long rows = g->rows - i0 < SOME ? g->rows - i0 : SOME;
+                NAME(pack_left)(g->left + g->left_batch[batch], g->left_terms + k, depth,
+                                g->left_rows + i0, rows, left);
+                for (long j = j0; j < stop; j += WIDE)
+                    for (long i = 0; i < rows; i += TALL) {
+                        int width = stop - j < WIDE ? (int)(stop - j) : WIDE;
+#define COMPUTE(height)                                                                            \
+    NAME(tile)((height) < TALL ? (height) : TALL, left + i * DEPTH, right + (j - j0) * DEPTH,      \
+               depth, out, g->out_rows + i0 + i, g->out_columns + j, width, k == 0)
+                        switch (rows - i) {
+                        case 1: COMPUTE(1); break;
+                        case 2: COMPUTE(2); break;
+                        case 3: COMPUTE(3); break;
+                        case 4: COMPUTE(4); break;
+                        case 5: COMPUTE(5); break;
+                        case 6: COMPUTE(6); break;
+                        case 7: COMPUTE(7); break;
+                        default: COMPUTE(TALL);
+                        }
+#undef COMPUTE
+                    }
+            }
+        }
+        begin = batch * tiles + (stop + WIDE - 1) / WIDE;
+    }
+}
+
+/* Terms of sums: the numbers, their squares, the squares of their distances to a number, products
+   with others, and products with others that are normalized. */
+static inline __attribute__((always_inline)) REAL NAME(term)(long kind, REAL x, REAL y, REAL c,
+                                                             REAL d) {
+    switch (kind) {
+    case 1: return x * x;
+    case 2: return (x - c) * (x - c);
+    case 3: return x * y;
+    case 4: return x * ((y - c) * d);
+    default: return x;
+    }
+}
+
+/* Term i is added to lane i % LANES, which begins with 0; then the upper half of the lanes is added
+   to the lower half, until one is left. At most BLOCK terms. */
+static inline REAL NAME(add_lanes)(const REAL *x, long count) {
+    REAL lane[LANES];
+    long i = 0;
+    for (int j = 0; j < LANES; j++) lane[j] = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] += x[i + j];
+    for (int j = 0; i + j < count; j++) lane[j] += x[i + j];
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] += lane[j + half];
+    return lane[0];
+}
+
+/* Blocks of BLOCK terms are added in order. */
+static REAL NAME(add_row)(const REAL *x, long count) {
+    REAL total = 0;
+    for (long i = 0; i < count; i += BLOCK) {
+        REAL sum = NAME(add_lanes)(x + i, count - i < BLOCK ? count - i : BLOCK);
+        total = i ? total + sum : sum;
+    }
+    return total;
+}
+
+/* Sums over `count` * `inner` terms: result r adds x[r * step + i * outer_step + j * inner_step],
+   in order of i, then of j. */
+struct NAME(row_sums) {
+    long kind, step, count, outer_step, inner, inner_step;
+    const REAL *x, *y, *center, *factor;
+    REAL *out;
+};
+
+void NAME(row_sums)(const void *given, long begin, long end) {
+    const struct NAME(row_sums) *g = given;
+    REAL block[BLOCK];
+    for (long r = begin; r < end; r++) {
+        REAL total = 0, c = g->center ? g->center[r] : 0, d = g->factor ? g->factor[r] : 0;
+        long terms = g->count * g->inner, start = r * g->step, i = 0, j = 0;
+        for (long done = 0; done < terms; done += BLOCK) {
+            long size = terms - done < BLOCK ? terms - done : BLOCK;
+            const REAL *from = g->x + start + i * g->outer_step + j;
+            if (g->kind == 0 && g->inner_step == 1 && (j + size <= g->inner)) {
+                j += size;
+            } else {
+                for (long filled = 0; filled < size;) {
+                    long at = start + i * g->outer_step + j * g->inner_step, s = g->inner_step;
+                    long run = size - filled < g->inner - j ? size - filled : g->inner - j;
+                    const REAL *x = g->x + at, *y = g->y ? g->y + at : x;
+#define FILL(kind, s)                                                                              \
+    for (long t = 0; t < run; t++)                                                                 \
+        block[filled + t] = NAME(term)(kind, x[t * (s)], y[t * (s)], c, d)
+                    if (s != 1) FILL(g->kind, s);
+                    else if (g->kind == 0) FILL(0, 1);
+                    else if (g->kind == 1) FILL(1, 1);
+                    else if (g->kind == 2) FILL(2, 1);
+                    else if (g->kind == 3) FILL(3, 1);
+                    else FILL(4, 1);
+#undef FILL
+                    filled += run;
+                    j += run;
+                    if (j == g->inner) j = 0, i++;
+                }
+                from = block;
+            }
+            if (j == g->inner) j = 0, i++;
+            REAL sum = NAME(add_lanes)(from, size);
+            total = done ? total + sum : sum;
+        }
+        g->out[r] = total;
+    }
+}
+
+/* The same sums down the columns of matrices [count, columns]; one item is COLUMNS of them. */
+enum { JOIN(COLUMNS_, REAL) = 64 };
+#define COLUMNS JOIN(COLUMNS_, REAL)
+
+struct NAME(column_sums) {
+    long kind, count, columns, matrix_step, row_step;
+    const REAL *x, *y, *center, *factor;
+    REAL *out;
+};
+
+void NAME(column_sums)(const void *given, long begin, long end) {
+    const struct NAME(column_sums) *g = given;
+    long items = (g->columns + COLUMNS - 1) / COLUMNS;
+    REAL lane[LANES][COLUMNS], zero[COLUMNS] = {0};
+    for (long item = begin; item < end; item++) {
+        long j0 = item % items * COLUMNS, at = item / items * g->matrix_step + j0;
+        long width = g->columns - j0 < COLUMNS ? g->columns - j0 : COLUMNS;
+        long place = item / items * g->columns + j0;
+        const REAL *c = g->center ? g->center + place : zero;
+        const REAL *d = g->factor ? g->factor + place : zero;
+        REAL *out = g->out + place;
+        for (long done = 0; done < g->count || done == 0; done += BLOCK) {
+            long size = g->count - done < BLOCK ? g->count - done : BLOCK;
+            memset(lane, 0, sizeof lane);
+            for (long i = 0; i < size; i++) {
+                const REAL *x = g->x + at + (done + i) * g->row_step;
+                const REAL *y = g->y ? g->y + at + (done + i) * g->row_step : x;
+                REAL *to = lane[i % LANES];
+#define ADD(kind, width)                                                                           \
+    for (long j = 0; j < (width); j++) to[j] += NAME(term)(kind, x[j], y[j], c[j], d[j])
+                if (g->kind == 0 && width == COLUMNS) ADD(0, COLUMNS);
+                else if (g->kind == 0) ADD(0, width);
+                else if (g->kind == 1) ADD(1, width);
+                else if (g->kind == 2) ADD(2, width);
+                else if (g->kind == 3) ADD(3, width);
+                else ADD(4, width);
+#undef ADD
+            }
+            for (int half = LANES / 2; half; half /= 2)
+                for (int i = 0; i < half; i++)
+                    for (long j = 0; j < COLUMNS; j++) lane[i][j] += lane[i + half][j];
+            for (long j = 0; j < width; j++) out[j] = done ? out[j] + lane[0][j] : lane[0][j];
+        }
+    }
+}
+
+/* The sum up to each element, in float64, rounded to REAL where it is stored. */
+struct NAME(running_sums) {
+    long count, columns;
+    const REAL *x;
+    REAL *out;
+};
+
+void NAME(running_sums)(const void *given, long begin, long end) {
+    const struct NAME(running_sums) *g = given;
+    for (long r = begin; r < end; r++) {
+        long at = r / g->columns * g->count * g->columns + r % g->columns;
+        double total = 0;
+        for (long i = 0; i < g->count; i++, at += g->columns)
+            g->out[at] = (REAL)(total += (double)g->x[at]);
+    }
+}
+
+/* The greatest number; one of 0.0 and -0.0, and of a row with a NaN any. */
+static REAL NAME(find_greatest)(const REAL *x, long count) {
+    REAL lane[LANES];
+    long i = 0;
+    for (int j = 0; j < LANES; j++) lane[j] = x[0];
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (; i < count; i++) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    for (int j = 1; j < LANES; j++) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
+    return lane[0];
+}
+
+/* Softmax of rows: exp(x - greatest), rounded, over the sum of these. Its logarithm: x - greatest -
+   log(sum), computed in float64 and rounded. */
+struct NAME(softmax) {
+    long logarithm, count;
+    const REAL *x;
+    REAL *out;
+};
+
+void NAME(softmax)(const void *given, long begin, long end) {
+    const struct NAME(softmax) *g = given;
+    for (long r = begin; r < end; r++) {
+        const REAL *x = g->x + r * g->count;
+        REAL *out = g->out + r * g->count, top = NAME(find_greatest)(x, g->count);
+        for (long i = 0; i < g->count; i++) out[i] = (REAL)d9m_exp((double)x[i] - (double)top);
+        REAL total = NAME(add_row)(out, g->count);
+        if (g->logarithm) {
+            double log_total = d9m_log((double)total);
+            for (long i = 0; i < g->count; i++)
+                out[i] = (REAL)(((double)x[i] - (double)top) - log_total);
+        } else {
+            for (long i = 0; i < g->count; i++) out[i] = out[i] / total;
+        }
+    }
+}
+
+/* With the result y and its gradient g: (g - sum(g * y)) * y, or g - exp(y) * sum(g). */
+struct NAME(softmax_backward) {
+    long logarithm, count;
+    const REAL *gradient, *y;
+    REAL *out;
+};
+
+void NAME(softmax_backward)(const void *given, long begin, long end) {
+    const struct NAME(softmax_backward) *g = given;
+    for (long r = begin; r < end; r++) {
+        const REAL *gradient = g->gradient + r * g->count, *y = g->y + r * g->count;
+        REAL *out = g->out + r * g->count;
+        if (g->logarithm) {
+            REAL total = NAME(add_row)(gradient, g->count);
+            for (long i = 0; i < g->count; i++)
+                out[i] = gradient[i] - (REAL)d9m_exp((double)y[i]) * total;
+        } else {
+            for (long i = 0; i < g->count; i++) out[i] = gradient[i] * y[i];
+            REAL total = NAME(add_row)(out, g->count);
+            for (long i = 0; i < g->count; i++) out[i] = (gradient[i] - total) * y[i];
+        }
+    }
+}
+
+/* Layer normalization of rows: (x - mean) * scale * weight + bias, scale = 1 / sqrt(var + eps). */
+struct NAME(layer_norm) {
+    long count;
+    double eps;
+    const REAL *x, *weight, *bias;
+    REAL *out, *means, *scales;
+};
+
+void NAME(layer_norm)(const void *given, long begin, long end) {
+    const struct NAME(layer_norm) *g = given;
+    long n = g->count;
+    for (long r = begin; r < end; r++) {
+        const REAL *x = g->x + r * n;
+        REAL *out = g->out + r * n, mean = NAME(add_row)(x, n) / (REAL)n;
+        for (long i = 0; i < n; i++) out[i] = (x[i] - mean) * (x[i] - mean);
+        REAL variance = NAME(add_row)(out, n) / (REAL)n;
+        REAL scale = (REAL)1 / NAME(root)(variance + (REAL)g->eps);
+        for (long i = 0; i < n; i++) out[i] = (x[i] - mean) * scale;
+        if (g->weight)
+            for (long i = 0; i < n; i++) out[i] = out[i] * g->weight[i];
+        if (g->bias)
+            for (long i = 0; i < n; i++) out[i] = out[i] + g->bias[i];
+        g->means[r] = mean;
+        g->scales[r] = scale;
+    }
+}
+
+/* Its gradient for x: scale * (gw - mean(gw) - h * mean(gw * h)), where h = (x - mean) * scale and
+   gw = gradient * weight; `products` become gradient * h, whose sums are the weight's gradient. */
+struct NAME(layer_norm_backward) {
+    long count;
+    const REAL *gradient, *x, *weight, *means, *scales;
+    REAL *out, *products;
+};
+
+void NAME(layer_norm_backward)(const void *given, long begin, long end) {
+    const struct NAME(layer_norm_backward) *g = given;
+    long n = g->count;
+    for (long r = begin; r < end; r++) {
+        const REAL *x = g->x + r * n, *gradient = g->gradient + r * n, *weight = g->weight;
+        REAL *out = g->out + r * n, *products = g->products + r * n;
+        REAL mean = g->means[r], scale = g->scales[r];
+        for (long i = 0; i < n; i++) out[i] = weight ? gradient[i] * weight[i] : gradient[i];
+        REAL first = NAME(add_row)(out, n) / (REAL)n;
+        for (long i = 0; i < n; i++) products[i] = out[i] * ((x[i] - mean) * scale);
+        REAL second = NAME(add_row)(products, n) / (REAL)n;
+        for (long i = 0; i < n; i++) {
+            REAL h = (x[i] - mean) * scale;
+            out[i] = scale * ((out[i] - first) - h * second);
+            products[i] = gradient[i] * h;
+        }
+    }
+}
+
+/* Normalization of channels, one plane after the other: ((x - mean) * scale) * weight + bias. */
+struct NAME(batch_norm) {
+    long channels, area;
+    const REAL *x, *means, *scales, *weight, *bias;
+    REAL *out;
+};
+
+void NAME(batch_norm)(const void *given, long begin, long end) {
+    const struct NAME(batch_norm) *g = given;
+    for (long p = begin; p < end; p++) {
+        long c = p % g->channels;
+        const REAL *x = g->x + p * g->area;
+        REAL *out = g->out + p * g->area, mean = g->means[c], scale = g->scales[c];
+        REAL weight = g->weight ? g->weight[c] : 1, bias = g->bias ? g->bias[c] : 0;
+        for (long i = 0; i < g->area; i++) out[i] = ((x[i] - mean) * scale) * weight + bias;
+    }
+}
+
+/* Its gradient for x: ((gradient - first) - ((x - mean) * scale) * second) * factor. */
+struct NAME(batch_norm_backward) {
+    long channels, area;
+    const REAL *gradient, *x, *means, *scales, *first, *second, *factors;
+    REAL *out;
+};
+
+void NAME(batch_norm_backward)(const void *given, long begin, long end) {
+    const struct NAME(batch_norm_backward) *g = given;
+    for (long p = begin; p < end; p++) {
+        long c = p % g->channels;
+        const REAL *x = g->x + p * g->area, *gradient = g->gradient + p * g->area;
+        REAL *out = g->out + p * g->area, mean = g->means[c], scale = g->scales[c];
+        REAL first = g->first[c], second = g->second[c], factor = g->factors[c];
+        for (long i = 0; i < g->area; i++)
+            out[i] = ((gradient[i] - first) - ((x[i] - mean) * scale) * second) * factor;
+    }
+}
+
+/* A step of Adam and AdamW; definitions.py says the factors. `most` may be NULL. */
+struct NAME(adam) {
+    long maximize, decoupled;
+    double decay, first, second, step, root, eps;
+    const REAL *gradient;
+    REAL *x, *average, *squares, *most;
+};
+
+void NAME(adam)(const void *given, long begin, long end) {
+    const struct NAME(adam) *s = given;
+    const REAL decay = (REAL)s->decay, first = (REAL)s->first, kept = (REAL)s->second;
+    const REAL added = (REAL)(1.0 - s->second), step = (REAL)s->step;
+    const REAL root = (REAL)s->root, eps = (REAL)s->eps, sign = s->maximize ? -1 : 1;
+    const int decoupled = s->decoupled != 0;
+    const REAL *restrict gradient = s->gradient;
+    REAL *restrict x = s->x, *restrict average = s->average, *restrict squares = s->squares;
+    for (long i = begin; i < end; i++) {
+        REAL g = sign * gradient[i], y = decoupled ? x[i] * decay : x[i];
+        g = decoupled || s->decay == 0 ? g : g + y * decay;
+        REAL m = average[i] + (g - average[i]) * first, v = squares[i] * kept + (g * g) * added;
+        average[i] = m;
+        squares[i] = v;
+        if (s->most) v = s->most[i] = v > s->most[i] ? v : s->most[i];
+        x[i] = y - step * (m / (NAME(root)(v) / root + eps));
+    }
+}
+
+/* A step of SGD; `momenta` may be NULL, and hold nothing at the first step. */
+struct NAME(sgd) {
+    long maximize, nesterov, starts;
+    double decay, momentum, added, step;
+    const REAL *gradient;
+    REAL *x, *momenta;
+};
+
+void NAME(sgd)(const void *given, long begin, long end) {
+    const struct NAME(sgd) *s = given;
+    const REAL decay = (REAL)s->decay, momentum = (REAL)s->momentum, step = (REAL)s->step;
+    const REAL added = (REAL)s->added, sign = s->maximize ? -1 : 1;
+    for (long i = begin; i < end; i++) {
+        REAL g = sign * s->gradient[i];
+        g = s->decay == 0 ? g : g + s->x[i] * decay;
+        if (s->momenta) {
+            REAL m = s->starts ? g : s->momenta[i] * momentum + g * added;
+            s->momenta[i] = m;
+            g = s->nesterov ? g + m * momentum : m;
+        }
+        s->x[i] = s->x[i] - step * g;
+    }
+}
+
+/* Uniform numbers in [0, 1) of 24 or 53 bits. Of 2 * COUNTERS numbers of 53 bits, number i takes
+   the words i and i + 2 * COUNTERS of a block. One item is a block. */
+struct NAME(draw) {
+    long key, count;
+    REAL *out;
+};
+
+void NAME(draw)(const void *given, long begin, long end) {
+    const struct NAME(draw) *g = given;
+    enum { EACH = WORDS * 4 / sizeof(REAL) };
+    for (long block = begin; block < end; block++) {
+        uint32_t words[WORDS];
+        REAL drawn[WORDS];
+        philox((uint64_t)g->key, (uint64_t)block * COUNTERS, words);
+        for (int i = 0; i < EACH; i++)
+            drawn[i] = sizeof(REAL) == 4 ? (REAL)(words[i] >> 8) * (REAL)0x1p-24
+                                         : (REAL)(((double)(words[i] >> 5) * 0x1p+26 +
+                                                   (double)(words[(i + EACH) % WORDS] >> 6)) *
+                                                  0x1p-53);
+        long rest = g->count - block * EACH;
+        memcpy(g->out + block * EACH, drawn, sizeof(REAL) * (rest < EACH ? rest : EACH));
+    }
+}
+
+/* Elementary functions: computed in float64, and rounded to REAL. */
+struct NAME(function) {
+    const REAL *x, *y;
+    REAL *out;
+};
+
+#define FUNCTION(name)                                                                             \
+    void NAME(name)(const void *given, long begin, long end) {                                     \
+        const struct NAME(function) *g = given;                                                    \
+        const REAL *restrict x = g->x;                                                             \
+        REAL *restrict out = g->out;                                                               \
+        for (long i = begin; i < end; i++) out[i] = (REAL)d9m_##name((double)x[i]);                \
+    }
+#define FUNCTION_OF_TWO(name)                                                                      \
+    void NAME(name)(const void *given, long begin, long end) {                                     \
+        const struct NAME(function) *g = given;                                                    \
+        const REAL *restrict x = g->x, *restrict y = g->y;                                         \
+        REAL *restrict out = g->out;                                                               \
+        for (long i = begin; i < end; i++)                                                         \
+            out[i] = (REAL)d9m_##name((double)x[i], (double)y[i]);                                 \
+    }
+FUNCTION(acos) FUNCTION(acosh) FUNCTION(asin) FUNCTION(asinh) FUNCTION(atan) FUNCTION(atanh)
+FUNCTION(cos) FUNCTION(cosh) FUNCTION(erf) FUNCTION(erfc) FUNCTION(erfinv) FUNCTION(exp)
+FUNCTION(exp2) FUNCTION(expm1) FUNCTION(gelu) FUNCTION(log) FUNCTION(log10) FUNCTION(log1p)
+FUNCTION(log2) FUNCTION(sigmoid) FUNCTION(silu) FUNCTION(sin) FUNCTION(sinh) FUNCTION(sqrt)
+FUNCTION(tan) FUNCTION(tanh)
+FUNCTION_OF_TWO(atan2) FUNCTION_OF_TWO(gelu_backward) FUNCTION_OF_TWO(hypot)
+FUNCTION_OF_TWO(normal) FUNCTION_OF_TWO(pow) FUNCTION_OF_TWO(silu_backward)
+#undef FUNCTION
+#undef FUNCTION_OF_TWO
+#undef TALL
+#undef WIDE
+#undef MANY
+#undef SOME
+#undef COLUMNS

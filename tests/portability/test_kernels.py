@@ -1,0 +1,221 @@
+"""The compiled kernels give the bits of their definitions."""
+
+import subprocess
+import warnings
+
+import pytest
+import torch
+
+from lightning_d9m import portable
+from lightning_d9m.errors import NotPortableError, SettingError
+from lightning_d9m.portability import compiler, definitions, kernels, library
+from lightning_d9m.portability.functions import FUNCTIONS
+
+OF_TWO = ("atan2", "gelu_backward", "hypot", "normal", "pow", "silu_backward")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
+SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38]
+
+
+def read_bits(values):
+    values = torch.where(values.isnan(), torch.nan, values)
+    return values.view({4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
+
+
+def compare(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert read_bits(found.contiguous()) == read_bits(expected.contiguous())
+
+
+def draw(*shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def _threads(request, monkeypatch):
+    """Two threads share out also what one would compute sooner."""
+    monkeypatch.setattr(library, "_ALONE", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "sizes", [(1, 7, 5, 13), (2, 33, 300, 70), (1, 60, 3, 2), (2, 6, 4, 1), (1, 1, 600, 40)]
+)
+def test_products(sizes, dtype):
+    batch, rows, terms, columns = sizes
+    left = draw(batch, rows, terms, dtype=dtype)
+    right = draw(batch, terms, columns, dtype=dtype, seed=1)
+    expected = definitions.multiply(left, right)
+    compare(kernels.multiply(left, right), expected)
+    turned = [one.mT.contiguous().mT for one in (left, right)]
+    compare(kernels.multiply(*turned), expected)
+    torch.testing.assert_close(expected, left @ right)
+
+
+def test_one_rounding_of_a_product_and_a_sum():
+    """Where float64 rounds to the middle between two float32 numbers, and where a sum is lost."""
+    a, b = torch.tensor([1 + 2.0**-23, 3.0, 2.0**-100]), torch.tensor([1 + 2.0**-23, 5.0, 2.0**-40])
+    c = torch.tensor([2.0**-75, -15.0, 2.0**-149])
+    found = definitions.add_product(a, b, c).tolist()
+    assert found == [1 + 2.0**-22, 0.0, 2.0**-140 + 2.0**-149]
+    product = kernels.multiply(
+        torch.stack([a, b], 1).unsqueeze(1), torch.stack([b, a], 1)[..., None]
+    )
+    compare(product[:, 0, 0], definitions.add_product(b, a, (a * b)))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["values", "squares", "deviations", "products", "normalized"])
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        *[((5, 7), (1,)), ((300, 70), (0,)), ((9000,), (0,)), ((4, 20, 9, 9), (0, 2, 3)), ((), ())],
+        *[((3, 5000, 20), (1,)), ((2, 3, 4, 5, 6), (1, 3)), ((6, 5000), (1,)), ((3, 1, 40), (1,))],
+    ],
+)
+def test_sums(shape, dims, kind, dtype):
+    x, y = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    center, factor = (draw(*(shape[d] for d in kept), dtype=dtype, seed=n) for n in (2, 3))
+
+    def lay_out(one):
+        return one.permute((*kept, *dims)).reshape(*(shape[d] for d in kept), -1)
+
+    more = (center.unsqueeze(-1), factor.unsqueeze(-1))
+    terms = definitions.find_terms(kind, lay_out(x), lay_out(y), *more)
+    given = {"kind": kind, "center": center, "factor": factor}
+    given |= {"y": y} if kind in ("products", "normalized") else {}
+    expected = definitions.add_rows(terms)
+    compare(kernels.add(x, dims, **given), expected)
+    if shape:
+        turned = x.transpose(0, -1).contiguous().transpose(0, -1)
+        compare(kernels.add(turned, dims, **given), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, dtype):
+    bits = torch.randint(-(2**63), 2**63 - 1, (2000,), generator=torch.Generator().manual_seed(1))
+    values = bits.view(torch.float64) if dtype == torch.float64 else bits.view(torch.float32)
+    special = torch.tensor(SPECIAL, dtype=dtype)
+    near = draw(500, dtype=dtype)
+    values = torch.cat([values, special, near, near * 1e-3, near * 1e6, near.abs().frac()])
+    inputs = [values]
+    if name in OF_TWO:
+        inputs += [values[torch.randperm(len(values))]]
+    if name == "normal":
+        inputs = [1 - near.abs().frac(), near]
+    compare(kernels.apply(name, *inputs), definitions.apply(name, *inputs))
+
+
+@DTYPES
+def test_normalizations(dtype):
+    x, gradient = draw(6, 5, 300, dtype=dtype), draw(6, 5, 300, dtype=dtype, seed=1)
+    rows, others = x.flatten(0, 1), gradient.flatten(0, 1)
+    weight = draw(300, dtype=dtype)
+    for logarithm in (False, True):
+        y = kernels.softmax(rows, logarithm=logarithm)
+        compare(y, definitions.softmax(rows, logarithm))
+        found = kernels.softmax_backward(others, y, logarithm=logarithm)
+        compare(found, definitions.softmax_backward(others, y, logarithm))
+    for factors in ((None, None), (weight, -weight)):
+        expected = definitions.layer_norm(rows, *factors, 1e-5)
+        for pair in zip(kernels.layer_norm(rows, *factors, 1e-5), expected, strict=True):
+            compare(*pair)
+        given = (others, rows, factors[0], *expected[1:])
+        expected = definitions.layer_norm_backward(*given)
+        for pair in zip(kernels.layer_norm_backward(*given), expected, strict=True):
+            compare(*pair)
+    given = draw(5, 5, dtype=dtype).unbind()
+    compare(kernels.batch_norm(x, *given[:4]), definitions.batch_norm(x, *given[:4]))
+    compare(
+        kernels.batch_norm_backward(gradient, x, *given),
+        definitions.batch_norm_backward(gradient, x, *given),
+    )
+    for dim in range(3):
+        compare(kernels.add_running(x, dim), definitions.add_running(x, dim))
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [1, 31, 64, 1000])
+def test_random_numbers(count, dtype):
+    key = 0x123456789ABCDEF
+    found = kernels.draw(key, (count,), dtype)
+    compare(found, definitions.draw(key, count, dtype, "cpu"))
+    assert bool(((found >= 0) & (found < 1)).all())
+
+
+def test_philox_is_that_of_its_authors():
+    """The first known answer of Random123: counter 0, key 0."""
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    found = definitions.draw(0, 64, torch.float32, "cpu")[::16]
+    assert (found * 2.0**24).tolist() == [word >> 8 for word in words]
+
+
+@DTYPES
+@pytest.mark.parametrize("flags", [(False, False), (False, True), (True, False), (True, True)])
+def test_optimizer_steps(flags, dtype):
+    first, second = flags
+    tensors = [draw(99, dtype=dtype, seed=seed).abs() for seed in range(5)]
+    found, expected = ([one.clone() for one in tensors] for _ in range(2))
+    decay = {"decoupled": second, "decay": 0.99 if second else 0.01, "maximize": first}
+    numbers = {"factors": (0.1, 0.999), "step": 1e-3, "root": 0.3, "eps": 1e-8}
+    sgd = {"maximize": second, "nesterov": first, "starts": False, "decay": 0.1, "momentum": 0.9}
+    for (x, gradient, *others, most), module in ((found, kernels), (expected, definitions)):
+        state = (*others, most if first else None)
+        module.take_adam_step(x, gradient, state, **decay, **numbers)
+        module.take_sgd_step(x, gradient, state[0], **sgd, added=0.8, step=0.01)
+        module.take_sgd_step(x, gradient, state[0], **sgd | {"starts": True}, added=0.8, step=0.01)
+    for pair in zip(found, expected, strict=True):
+        compare(*pair)
+
+
+def test_torch_operations_serve_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "/bin/false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_KERNELS", {})
+    library.load.cache_clear()
+    values = draw(50, 60, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="cannot be compiled"):
+        found = kernels.add(values, [0])
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        product = kernels.multiply(values[None], values.mT[None])
+    library.load.cache_clear()
+    compare(found, definitions.add_rows(values.mT))
+    compare(product[0], definitions.multiply(values, values.mT))
+
+
+@pytest.mark.parametrize("width", compiler.list_widths())
+def test_each_width_compiles_once(width, tmp_path, monkeypatch):
+    """Without a warning; without optimization, which would take seconds."""
+    monkeypatch.setattr(compiler, "_FLAGS", compiler._FLAGS.replace("-O3", "-O0 -Wall -Werror"))
+    path = compiler.build(width, tmp_path)
+    assert [*tmp_path.iterdir()] == [path]
+    monkeypatch.setenv("CC", "/bin/false")
+    with pytest.raises(subprocess.CalledProcessError):
+        compiler.build(width, tmp_path)
+
+
+def test_kernels_that_a_compiler_changed_are_refused(tmp_path, monkeypatch):
+    flags = compiler._FLAGS.replace("-O3", "-O1 -fassociative-math -fno-signed-zeros")
+    monkeypatch.setattr(compiler, "_FLAGS", flags)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load.cache_clear()
+    with pytest.raises(NotPortableError, match="order or the number of roundings"):
+        library.load()
+    library.load.cache_clear()
+
+
+def test_flushed_subnormal_numbers_are_refused():
+    assert torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(SettingError, match="flushes subnormal numbers"), portable():
+            pass
+    finally:
+        torch.set_flush_denormal(False)
