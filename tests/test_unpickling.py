@@ -13,7 +13,7 @@ NAMES = {
     "recv_object_list",
 }
 ALLOWED = {
-    "state/changes.py": ["from pickle import Pickler, PicklingError"],  # which only write
+    "state/object_digest.py": ["from pickle import Pickler, PicklingError"],  # which only write
     # The one load that may unpickle, with --allow-objects.
     "lightning/saved_state.py": [
         "torch.load(path, map_location='cpu', weights_only=not allow_objects)"

@@ -186,6 +186,7 @@ SPOILED = {
     "no enum": ("model", "count", ["enum", ["subprocess", "os"], "system"]),
     "a method of an enum": ("model", "count", ["enum", [__name__, "Color"], "mro"]),
     "no generator": ("model", "count", ["generator", ["numpy", "default_rng"], {}]),
+    "a record of a class": ("model", "count", ["record", "Kind", []]),
     "no form": ("model", "count", ["evaluate", "1"]),
 }
 
