@@ -378,7 +378,7 @@ def test_a_finished_run_stays_finished(fits, caplog):
     assert torch.equal(fits.model.layers[0].weight, weights)
     assert "this one is finished, too" in caplog.text
     with pytest.warns(UserWarning, match="and this one trains longer"):
-        fits.resume(words={"on_inexact_resume": "warn"})
+        fits.resume(**words, words={"on_inexact_resume": "warn"})
     assert fits.trainer.global_step == 18
 
 
