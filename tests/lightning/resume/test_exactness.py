@@ -370,16 +370,15 @@ def test_a_stop_within_an_epoch_is_restored(fits):
 
 def test_a_finished_run_stays_finished(fits, caplog):
     words = {"callbacks": lambda: [EarlyStopping("val_loss", mode="max", patience=1)]}
-    last = ModelCheckpoint(fits.folder, filename="last", save_on_train_epoch_end=True)
-    fits.fit(**words, extra=[last], enable_checkpointing=True)
-    fits.checkpoint = fits.folder / "last.ckpt"
+    at = {"hook": "on_train_epoch_end", "batch": 6, "stop": False}
+    fits.fit(**words, extra=[make_saver(fits.checkpoint, **at)], enable_checkpointing=True)
     steps, weights = fits.trainer.global_step, fits.model.layers[0].weight.detach().clone()
     fits.resume(**words)
     assert fits.trainer.global_step == steps == 12
     assert torch.equal(fits.model.layers[0].weight, weights)
     assert "this one is finished, too" in caplog.text
     with pytest.warns(UserWarning, match="and this one trains longer"):
-        fits.resume(words={"on_inexact_resume": "warn"})
+        fits.resume(**words, words={"on_inexact_resume": "warn"})
     assert fits.trainer.global_step == 18
 
 
