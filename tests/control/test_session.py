@@ -13,7 +13,7 @@ from torch_features import needs_patches
 
 import lightning_d9m
 from lightning_d9m import SettingError, Settings
-from lightning_d9m.control import session
+from lightning_d9m.control import seeding, session
 from lightning_d9m.control.environment import CUBLAS, capture_flags
 from lightning_d9m.control.seed_calls import seed_calls
 from lightning_d9m.control.session import (
@@ -236,7 +236,7 @@ def test_nothing_starts_a_driver(monkeypatch):
     accelerator = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
     seeds = []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(seeding, "_manual_seed", seeds.append)
     with deterministic(seed=7, patch_ops=True) as opened:
         opened.verify()
         assert seeds == [7]  # every device's, lazily
