@@ -117,7 +117,7 @@ def _make_row(entry: FoundLedger, before: FoundLedger | None) -> Row:
         "seed": header.seed,
         "epochs": 0 if last is None else last.epoch + (last.moment in ("epoch", "final")),
         "status": "no end" if end is None else end.status,
-        # Initial weights are no result.
+        # Initial weights are not a result.
         "weights": "" if last is None or is_initial else last.totals.get("weights", ""),
         "git_commit": commit if isinstance(commit, str) else None,
         "git_dirty": dirty if isinstance(dirty, bool) else None,

@@ -35,17 +35,20 @@ class SeedCalls:
         """Wrap the function, and call ``called`` with each seed; return what restores it."""
         self._installed += 1
         if self._installed == 1:
-            original = torch.random.manual_seed
-
-            @wraps(original)
-            def note(seed: Any) -> torch.Generator:
-                self.found.append(f"manual_seed({int(seed)}){_find_line()}")
-                called(int(seed))
-                return original(seed)
-
-            for owner in (torch, torch.random):
-                self._patches.replace(owner, "manual_seed", note)
+            for owner in (torch, torch.random):  # which have different functions
+                self._patches.replace(owner, "manual_seed", self._wrap(owner.manual_seed, called))
         return self._release
+
+    def _wrap(
+        self, original: Callable[[Any], torch.Generator], called: Callable[[int], object]
+    ) -> Callable[[Any], torch.Generator]:
+        @wraps(original)
+        def note(seed: Any) -> torch.Generator:
+            self.found.append(f"manual_seed({int(seed)}){_find_line()}")
+            called(int(seed))
+            return original(seed)
+
+        return note
 
     def _release(self) -> None:
         self._installed -= 1

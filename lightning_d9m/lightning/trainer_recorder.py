@@ -49,8 +49,8 @@ _LOCAL = ("file", "local")
 _LONGEST = 4096
 # What a program may not expect that seeds again before its second fit.
 _SECOND_FIT = (
-    ". This second fit drew other numbers than the first, even after seed_everything(); to repeat "
-    "a fit, train within `with lightning_d9m.deterministic(seed={seed}):`."
+    ". This second fit drew other numbers than the first; to repeat a fit, train within `with "
+    "lightning_d9m.deterministic(seed={seed}):`."
 )
 
 

@@ -109,7 +109,10 @@ def test_weights_and_settings_that_differ_together_are_both_named():
 def test_what_makes_runs_incomparable_goes_first():
     found = divergence("batch")
     assert find_cause(comparison(found, stack=["torch.version"])).kind == "stack"
-    assert find_cause(comparison(found, refusals=["seed"])).kind == "incomparable"
+    assert (
+        find_cause(comparison(found, refusals=[SimpleNamespace(field="seed")])).kind
+        == "incomparable"
+    )
     # No stack explains a difference of portable bits.
     portable = comparison(found, stack=["torch.version"])
     portable.portable = True

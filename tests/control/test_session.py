@@ -13,7 +13,7 @@ from torch_features import needs_patches
 
 import lightning_d9m
 from lightning_d9m import SettingError, Settings
-from lightning_d9m.control import session
+from lightning_d9m.control import seeding, session
 from lightning_d9m.control.environment import CUBLAS, capture_flags
 from lightning_d9m.control.seed_calls import seed_calls
 from lightning_d9m.control.session import (
@@ -236,7 +236,7 @@ def test_nothing_starts_a_driver(monkeypatch):
     accelerator = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
     seeds = []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(seeding, "_manual_seed", seeds.append)
     with deterministic(seed=7, patch_ops=True) as opened:
         opened.verify()
         assert seeds == [7]  # every device's, lazily
@@ -244,7 +244,7 @@ def test_nothing_starts_a_driver(monkeypatch):
 
 def test_fits_after_one_seed_have_one_number_and_calls_that_seed_are_noted():
     """A sweep that seeds each fit with one number repeats it, as without this package."""
-    original = torch.manual_seed
+    originals = torch.manual_seed, torch.random.manual_seed
     for repeats, expected in ((True, [0, 1, 0, 2, 3, 0]), (False, [0, 1, 2, 3, 4, 5])):
         with deterministic(seed=1, repeat_fits=repeats):
             numbers = []
@@ -253,4 +253,4 @@ def test_fits_after_one_seed_have_one_number_and_calls_that_seed_are_noted():
                 numbers += [next_fit() for _ in range(fits)]
             assert numbers == expected
             assert f"manual_seed(7) at {__file__}:" in seed_calls.found[-1]
-    assert torch.manual_seed is torch.random.manual_seed is original
+    assert (torch.manual_seed, torch.random.manual_seed) == originals
