@@ -1,7 +1,7 @@
 """Hidden causes of differences between two runs, and whether ``d9m locate`` shows their line.
 
 Each cause stands in a helper module of a small training program in the style of real ones. The
-lines that a user needs end in ``#!``. Runs are forks of this process, which start in a moment; where
+lines that a user needs end in ``#!``. Runs are forks of this process, which start at once; where
 addresses must differ from run to run, they are new interpreters.
 
     python benchmarks/hidden_causes.py [NAME ...]
@@ -99,8 +99,8 @@ name of a temporary folder, fit
         root = pathlib.Path(tempfile.mkdtemp())
         for n in range(8):
             shard = tempfile.mkdtemp(dir=root) #!
-            torch.save(torch.randn(8, 4, generator=torch.Generator().manual_seed(n)), f"{shard}/x.pt")
-        x = torch.cat([torch.load(p) for p in sorted(root.rglob("x.pt"))])
+            torch.save(torch.randn(8, 4, generator=torch.Generator().manual_seed(n)), f"{shard}/x")
+        x = torch.cat([torch.load(p) for p in sorted(root.rglob("x"))])
         return x, x.sum(1, keepdim=True)
 scipy LatinHypercube, fit
     from scipy.stats import qmc
@@ -198,8 +198,8 @@ listing of what threads wrote, fit
     import os, tempfile, threading
     def data():
         root = tempfile.mkdtemp(dir="/dev/shm") #!
-        ts = [threading.Thread(target=lambda n=n: (sum(range(500000)), open(f"{root}/{n}", "w").close()))
-            for n in range(8)]
+        def write(n): sum(range(500000)); open(f"{root}/{n}", "w").close()
+        ts = [threading.Thread(target=write, args=(n,)) for n in range(8)]
         for t in ts: t.start() #!
         for t in ts: t.join()
         order = [int(n) * 8 + k for n in os.listdir(root) for k in range(8)] #!
@@ -364,7 +364,7 @@ def run_forked(command, folder, *, variables, **_):
 
             load()
             sys.argv = command[1:]
-            sys.path.insert(0, os.getcwd())
+            sys.path.insert(0, str(Path.cwd()))
             runpy.run_path(command[1], run_name="__main__")
             status = 0
         except BaseException:  # noqa: BLE001 - the log has it
@@ -382,7 +382,7 @@ def run_forked(command, folder, *, variables, **_):
         raise CommandError(f"status {status}" + (folder / "output.log").read_text()[-2000:])
 
 
-def measure(title, flags, code):
+def measure(flags, code):
     """Return whether the runs differed, the kind of cause, and whether the line was shown."""
     from lightning_d9m.cli.main import main
     from lightning_d9m.launch import run as launched
@@ -425,7 +425,7 @@ def run():
         if chosen and title not in chosen:
             continue
         start = time.monotonic()
-        kind, shown, seen = measure(title, flags, code)
+        kind, shown, seen = measure(flags, code)
         rows.append((kind, shown))
         print(
             f"{title:36} {kind:24} {shown or '-':11} {seen} {time.monotonic() - start:.0f} s",

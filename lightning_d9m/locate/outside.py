@@ -125,8 +125,8 @@ def _list_values(run: dict[str, Lines]) -> _Values:
     for line in chain(*run.values()):
         if read := line.get("read"):
             kind, what, value, *place = read
-            values[(kind, what, *place)].add(value)
-            values[(kind, *place)].add(value)
+            for key in ((kind, what, *place), (kind, *place)):
+                values[key].add(value)
     return values
 
 

@@ -257,7 +257,7 @@ def _windowed(op: str, position: int) -> Condition:
         stride = call.read(position + 1, "stride", default=None)
         both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
         known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
-        overlap = known and any(a > b for a, b in zip(*both, strict=True))  # type: ignore[arg-type]
+        overlap = known and any(a > b for a, b in zip(*both, strict=True))
         return op, "certain" if overlap else "depends"
 
     return check
