@@ -38,7 +38,7 @@ from lightning_d9m.ledger.kinds import ROOT
 from lightning_d9m.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.output.repeat_text import RepeatReport, Row, list_run_columns
 from lightning_d9m.output.terminal import find_command
-from lightning_d9m.text import describe_pair, escape, pluralize, quote
+from lightning_d9m.text import describe_pair, escape, pluralize, printable, quote
 from lightning_d9m.version import __version__
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def render_page(compared: ComparedRuns) -> str:
     ]
     layers, layer_chart = _list_layers(timeline.distances)
     unknown = len(timeline.distances.unknown)
+    excerpt = find_excerpt(compared.located[1])
     return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
         report=report,
@@ -138,7 +139,7 @@ def render_page(compared: ComparedRuns) -> str:
         facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
         command=find_command(ledgers),
         located=_list_located(compared.located[0]),
-        excerpt=find_excerpt(compared.located[1])[:_MAX_EXCERPT],
+        excerpt=[printable(line[:200]) for line in excerpt[:_MAX_EXCERPT]],
         first=found[0] if found else None,
         evidence=evidence[:_MAX_LINES],
         evidence_left=len(evidence) - _MAX_LINES,
