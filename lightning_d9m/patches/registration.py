@@ -30,6 +30,7 @@ _MOST_FUNCTIONS = 4096
 _native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the flag off
 _OVERLAP = 1  # torch's MemOverlap::Yes
 _active: set[str] = set()
+_varying: set[tuple[str, str]] = set()  # operators and dispatch keys; a session may be in another
 _thread = threading.local()
 
 
@@ -131,6 +132,10 @@ def variation_allowed(names: Iterable[str], device_key: str) -> Iterator[None]:
                     f"varying_ops names {name!r}, and no operator of that name has a kernel for "
                     f"{device_key}. Import the package that defines it first, or leave it out."
                 )
+            if (name, device_key) in _varying:
+                continue
+            _varying.add((name, device_key))
+            stack.callback(_varying.discard, (name, device_key))
             library = Library(namespace, "IMPL")
             stack.callback(library._destroy)  # noqa: SLF001 - as in patches_applied
             kernel = partial(_run_varying, get_boxed_kernel(name, device_key))

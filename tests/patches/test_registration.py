@@ -236,6 +236,8 @@ def test_an_op_that_may_vary_runs_if_it_is_named(monkeypatch) -> None:
     with deterministic_algorithms():
         for name in ("pool", "d9m_test::pool"):
             with variation_allowed([name], "CPU"):
+                with variation_allowed([name], "CPU"):  # as a callback in an enabled program
+                    ops.pool(values)
                 assert torch.equal(ops.pool(values), values + 1)
                 assert torch.are_deterministic_algorithms_enabled()
                 with pytest.raises(RuntimeError, match="does not have a deterministic"):
