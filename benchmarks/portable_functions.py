@@ -3,9 +3,9 @@
     python benchmarks/portable_functions.py [--points N] [-o FILE]
 
 All points are compared with torch's function in float64. Of every 2**18 points, two that look worst
-and six others are compared with mpmath: their greatest error is the result. Half of the points are any bits
-within the domain, half are near 0 and 1. An error of 0.5 is
-that of correct rounding; more than 0.501 ends with status 1. It takes six minutes on one core.
+and six others are compared with mpmath: their greatest error is the result. Half of the points are
+any bits within the domain, half are near 0 and 1. An error of 0.5 is that of correct rounding;
+more than 0.501 ends with status 1. It takes six minutes on one core.
 """
 
 import argparse
