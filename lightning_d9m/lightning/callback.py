@@ -58,13 +58,12 @@ from lightning_d9m.lightning.packages import (
 )
 from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.lightning.resume.run_state import mark_used_gradients
-from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.strategies import (
     check_strategy,
     refuse_unread_variable,
     register_strategies,
 )
-from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
+from lightning_d9m.lightning.trainer_attributes import KEY, Trainer, ranks_of
 from lightning_d9m.lightning.trainer_recorder import FitSummary, TrainerRecorder, describe_end
 from lightning_d9m.lightning.trainer_session import TrainerSession, resolve_settings, select_given
 from lightning_d9m.ranks.groups import (

@@ -24,11 +24,8 @@ from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.hashing.checkpoint_manifest import check_manifest, make_manifest
 from lightning_d9m.lightning.lightning_private import wrap_resume_start
 from lightning_d9m.lightning.strategies import is_sharded
-from lightning_d9m.lightning.trainer_attributes import Trainer, ranks_of
+from lightning_d9m.lightning.trainer_attributes import KEY, Trainer, ranks_of
 from lightning_d9m.text import describe_names, escape
-
-KEY = "lightning_d9m"
-"""The key of the state among those of the callbacks in a checkpoint."""
 
 CALLBACKS = "callbacks"
 """Lightning's key of the callbacks' states in a checkpoint."""

@@ -16,6 +16,8 @@ from lightning_d9m.state.parts import is_of_lightning
 
 OPTIMIZERS = "optimizers["
 """The names of optimizers begin with it, see ``name_program``."""
+KEY = "lightning_d9m"
+"""The key of the state of our callback among those of the callbacks in a checkpoint."""
 
 Trainer: TypeAlias = Any
 """A Trainer of Lightning, whose annotations lack half of the attributes that we read."""
@@ -86,12 +88,9 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
     return named
 
 
-def name_program(trainer: Trainer, key: str) -> dict[str, Any]:
-    """Return the objects that a program may change in a fit, by name, besides the module.
-
-    ``key`` is the one of our callback's state.
-    """
-    callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != key]
+def name_program(trainer: Trainer) -> dict[str, Any]:
+    """Return the objects that a program may change in a fit, by name, besides the module."""
+    callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
     owners = {"datamodule": trainer.datamodule, "trainer": trainer} | name_callbacks(callbacks)
     owners |= {f"{OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
     owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}

@@ -9,7 +9,8 @@ import torch
 from resuming import Fits
 
 from lightning_d9m.hashing.checkpoint_manifest import make_manifest
-from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY
+from lightning_d9m.lightning.saved_state import MANIFEST_KEY
+from lightning_d9m.lightning.trainer_attributes import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 

@@ -24,7 +24,6 @@ from lightning_d9m.lightning.lightning_private import (
     skips_backward,
 )
 from lightning_d9m.lightning.logical_ranks.logged_values import LoggedValues
-from lightning_d9m.lightning.saved_state import KEY
 from lightning_d9m.lightning.trainer_attributes import (
     OPTIMIZERS,
     Trainer,
@@ -117,7 +116,7 @@ class LogicalSteps:
 
     def _name_owners(self) -> dict[str, Any]:
         """Return what a step may change: what a resume restores, and an optimizer's settings."""
-        owners = name_program(self._trainer, KEY)
+        owners = name_program(self._trainer)
         for name, callback in name_callbacks(self._trainer.callbacks).items():
             if is_of_lightning(type(callback)):  # a thread may draw its bar
                 owners.pop(name, None)

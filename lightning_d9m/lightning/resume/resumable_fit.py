@@ -38,7 +38,6 @@ from lightning_d9m.lightning.saved_state import (
     EMPTY_RANK,
     FROZEN,
     GROUPS,
-    KEY,
     LIMITS,
     LOGICAL_RANKS_KEY,
     STOPPED,
@@ -51,6 +50,7 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
+    KEY,
     Trainer,
     get_logical_ranks,
     list_schedulers,

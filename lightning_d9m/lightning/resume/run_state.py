@@ -40,7 +40,6 @@ from lightning_d9m.hashing.training_state import ModelTensors
 from lightning_d9m.lightning import lightning_private
 from lightning_d9m.lightning.logical_ranks.steps import get_logical_steps
 from lightning_d9m.lightning.saved_state import (
-    KEY,
     VALIDATION,
     LoopPhase,
     LoopPosition,
@@ -49,6 +48,7 @@ from lightning_d9m.lightning.saved_state import (
 )
 from lightning_d9m.lightning.strategies import is_sharded
 from lightning_d9m.lightning.trainer_attributes import (
+    KEY,
     OPTIMIZERS,
     Trainer,
     find_attributes,
@@ -96,7 +96,7 @@ class ProgramState:
         self._parts = parts
         self._module = trainer.lightning_module
         self._sharded = is_sharded(trainer.strategy)
-        owners = {"model": self._module} | name_program(trainer, KEY)
+        owners = {"model": self._module} | name_program(trainer)
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()

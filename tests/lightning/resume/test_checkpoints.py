@@ -17,7 +17,8 @@ from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError
 from lightning_d9m.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.lightning import saved_state
-from lightning_d9m.lightning.saved_state import KEY, MANIFEST_KEY, check_checkpoint, find_state
+from lightning_d9m.lightning.saved_state import MANIFEST_KEY, check_checkpoint, find_state
+from lightning_d9m.lightning.trainer_attributes import KEY
 from lightning_d9m.ranks.ranks import Ranks
 from lightning_d9m.state.plain_data import encode_plain, pack_bytes
 

@@ -34,7 +34,8 @@ from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError, InexactResumeError
 from lightning_d9m.control import session
-from lightning_d9m.lightning.saved_state import FORMAT, KEY, MANIFEST_KEY, SavedState
+from lightning_d9m.lightning.saved_state import FORMAT, MANIFEST_KEY, SavedState
+from lightning_d9m.lightning.trainer_attributes import KEY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
