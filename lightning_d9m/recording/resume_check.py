@@ -44,7 +44,7 @@ def digest_step(epoch: int, step: int, groups: Groups) -> StepDigests:
 
 
 class ResumeCheck:
-    """What one rank of a run did after it had saved a checkpoint, read in step with a resumed run.
+    """The records of one rank of a run after it had saved a checkpoint, read in step with a resumed run.
 
     Args:
         own: The file of the resumed run's rank, or where it would be.
