@@ -44,7 +44,7 @@ def digest_step(epoch: int, step: int, groups: Groups) -> StepDigests:
 
 
 class ResumeCheck:
-    """What one rank of a run did after it had saved a checkpoint, read in step with a resumed run.
+    """The records of a run after it had saved a checkpoint, of one rank, read in step with another.
 
     Args:
         own: The file of the resumed run's rank, or where it would be.
