@@ -437,7 +437,7 @@ class Recorder:
         """Return the batches of a validation within the training, which probes record too.
 
         What it draws depends on the seed and the steps before it, and the training continues with
-        the numbers that it draws without a validation, also if you leave the loop early.
+        the numbers that it draws without a validation, even if you leave the loop early.
 
         Raises:
             SettingError: If an iterator is continued after the training was.
