@@ -259,7 +259,7 @@ class SearchResult:
 
     @property
     def explained(self) -> str:
-        """What lines may explain: the kind of cause, or that the inputs of the model differ.
+        """The effect that lines may explain: the cause, or that the inputs of the model differ.
 
         A loop without a Trainer has its batches as these.
         """
