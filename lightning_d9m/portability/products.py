@@ -117,7 +117,7 @@ class Geometry:
 
     @cached_property
     def phases(self) -> tuple[list[int], list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
-        """What the gradient for the image needs.
+        """Places for the gradient for the image.
 
         Zeros before and after the windows of each dimension, for ``pad``; and for each remainder by
         the strides the numbers of the taps that reach it, and the offsets of windows by tap, of
