@@ -59,6 +59,7 @@ from lightning_d9m.lightning.trainer_attributes import (
 )
 from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
 from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.recording.resume_check import can_be_checked
 from lightning_d9m.state.plain_data import decode_plain, encode_plain, pack_bytes, unpack_bytes
 from lightning_d9m.state.state import find_generators, search
 from lightning_d9m.text import pluralize
@@ -170,10 +171,6 @@ class CheckpointState:
     Args:
         accepted: Patterns of the paths of objects that nothing can read, and that steer nothing.
     """
-
-    can_be_checked: Callable[[SavedState], bool] = staticmethod(lambda _state: False)
-    """Returns whether a run that resumes from a state is compared with what the run that saved it
-    did next. Only then does it begin if there are objects that nothing can read."""
 
     def __init__(self, accepted: Sequence[str] = ()) -> None:
         self._accepted = accepted
@@ -342,6 +339,9 @@ class CheckpointState:
         if all(rank.ledger is None for rank in state.ranks):
             return
         self._raise_or_warn(self._find_problems(state))
+        if not run_state.reaches_max_steps(trainer, state.position.step):
+            # Another rank may lack its ledger, so all ranks ask whether each can be checked.
+            self._raise_or_warn(self._find_unknown(state), on_all_ranks=True)
         self._resumed = state
         run_state.restore_limits(trainer, state.settings.get(LIMITS, {}))
         position = state.position
@@ -385,14 +385,16 @@ class CheckpointState:
         if not run_state.reaches_max_steps(trainer, position.step):
             # Those of all ranks, so that all ranks agree. If no step remains, they do not matter.
             problems += dict.fromkeys(reason for rank in state.ranks for reason in rank.inexact)
-            problems += self._find_unknown(state)
         return problems
 
     def _find_unknown(self, state: SavedState) -> list[str]:
         """Return problems of objects that nothing can read, unless the resumed run is checked."""
         paths = dict.fromkeys(path for rank in state.ranks for path in rank.unknown)
         found = [path for path in paths if not any(fnmatch(path, own) for own in self._accepted)]
-        if found and self.can_be_checked(state):
+        trainer = self._trainer
+        place = trainer.world_size, get_logical_ranks(trainer)
+        own = state.of_rank(trainer.global_rank, *place)
+        if found and can_be_checked(own.ledger, trainer.global_rank):
             rank_zero().rank_zero_info(_CHECKED.format(", ".join(found)))
             return []
         return [_UNKNOWN.format(path) for path in found]
