@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control.data import loaders
-from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.control.seeding import RandomStreams
-from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.engine.control.data import loaders
+from lightning_d9m.engine.control.data.loaders import LoaderControl
+from lightning_d9m.engine.control.seeding import RandomStreams
+from lightning_d9m.integrations.lightning.resume import run_state
+from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from digits import Digits, DigitsNet

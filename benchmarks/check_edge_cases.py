@@ -28,8 +28,8 @@ from patches.cases import answer, deterministic_algorithms
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
-from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.patches.triton import launch
 
 ROUNDINGS = 64  # more than the terms of any output
 WEIGHTED = ("linear", "cubic", "lanczos")

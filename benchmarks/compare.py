@@ -22,10 +22,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Digests, End, Evaluation, Header, RunFacts
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Digests, End, Evaluation, Header, RunFacts
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 # Places a batch, for the modules of a small network and of a large one; share of all places.
 SHAPES = {

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from lightning_d9m.hashing.digest import digest, digest_many, locate
+from lightning_d9m.engine.hashing.digest import digest, digest_many, locate
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "digest"
@@ -41,7 +41,7 @@ def _one_tensor(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
         "sha256": lambda: _sha256(tensor),
     }
     if tensor.is_cuda:
-        from lightning_d9m.hashing import xxh3_cuda
+        from lightning_d9m.engine.hashing import xxh3_cuda
 
         memory = [locate(tensor)]
         methods["digest's kernel alone"] = lambda: xxh3_cuda.start_hashing(memory, tensor.device)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.control import session
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.engine.control import session
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 
 class Last(nn.Module):

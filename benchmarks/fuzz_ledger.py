@@ -20,10 +20,8 @@ from base64 import b64decode
 from collections import Counter
 from pathlib import Path
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import (
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import (
     CHAIN_START,
     Digests,
     End,
@@ -34,7 +32,9 @@ from lightning_d9m.ledger.format.records import (
     RunFacts,
     chain_record,
 )
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 SECONDS = 10
 # Bytes that reading may take: the buffers, and so many times the size of the files.

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from lightning_d9m import deterministic
-from lightning_d9m.comparison.numeric_difference import measure_variation
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.output.columns import markdown_table, short
+from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.tools.comparison.numeric_difference import measure_variation
+from lightning_d9m.tools.output.columns import markdown_table, short
 
 PAPERS, LINKS, CLASSES, FEATURES, HIDDEN = 2708, 5278, 7, 128, 64
 TRAINED, TESTED = 140, 1000

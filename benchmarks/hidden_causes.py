@@ -360,7 +360,7 @@ def run_forked(command, folder, *, variables, **_):
                 "LIGHTNING_D9M_LEDGER_DIR": str(folder),
                 **variables,
             }
-            from lightning_d9m.lightning.autoload.entry_points import load
+            from lightning_d9m.integrations.autoload.entry_points import load
 
             load()
             sys.argv = command[1:]
@@ -384,8 +384,8 @@ def run_forked(command, folder, *, variables, **_):
 
 def measure(flags, code):
     """Return whether the runs differed, the kind of cause, and whether the line was shown."""
-    from lightning_d9m.cli.main import main
-    from lightning_d9m.launch import run as launched
+    from lightning_d9m.tools.cli.main import main
+    from lightning_d9m.tools.launch import run as launched
 
     helper = f"{BASE}\nBASE_DATA = data\n{code}\n"
     wanted = {n for n, line in enumerate(helper.split("\n"), 1) if line.endswith("#!")}

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_d9m.ranks.groups import ranks_of_group
-from lightning_d9m.ranks.ranks import agree
+from lightning_d9m.engine.ranks.groups import ranks_of_group
+from lightning_d9m.engine.ranks.ranks import agree
 
 mode, workload, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 WARM_UP = 4
@@ -106,13 +106,16 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode.startswith("static"):
-        from lightning_d9m.horovod.environment import connect_store, set_variables
-        from lightning_d9m.logical_ranks.gradients import (
+        from lightning_d9m.integrations.strategies.horovod.environment import (
+            connect_store,
+            set_variables,
+        )
+        from lightning_d9m.integrations.strategies.sums.gradients import (
             BUCKET_BYTES,
             LogicalGradients,
             disable_malloc_trim,
         )
-        from lightning_d9m.logical_ranks.tree import Blocks
+        from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
         set_variables(initialized=False, stall_seconds=600)
         import horovod.torch as hvd

@@ -25,8 +25,8 @@ import torch
 from logical_ranks import WAYS, time_rounds
 from torch import distributed
 
-from lightning_d9m.logical_ranks.gradients import disable_malloc_trim
-from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.integrations.strategies.sums.gradients import disable_malloc_trim
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import network_hosts

@@ -32,10 +32,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Batch
-from lightning_d9m.patches import registration
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Batch
+from lightning_d9m.ops.patches import registration
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 # name: folder of the cache, variables, whether a checkpoint is resumed, rate of dropout
 RUNS = {

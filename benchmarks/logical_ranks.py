@@ -33,10 +33,13 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_d9m.control.seeding import seed_micro_batch
-from lightning_d9m.logical_ranks.accumulation import KeptGradients
-from lightning_d9m.logical_ranks.gradients import LogicalGradients, disable_malloc_trim
-from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.engine.control.seeding import seed_micro_batch
+from lightning_d9m.integrations.strategies.sums.accumulation import KeptGradients
+from lightning_d9m.integrations.strategies.sums.gradients import (
+    LogicalGradients,
+    disable_malloc_trim,
+)
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"
 LIMIT_SECONDS = 1800

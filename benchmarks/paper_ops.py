@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from lightning_d9m import deterministic
-from lightning_d9m.audit.ops.cases import Inputs
-from lightning_d9m.comparison.numeric_difference import SpreadMeter
-from lightning_d9m.output.columns import markdown_table, short
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.tools.audit.ops.cases import Inputs
+from lightning_d9m.tools.comparison.numeric_difference import SpreadMeter
+from lightning_d9m.tools.output.columns import markdown_table, short
 
 Call = Callable[[], Tensor]
 

@@ -20,7 +20,7 @@ import mpmath
 import torch
 from torch import Tensor
 
-from lightning_d9m.portability.arithmetic import evaluate
+from lightning_d9m.ops.portability.arithmetic import evaluate
 
 DOMAINS = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1.0, 1.0)),

@@ -30,9 +30,9 @@ from probe_models import KINDS, Digits
 from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Batch
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Batch
+from lightning_d9m.engine.ledger.stack import capture_stack
 
 MODULES = ["input", "output", "grad_output"]
 HOOKS = (

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control.data.loaders import LoaderControl, SeededDataset, return_batch
-from lightning_d9m.control.data.resumable_sampler import SeededIndex
-from lightning_d9m.control.seeding import RandomStreams
-from lightning_d9m.recording.run import Run
+from lightning_d9m.engine.control.data.loaders import LoaderControl, SeededDataset, return_batch
+from lightning_d9m.engine.control.data.resumable_sampler import SeededIndex
+from lightning_d9m.engine.control.seeding import RandomStreams
+from lightning_d9m.engine.recording.run import Run
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES = 10_000_000

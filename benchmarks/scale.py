@@ -26,13 +26,13 @@ import torch
 from compare import WEIGHTS
 
 from lightning_d9m import compare
-from lightning_d9m.launch.run import make_rank_variables
-from lightning_d9m.ledger.format.records import Digests, End, Header
-from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.tree import Blocks, count_merges
-from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.drift import RankAgreement, ReplicatedState
+from lightning_d9m.engine.ledger.format.records import Digests, End, Header
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.drift import RankAgreement, ReplicatedState
+from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
+from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
+from lightning_d9m.tools.launch.run import make_rank_variables
 
 RESULT = Path(__file__).parent / "results" / "scale.json"
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"

@@ -23,9 +23,9 @@ from competitor import Competitor
 from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from lightning_d9m.control import environment
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.engine.control import environment
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.ledger.stack import capture_stack
 
 BYTES = (2**10, 2**20, 25 * 2**20, 2**28)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Batch
-from lightning_d9m.ledger.stack import capture_stack
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Batch
+from lightning_d9m.engine.ledger.stack import capture_stack
 
 QUIET = {
     "accelerator": "cpu",

@@ -7,7 +7,7 @@ from suite_client import Row
 from suite_measures import Settings, collect_outputs, list_outputs, measure
 from torch import Tensor, nn
 
-from lightning_d9m.hashing.digest import digest_many
+from lightning_d9m.engine.hashing.digest import digest_many
 
 COMPILED = "torch.compile, reduce-overhead"
 WAITING = ("bincount",)  # the host reads a value of the device, in torch's own version as well

@@ -16,8 +16,8 @@ from typing import Any
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m import DDPDeterministicStrategy
-from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
-from lightning_d9m.lightning.logical_ranks import loaders
+from lightning_d9m.engine.control.data.resumable_sampler import MicroBatchIndices
+from lightning_d9m.integrations.strategies.steps import loaders
 
 RANKS = int(os.environ["SUITE_LOGICAL_RANKS"])
 # The arguments that leave the choice to Lightning, or say what it chooses on a CPU.

@@ -11,8 +11,8 @@ from competitor import Competitor
 from suite_client import Row
 from torch import Tensor
 
-from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.engine.hashing.digest import digest_many
+from lightning_d9m.ops.patches.registration import patches_applied
 
 AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues work ahead of the device
 

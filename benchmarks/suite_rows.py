@@ -22,11 +22,11 @@ from suite_measures import (
     patched,
 )
 
-from lightning_d9m.hashing.digest import digest, digest_many, load_kernel, locate
-from lightning_d9m.ledger.stack import capture_stack
-from lightning_d9m.patches.catalog.catalog import find_op
-from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.portability.mode import portable
+from lightning_d9m.engine.hashing.digest import digest, digest_many, load_kernel, locate
+from lightning_d9m.engine.ledger.stack import capture_stack
+from lightning_d9m.ops.patches.catalog.catalog import find_op
+from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.portability.mode import portable
 
 CUDA_SIZES = {"4 kB": 2**12, "1 MB": 2**20, "40 MB": 40 * 2**20, "400 MB": 400 * 2**20}
 CUDA_SIZES |= {"4 GB": 2**32 + 2**20}

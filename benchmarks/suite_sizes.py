@@ -11,9 +11,9 @@ from suite_measures import Settings, measure, patched
 from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.hashing.digest import digest, digest_many
-from lightning_d9m.ledger.stack import capture_stack
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.engine.hashing.digest import digest, digest_many
+from lightning_d9m.engine.ledger.stack import capture_stack
+from lightning_d9m.ops.patches.registration import patches_applied
 
 
 def add_many(settings: Settings) -> Row:

@@ -31,7 +31,7 @@ from suite_rows import (
 )
 from suite_sizes import LARGE, run_size
 
-from lightning_d9m.patches.triton.launch import _withdrawn
+from lightning_d9m.ops.patches.triton.launch import _withdrawn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -29,9 +29,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lightning_d9m.patches.catalog.catalog import find_op
-from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.ops.patches.catalog.catalog import find_op
+from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.patches.triton import launch
 
 CAPABILITIES = (80, 90, 100)
 _TYPES = {

@@ -5,7 +5,7 @@ python docs/draw_logical_ranks.py writes docs/images/logical-ranks.svg.
 
 from pathlib import Path
 
-from lightning_d9m.logical_ranks.tree import Blocks, Node, find_roots
+from lightning_d9m.integrations.strategies.sums.tree import Blocks, Node, find_roots
 
 LEAVES = 8
 STEP = 36

@@ -29,7 +29,7 @@ class CustomBuildHook(BuildHookInterface):
         try:
             for width in compiler.list_widths():
                 path = compiler.build(width, Path(self._made.name))
-                name = f"lightning_d9m/portability/{path.name}"
+                name = f"lightning_d9m/ops/portability/{path.name}"
                 build_data["force_include"][str(path)] = name
         except (OSError, subprocess.CalledProcessError) as error:
             build_data["force_include"].clear()

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from lightning_d9m.cli.main import COMMANDS, build_parser
-from lightning_d9m.lint.rules import RULES
+from lightning_d9m.tools.cli.main import COMMANDS, build_parser
+from lightning_d9m.tools.lint.rules import RULES
 
 PAGE = Path(__file__).parent / "commands.md"
 # What a code block shows without scrolling beside both tables of contents.

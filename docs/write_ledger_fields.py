@@ -12,7 +12,7 @@ from typing import get_args
 from msgspec import Meta
 from msgspec.structs import FieldInfo, fields
 
-from lightning_d9m.ledger.format.records import RECORD_TYPES, LoaderFacts, Part, RankDrift
+from lightning_d9m.engine.ledger.format.records import RECORD_TYPES, LoaderFacts, Part, RankDrift
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"

@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_d9m.cli.main import main
+from lightning_d9m.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

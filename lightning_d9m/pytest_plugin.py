@@ -16,8 +16,8 @@ import pytest
 from lightning_d9m.errors import D9mError, NotBitExactError, SettingError, TooLateError
 
 if TYPE_CHECKING:
-    from lightning_d9m.control.environment import EarlyVariables
-    from lightning_d9m.control.session import Session
+    from lightning_d9m.engine.control.environment import EarlyVariables
+    from lightning_d9m.engine.control.session import Session
 
 _MARKER = "deterministic"
 _VARIABLES: "pytest.StashKey[EarlyVariables]" = pytest.StashKey()
@@ -51,7 +51,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Set the variables that libraries read when they start, before any conftest.py is loaded."""
     if not early_config.getini("d9m"):
         return
-    from lightning_d9m.control.environment import EarlyVariables
+    from lightning_d9m.engine.control.environment import EarlyVariables
 
     variables = EarlyVariables()
     try:
@@ -83,7 +83,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Report whether the hash seed is fixed, which cannot be changed in a running interpreter."""
     if not config.getini("d9m"):
         return None
-    from lightning_d9m.control.settings import describe_hash_seed_problem
+    from lightning_d9m.engine.control.settings import describe_hash_seed_problem
 
     return f"d9m: {describe_hash_seed_problem() or 'the hash seed is fixed'}"
 
@@ -93,7 +93,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """Seed again when the test itself begins: fixtures may have drawn, and plugins reseeded."""
     session = cast("Session | None", pyfuncitem.funcargs.get("_d9m_session"))
     if session is not None:
-        from lightning_d9m.control.seeding import seed_all
+        from lightning_d9m.engine.control.seeding import seed_all
 
         seed_all(session.settings.seed)
     return (yield)
@@ -102,7 +102,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Count fits from 0 in each test, so that its draws do not depend on the tests before it."""
-    if (session := sys.modules.get("lightning_d9m.control.session")) is not None:
+    if (session := sys.modules.get("lightning_d9m.engine.control.session")) is not None:
         session.set_fits(0)
 
 
@@ -112,7 +112,7 @@ def _d9m_session(request: pytest.FixtureRequest) -> "Iterator[Session | None]":
     if marker is None and "deterministic_session" not in request.fixturenames:
         yield None
         return
-    from lightning_d9m.control.session import deterministic
+    from lightning_d9m.engine.control.session import deterministic
 
     if marker is not None and marker.args:
         raise SettingError(
@@ -162,7 +162,7 @@ def golden_ledger(
 
 
 def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> None:
-    from lightning_d9m.ledger.folder import list_fits
+    from lightning_d9m.engine.ledger.folder import list_fits
     from lightning_d9m.testing import compare_fits
 
     __tracebackhide__ = True

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.control.session import deterministic
-from lightning_d9m.control.settings import Settings
+from lightning_d9m.engine.control.session import deterministic
+from lightning_d9m.engine.control.settings import Settings
+from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
+from lightning_d9m.engine.hashing.training_state import take_partial_snapshot
+from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, list_fits, read_ledger
 from lightning_d9m.errors import NotBitExactError, SettingError
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.hashing.nested_values import list_pytree_leaves
-from lightning_d9m.hashing.training_state import take_partial_snapshot
-from lightning_d9m.launch.run import LEDGER_VARIABLE, pair_fits
-from lightning_d9m.ledger.folder import list_fits, read_ledger
-from lightning_d9m.output.comparison_text import format_comparison
 from lightning_d9m.text import describe_pair
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.launch.run import pair_fits
+from lightning_d9m.tools.output.comparison_text import format_comparison
 
 _PAIR = 2
 

@@ -153,7 +153,7 @@ def fixed_rng() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Let torch's CPU kernels add in order: several threads share work differently."""
-    from lightning_d9m.control.environment import threads_pinned
+    from lightning_d9m.engine.control.environment import threads_pinned
 
     with threads_pinned(1):
         yield
@@ -162,7 +162,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Let threads race, also where the tests run with one."""
-    from lightning_d9m.control.environment import threads_pinned
+    from lightning_d9m.engine.control.environment import threads_pinned
 
     with threads_pinned(2):
         yield
@@ -178,7 +178,7 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_process(monkeypatch):
     """Let each fit count as the first of its process, as it would in a run of its own."""
-    from lightning_d9m.control import session
+    from lightning_d9m.engine.control import session
 
     start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
     start()
@@ -188,7 +188,7 @@ def new_process(monkeypatch):
 @pytest.fixture
 def d9m(capsys):
     """Return a function that runs a command in this process: its status, output and errors."""
-    from lightning_d9m.cli.main import main
+    from lightning_d9m.tools.cli.main import main
 
     def run(*words):
         try:

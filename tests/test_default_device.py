@@ -9,8 +9,8 @@ from torch.utils import _device
 from torch.utils.data import DataLoader
 
 import lightning_d9m
-from lightning_d9m.control.data import loaders
-from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.engine.control.data import loaders
+from lightning_d9m.engine.hashing.digest import digest_value
 
 PACKAGE = Path(lightning_d9m.__file__).parent
 # What the default device decides; as_tensor leaves tensors where they are.

@@ -13,7 +13,7 @@ import yaml
 from ledger_program import PROGRAM
 from scripts import list_imports, load_script
 
-from lightning_d9m.cli.main import build_parser
+from lightning_d9m.tools.cli.main import build_parser
 from lightning_d9m.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     files = [path for path in (ROOT / "lightning_d9m").rglob("*.*") if path.suffix != ".pyc"]
     expected = {str(path.relative_to(ROOT)) for path in files if path.is_file()}
-    assert "lightning_d9m/output/templates/report.html.j2" in expected
+    assert "lightning_d9m/tools/output/templates/report.html.j2" in expected
     assert "lightning_d9m/.agents/skills/lightning-d9m/SKILL.md" in expected
     assert expected <= set(names)
 

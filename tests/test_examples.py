@@ -11,9 +11,9 @@ import torch
 from scripts import load_script
 
 from lightning_d9m import compare, digest
-from lightning_d9m.cli.main import main
-from lightning_d9m.control import session
-from lightning_d9m.lint.scanner import scan_file
+from lightning_d9m.engine.control import session
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.lint.scanner import scan_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -12,7 +12,7 @@ import torch
 import lightning_d9m
 from lightning_d9m import HookMissingError, deterministic, hooks
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.control import doctor
+from lightning_d9m.engine.control import doctor
 
 ROWS = list(hooks.list_hooks())
 # Of Python itself and of our own objects.

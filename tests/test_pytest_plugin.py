@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-import lightning_d9m.lightning.callback
-import lightning_d9m.portability.mode  # noqa: F401 - what an inner pytest imports, it forgets
+import lightning_d9m.integrations.lightning.callback
+import lightning_d9m.ops.portability.mode  # noqa: F401 - what an inner pytest imports, it forgets
 from lightning_d9m import deterministic
-from lightning_d9m.control import environment
+from lightning_d9m.engine.control import environment
 
 TRAINING = """
 import lightning.pytorch as lightning
@@ -49,7 +49,7 @@ def test_a_marker_and_a_fixture_open_a_session(suite):
     suite(
         test_it="""
         import random, pytest, torch
-        from lightning_d9m.control.session import active_session
+        from lightning_d9m.engine.control.session import active_session
 
         drawn = []
 

@@ -13,7 +13,7 @@ from torch import nn
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, NotBitExactError, SettingError, assert_bit_exact
-from lightning_d9m.control.session import active_session, next_fit
+from lightning_d9m.engine.control.session import active_session, next_fit
 from lightning_d9m.testing import compare_fits
 
 

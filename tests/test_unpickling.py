@@ -13,9 +13,11 @@ NAMES = {
     "recv_object_list",
 }
 ALLOWED = {
-    "state/object_digest.py": ["from pickle import Pickler, PicklingError"],  # which only write
+    "engine/state/object_digest.py": [
+        "from pickle import Pickler, PicklingError"
+    ],  # which only write
     # The one load that may unpickle, with --allow-objects.
-    "lightning/saved_state.py": [
+    "integrations/lightning/saved_state.py": [
         "torch.load(path, map_location='cpu', weights_only=not allow_objects)"
     ],
 }

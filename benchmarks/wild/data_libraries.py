@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control import session
+from lightning_d9m.engine.control import session
 from lightning_d9m.errors import D9mError
 
 RESULT = Path(__file__).parents[1] / "results" / "data-libraries.json"

@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.control.data import loaders
-from lightning_d9m.lightning import saved_state
-from lightning_d9m.lightning.callback import AddedCallback, DeterminismCallback
-from lightning_d9m.lightning.resume import run_state
-from lightning_d9m.lightning.resume.resumable_fit import CheckpointState
-from lightning_d9m.lightning.trainer_session import TrainerSession
+from lightning_d9m.engine.control.data import loaders
+from lightning_d9m.integrations.lightning import saved_state
+from lightning_d9m.integrations.lightning.callback import AddedCallback, DeterminismCallback
+from lightning_d9m.integrations.lightning.resume import run_state
+from lightning_d9m.integrations.lightning.resume.resumable_fit import CheckpointState
+from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
 MODES = ("plain", "torch", "d9m")
 # What Lightning and the loaders call; functions that contain code of the program have no own time.

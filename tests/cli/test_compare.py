@@ -8,7 +8,7 @@ import sys
 import pytest
 from ledger_runs import make_facts, make_probes, make_weights, write_rank
 
-from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
 
@@ -200,7 +200,9 @@ def test_markdown(tmp_path, compare):
 def test_it_loads_no_torch(tmp_path):
     """From the command line to the verdict, with its exit status."""
     one, other = write(tmp_path), write(tmp_path, drift=0)
-    code = "import sys; from lightning_d9m.cli.main import main; status = main(sys.argv[1:])\n"
+    code = (
+        "import sys; from lightning_d9m.tools.cli.main import main; status = main(sys.argv[1:])\n"
+    )
     code += "heavy = {'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
     words = [sys.executable, "-c", f"{code}print(status, heavy)", "compare", str(one), str(other)]
     first, *_, last = subprocess.check_output(words, text=True).splitlines()

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from lightning_d9m import SettingError
-from lightning_d9m.audit import device
-from lightning_d9m.audit.device import try_device
-from lightning_d9m.control import doctor
-from lightning_d9m.control import environment as variables
-from lightning_d9m.control.doctor import CheckResult
-from lightning_d9m.horovod import environment as horovod_doctor
-from lightning_d9m.horovod.environment import PINNED
-from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.engine.control import doctor
+from lightning_d9m.engine.control import environment as variables
+from lightning_d9m.engine.control.doctor import CheckResult
+from lightning_d9m.integrations.strategies.horovod import environment as horovod_doctor
+from lightning_d9m.integrations.strategies.horovod.environment import PINNED
+from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.patches.triton import launch
+from lightning_d9m.tools.audit import device
+from lightning_d9m.tools.audit.device import try_device
 
 
 @pytest.fixture(autouse=True)

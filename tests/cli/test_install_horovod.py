@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from lightning_d9m.cli import install_horovod
 from lightning_d9m.errors import CommandError
+from lightning_d9m.tools.cli import install_horovod
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_d9m.ledger.format.records import Resume
+from lightning_d9m.engine.ledger.format.records import Resume
 
 WEIGHTS = "92b5bf6594ae602d"  # 16 digits
 PROGRAM = {"command": "python src/train.py --lr 0.1", "git.commit": "1a2b" * 10, "git.dirty": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.cli.main import COMMANDS, build_parser
+from lightning_d9m.tools.cli.main import COMMANDS, build_parser
 from lightning_d9m.version import __version__
 
 
@@ -73,7 +73,7 @@ def test_any_error_is_one_line_and_a_status(monkeypatch, d9m, error, expected, m
     def fail(path):
         raise error
 
-    monkeypatch.setattr("lightning_d9m.cli.compare.read_ledger", fail)
+    monkeypatch.setattr("lightning_d9m.tools.cli.compare.read_ledger", fail)
     status, out, err = d9m("compare", "a", "b")
     (line,) = err.splitlines()
     assert (status, out) == (expected, "")

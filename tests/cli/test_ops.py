@@ -2,7 +2,7 @@
 
 import json
 
-from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.ops.patches.catalog.catalog import OPS
 
 
 def test_the_table_has_a_line_for_each_op(d9m):

@@ -6,8 +6,8 @@ import pytest
 from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_d9m.errors import SettingError, TooLateError
-from lightning_d9m.lightning.autoload import entry_points
-from lightning_d9m.lightning.step_replay import Replay
+from lightning_d9m.integrations.autoload import entry_points
+from lightning_d9m.integrations.lightning.step_replay import Replay
 
 
 def test_a_strategy_that_shards_is_not_replayed():

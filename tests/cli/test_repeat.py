@@ -19,11 +19,11 @@ from ledger_program import PROGRAM
 from rank_processes import has_ended
 
 from lightning_d9m import D9mError, DeterminismCallback, Recorder, SettingError, deterministic
-from lightning_d9m.cli.repeat import _REMEDIES
-from lightning_d9m.control.settings import read_settings
+from lightning_d9m.engine.control.settings import read_settings
 from lightning_d9m.errors import InexactResumeError
-from lightning_d9m.launch import run as launched
-from lightning_d9m.loop.optimizer_steps import StepRecorder
+from lightning_d9m.integrations.loop.optimizer_steps import StepRecorder
+from lightning_d9m.tools.cli.repeat import _REMEDIES
+from lightning_d9m.tools.launch import run as launched
 
 SUPPORT = Path(__file__).parents[1] / "support"
 FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")

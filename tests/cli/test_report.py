@@ -10,9 +10,9 @@ import pytest
 import torch
 from ledger_runs import make_facts, make_probes, make_weights, write_rank
 
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.hashing.training_state import sketch_tensors
-from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.hashing.training_state import sketch_tensors
+from lightning_d9m.engine.ledger.folder import create_ledger_folder
 
 EVIL = [
     "<script>alert(1)</script>",

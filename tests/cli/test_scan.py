@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from lightning_d9m.lint.rules import RULES
+from lightning_d9m.tools.lint.rules import RULES
 
 SCHEMA = Path(__file__).with_name("sarif-schema-2.1.0.json")
 SOURCE = """\

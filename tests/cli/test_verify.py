@@ -8,9 +8,9 @@ import pytest
 import torch
 from resuming import Fits
 
-from lightning_d9m.hashing.checkpoint_manifest import make_manifest
-from lightning_d9m.lightning.saved_state import MANIFEST_KEY
-from lightning_d9m.lightning.trainer_attributes import KEY
+from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
+from lightning_d9m.integrations.lightning.saved_state import MANIFEST_KEY
+from lightning_d9m.integrations.trainer.trainer_attributes import KEY
 
 pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("unseeded", "new_process")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return the checkpoints and ledgers of a run, by place."""
-    from lightning_d9m.control import session
+    from lightning_d9m.engine.control import session
 
     found = {}
     for name, at in {"epoch": {"hook": "on_train_epoch_end"}, "batch": {"batch": 3}}.items():

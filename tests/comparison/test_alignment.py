@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_runs import write_rank
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 PLACES = [
     ("batch", "0", 0),

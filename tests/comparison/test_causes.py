@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.comparison.causes import earliest_divergences, find_cause
-from lightning_d9m.comparison.differences import Divergence, PlaceDifference
-from lightning_d9m.comparison.ledgers import Side
-from lightning_d9m.ledger.kinds import PROBE_KINDS
+from lightning_d9m.engine.ledger.differences import Divergence, PlaceDifference
+from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
+from lightning_d9m.tools.comparison.causes import earliest_divergences, find_cause
+from lightning_d9m.tools.comparison.ledgers import Side
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0, batch=0):

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_runs import Runs, make_facts, make_probes
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format.records import Evaluation, LoaderFacts
-from lightning_d9m.output.comparison_text import list_one_sided, state_verdict
+from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
+from lightning_d9m.engine.ledger.format.records import Evaluation, LoaderFacts
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.output.comparison_text import list_one_sided, state_verdict
 
 
 def compare(one, other, **options):

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.comparison.noise import judge_change
-from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.tools.comparison.noise import judge_change
 
 
 def write(parent, accuracy=None, *, epochs=2, loss=0.5, end="final", **header):

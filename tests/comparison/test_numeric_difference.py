@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.comparison.numeric_difference import (
+from lightning_d9m.tools.comparison.numeric_difference import (
     SpreadMeter,
     measure_difference,
     measure_variation,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_d9m.comparison.printed_output import compare_printed
+from lightning_d9m.tools.comparison.printed_output import compare_printed
 
 LONG = "INFO: a line of a library that begins alike in each run and is longer than is shown: "
 

@@ -3,9 +3,9 @@
 import pytest
 from ledger_runs import make_probes
 
-from lightning_d9m.comparison.causes import find_rank_cause
-from lightning_d9m.comparison.ledgers import find_rank_drift, reference_rank
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.tools.comparison.causes import find_rank_cause
+from lightning_d9m.tools.comparison.ledgers import find_rank_drift, reference_rank
 
 PLACES = (("weight", "a.weight"), ("gradient", "a.weight"), ("buffer", "a.mean"))
 WEIGHT = {"moment": "epoch", "epoch": 0, "step": 23, "rank": 1, "group": "weights"}

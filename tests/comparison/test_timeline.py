@@ -5,16 +5,16 @@ import math
 import torch
 from msgspec.structs import replace
 
-from lightning_d9m.comparison import timeline
-from lightning_d9m.comparison.timeline import (
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.hashing.training_state import sketch_tensors
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.tools.comparison import timeline
+from lightning_d9m.tools.comparison.timeline import (
     OTHERS,
     Distance,
     DistanceSeries,
     measure_distances,
 )
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.hashing.training_state import sketch_tensors
-from lightning_d9m.ledger.format.records import Digests
 
 
 def record(weights, *, epoch=0, sketched=True):

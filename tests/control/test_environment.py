@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch_features import needs_all_flags, needs_compiler_flag
 
 from lightning_d9m import SettingError, TooLateError, deterministic, digest
-from lightning_d9m.control import environment
-from lightning_d9m.control.environment import (
+from lightning_d9m.engine.control import environment
+from lightning_d9m.engine.control.environment import (
     CUBLAS,
     FLASH_ATTENTION,
     INDUCTOR,

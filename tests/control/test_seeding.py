@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.control.seeding import (
+from lightning_d9m.engine.control.seeding import (
     capture_generators,
     capture_host,
     capture_rng,
@@ -27,7 +27,7 @@ from lightning_d9m.control.seeding import (
     seed_host,
     seed_micro_batch,
 )
-from lightning_d9m.state.state import find_generators
+from lightning_d9m.engine.state.state import find_generators
 
 SEEDS = st.integers(0, 2**64 - 1)
 

@@ -13,10 +13,10 @@ from torch_features import needs_patches
 
 import lightning_d9m
 from lightning_d9m import SettingError, Settings
-from lightning_d9m.control import seeding, session
-from lightning_d9m.control.environment import CUBLAS, capture_flags
-from lightning_d9m.control.seed_calls import seed_calls
-from lightning_d9m.control.session import (
+from lightning_d9m.engine.control import seeding, session
+from lightning_d9m.engine.control.environment import CUBLAS, capture_flags
+from lightning_d9m.engine.control.seed_calls import seed_calls
+from lightning_d9m.engine.control.session import (
     Session,
     active_session,
     capture_session,

@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 
 from lightning_d9m import DeterminismCallback, SettingError, Settings
-from lightning_d9m.control.environment import control_is_on
-from lightning_d9m.control.session import deterministic
-from lightning_d9m.control.settings import (
+from lightning_d9m.engine.control.environment import control_is_on
+from lightning_d9m.engine.control.session import deterministic
+from lightning_d9m.engine.control.settings import (
     CONTROL_VARIABLES,
     HIGHEST_SEED,
     build_from_variables,
@@ -23,8 +23,8 @@ from lightning_d9m.control.settings import (
     reject_unknown_variables,
     variable_of,
 )
-from lightning_d9m.lightning.trainer_session import resolve_settings, select_given
-from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.engine.probes.settings import ProbeSettings
+from lightning_d9m.integrations.lightning.trainer_session import resolve_settings, select_given
 
 OWNERS = (DeterminismCallback, Settings, ProbeSettings)
 SETTINGS = [(owner, name) for owner in OWNERS for name in inspect.signature(owner).parameters]
@@ -57,7 +57,7 @@ def test_the_build_of_a_torch_that_is_not_imported_is_read(monkeypatch, tmp_path
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.syspath_prepend(tmp_path)
     assert Settings().patch_ops is (release is not None)
-    monkeypatch.setattr("lightning_d9m.control.settings.find_spec", lambda _: None)
+    monkeypatch.setattr("lightning_d9m.engine.control.settings.find_spec", lambda _: None)
     assert Settings().patch_ops is False  # without torch
 
 
@@ -171,7 +171,7 @@ def reject_everything():
 REPORT = """
 import os
 os.environ["PYTHONHASHSEED"] = {inside!r} or os.environ.get("PYTHONHASHSEED", "")
-from lightning_d9m.control.settings import describe_hash_seed_problem
+from lightning_d9m.engine.control.settings import describe_hash_seed_problem
 print(describe_hash_seed_problem())
 """
 

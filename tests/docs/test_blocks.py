@@ -22,11 +22,11 @@ from sybil import Sybil
 from sybil.example import SybilFailure
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
-from lightning_d9m.cli.main import build_parser
-from lightning_d9m.comparison.causes import Cause
-from lightning_d9m.lint.rules import Finding
-from lightning_d9m.locate.op_evidence import OpFinding
-from lightning_d9m.locate.search import SearchResult
+from lightning_d9m.tools.cli.main import build_parser
+from lightning_d9m.tools.comparison.causes import Cause
+from lightning_d9m.tools.lint.rules import Finding
+from lightning_d9m.tools.locate.op_evidence import OpFinding
+from lightning_d9m.tools.locate.search import SearchResult
 
 ROOT = Path(__file__).parents[2]
 SKILL = ROOT / "lightning_d9m/.agents/skills/lightning-d9m/SKILL.md"

@@ -66,7 +66,8 @@ def resolves(address):
 def is_there(name, beside):
     """Return whether a file is in the folder of a source or above it, or anywhere by its name."""
     folders = (*beside.parents, PACKAGE, ROOT / "docs")
-    return name in NAMES or any((folder / name).exists() for folder in folders)
+    ours = any(f"/{module}.py".endswith(f"/{name}") for module in MODULES)
+    return ours or name in NAMES or any((folder / name).exists() for folder in folders)
 
 
 def is_gone(name):

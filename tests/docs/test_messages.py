@@ -9,9 +9,9 @@ import pytest
 import torch
 from raise_sites import find_sites
 
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.probes.trace import ProbePoint
 from lightning_d9m.errors import CommandError, D9mError, DriftError, file_errors
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.probes.trace import ProbePoint
 
 PREFIX = "lightning_d9m."
 
@@ -33,7 +33,7 @@ def use_full_folder(g):
 def find_unlike_runs(g):
     found = iter([{"fit-000": 1}, {"fit-000": 1, "fit-001": 2}])
     runs = g.module.Runs(["true"], g.folder)
-    run = import_module(f"{PREFIX}launch.run").Run
+    run = import_module(f"{PREFIX}tools.launch.run").Run
     g.patch.setattr(runs, "run", lambda *_, **__: run(next(found)))
     g.module.Runner(runs, {}).run_pair("whole run")
 
@@ -68,29 +68,33 @@ def dump_below_a_file(g):
 
 # The module that raises, what makes it raise, and words of the message.
 CASES = [
-    ("lightning.saved_state", save_a_checkpoint_of_something_else, "it holds no dict."),
     (
-        "lightning.saved_state",
+        "integrations.lightning.saved_state",
+        save_a_checkpoint_of_something_else,
+        "it holds no dict.",
+    ),
+    (
+        "integrations.lightning.saved_state",
         lambda g: g.module.load_checkpoint(g.folder),
         "{folder} cannot be read: [Errno 21] Is a directory",
     ),
-    ("cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
-    ("launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
-    ("locate.search", find_unlike_runs, "The two runs left different ledgers:"),
+    ("tools.cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
+    ("tools.launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
+    ("tools.locate.search", find_unlike_runs, "The two runs left different ledgers:"),
     (
-        "lightning.callback",
+        "integrations.lightning.callback",
         import_the_other_package,
         "was imported after a Trainer of",
     ),
     (
-        "control.settings",
+        "engine.control.settings",
         lambda g: g.module.validate_choice("on_drift", "ignore", ("raise", "warn")),
         "on_drift is 'ignore'; allowed: ",
     ),
-    ("probes.dumps", dump_below_a_file, "{folder}/file"),
-    ("ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
+    ("engine.probes.dumps", dump_below_a_file, "{folder}/file"),
+    ("engine.ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
     (
-        "lint.source",
+        "tools.lint.source",
         lambda g: list(g.module.list_files([Path("/dev/null")])),
         "is neither a file nor a folder.",
     ),

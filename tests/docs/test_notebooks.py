@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from scripts import load_script
 
-from lightning_d9m.cli.main import build_parser
+from lightning_d9m.tools.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))

@@ -14,13 +14,13 @@ from scripts import ROOT, load_script
 
 import lightning_d9m
 from lightning_d9m import DeterminismCallback, Settings
-from lightning_d9m.cli.main import COMMANDS, build_parser
-from lightning_d9m.control import environment
+from lightning_d9m.engine.control import environment
+from lightning_d9m.engine.ledger.folder import rank_path
+from lightning_d9m.engine.ledger.format import records
+from lightning_d9m.engine.ledger.format.records import MAX_LAYOUT_PLACES, MAX_NAME
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import D9mError
-from lightning_d9m.ledger.folder import rank_path
-from lightning_d9m.ledger.format import records
-from lightning_d9m.ledger.format.records import MAX_LAYOUT_PLACES, MAX_NAME
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.tools.cli.main import COMMANDS, build_parser
 
 WRITERS = {
     name: load_script(f"docs/write_{name}.py")

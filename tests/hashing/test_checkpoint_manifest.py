@@ -5,8 +5,8 @@ import io
 import pytest
 import torch
 
+from lightning_d9m.engine.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.hashing.checkpoint_manifest import Damage, check_manifest, make_manifest
 
 
 def content():

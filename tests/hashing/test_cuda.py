@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from lightning_d9m.hashing import digest as digest_module
-from lightning_d9m.hashing.digest import DigestQueue, digest, digest_many, digest_value
+from lightning_d9m.engine.hashing import digest as digest_module
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_many, digest_value
 
 pytestmark = [
     pytest.mark.cuda,

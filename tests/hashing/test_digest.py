@@ -14,10 +14,10 @@ import torch
 import xxhash
 from torch._subclasses import FakeTensorMode
 
+from lightning_d9m.engine.hashing import digest as digest_module
+from lightning_d9m.engine.hashing import xxh3
+from lightning_d9m.engine.hashing.digest import digest, digest_many, digest_value
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing import digest as digest_module
-from lightning_d9m.hashing import xxh3
-from lightning_d9m.hashing.digest import digest, digest_many, digest_value
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "digest.md"
 CHUNK = 131072
@@ -228,7 +228,7 @@ import torch, torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from lightning_d9m.hashing.digest import digest
+from lightning_d9m.engine.hashing.digest import digest
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh, data = init_device_mesh("cpu", (1,)), torch.randn(4, 6)
 for placement in (Replicate(), Shard(0), Shard(1)):

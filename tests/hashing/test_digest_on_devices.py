@@ -4,8 +4,8 @@ import pytest
 import torch
 from simulated_device import LikeCuda, Stream, device, put, simulate
 
-from lightning_d9m.hashing.digest import DigestQueue, digest_many, digest_value
-from lightning_d9m.probes.trace import Trace, name_leaves
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest_many, digest_value
+from lightning_d9m.engine.probes.trace import Trace, name_leaves
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import digest_value
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - the plain form is what old code has
 Other = namedtuple("Other", "x y")  # noqa: PYI024 - another class of the same fields

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m import digest
+from lightning_d9m.engine.hashing.shards import FlatLayout, combine_shards, read_shards
 from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.shards import FlatLayout, combine_shards, read_shards
 
 CHUNK = 131072
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.hashing import training_state
-from lightning_d9m.hashing.shards import FlatLayout
-from lightning_d9m.hashing.training_state import (
+from lightning_d9m.engine.hashing import training_state
+from lightning_d9m.engine.hashing.shards import FlatLayout
+from lightning_d9m.engine.hashing.training_state import (
     describe_model,
     replicated_names,
     sketch_tensors,
     take_partial_snapshot,
 )
-from lightning_d9m.ledger.format.records import SKETCH_BUCKETS
+from lightning_d9m.engine.ledger.format.records import SKETCH_BUCKETS
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ import pytest
 import torch
 from ptx import GAP, Memory, Run, parse
 
+from lightning_d9m.engine.hashing import digest as digest_module
+from lightning_d9m.engine.hashing import xxh3
 from lightning_d9m.errors import DigestError, SettingError
-from lightning_d9m.hashing import digest as digest_module
-from lightning_d9m.hashing import xxh3
 
 xxh3_cuda = pytest.importorskip(
-    "lightning_d9m.hashing.xxh3_cuda", reason="the kernel is written in Triton, for Linux alone"
+    "lightning_d9m.engine.hashing.xxh3_cuda",
+    reason="the kernel is written in Triton, for Linux alone",
 )
 CPU = torch.device("cpu")
 KERNEL = xxh3_cuda.hash_chunks

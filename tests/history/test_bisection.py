@@ -14,19 +14,19 @@ from ledger_program import PROGRAM
 from ledger_runs import make_facts, make_weights, write_rank
 from uv import find_uv_bin
 
-from lightning_d9m.cli.bisect import format_bisection
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.hashing.training_state import sketch_tensors
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.errors import CommandError, SettingError
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.hashing.training_state import sketch_tensors
-from lightning_d9m.history import bisection
-from lightning_d9m.history.bisection import (
+from lightning_d9m.tools.cli.bisect import format_bisection
+from lightning_d9m.tools.history import bisection
+from lightning_d9m.tools.history.bisection import (
     Bisection,
     Commit,
     install_packages,
     read_packages,
 )
-from lightning_d9m.launch.run import Run
-from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.tools.launch.run import Run
 
 TRAIN = f"""{PROGRAM}
 from values import VALUES

@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import pytest
 from ledger_runs import list_batches, make_digests, make_facts, make_probes, write_rank
 
-from lightning_d9m.cli import locate as locate_module
-from lightning_d9m.comparison.causes import Cause
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.history.bundle import SecretFilter, open_bundle, write_bundle
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Resume
-from lightning_d9m.lint.rules import Finding
-from lightning_d9m.locate.search import RunPair, SearchResult
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Resume
+from lightning_d9m.tools.cli import locate as locate_module
+from lightning_d9m.tools.comparison.causes import Cause
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.history.bundle import SecretFilter, open_bundle, write_bundle
+from lightning_d9m.tools.lint.rules import Finding
+from lightning_d9m.tools.locate.search import RunPair, SearchResult
 
 SECRET = "s3cr3t-value"  # noqa: S105 - no secret
 COMMAND = f"python train.py --hf-token {SECRET}"

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.errors import CommandError
-from lightning_d9m.horovod import build
-from lightning_d9m.horovod.build import Target, build_environment, build_wheel
+from lightning_d9m.integrations.strategies.horovod import build
+from lightning_d9m.integrations.strategies.horovod.build import (
+    Target,
+    build_environment,
+    build_wheel,
+)
 
 TARGET = Target(torch="2.13.0+cpu", mpi=False)
 CUDA_TARGET = Target(torch="2.13.0+cu130", mpi=False, cuda="13.0", capabilities=("80", "90"))

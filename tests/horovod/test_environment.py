@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
-from lightning_d9m.horovod import environment as settings
-from lightning_d9m.horovod.environment import PINNED, compare_ranks, connect_store, set_variables
-from lightning_d9m.horovod.strategy import HorovodDeterministicStrategy, HorovodEnvironment
+from lightning_d9m.integrations.strategies.horovod import environment as settings
+from lightning_d9m.integrations.strategies.horovod.environment import (
+    PINNED,
+    compare_ranks,
+    connect_store,
+    set_variables,
+)
+from lightning_d9m.integrations.strategies.horovod.strategy import (
+    HorovodDeterministicStrategy,
+    HorovodEnvironment,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import re
 import pytest
 from rank_processes import has_ended
 
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.folder import read_ledger
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(600)]
 DIFFERENT = "RanksDisagreeError: The ranks are about to do different things"

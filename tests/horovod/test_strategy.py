@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lightning_d9m import HorovodDeterministicStrategy, SettingError
-from lightning_d9m.horovod.environment import import_horovod
+from lightning_d9m.integrations.strategies.horovod.environment import import_horovod
 
 
 def test_an_option_that_logical_ranks_do_not_support_is_refused():

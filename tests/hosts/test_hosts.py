@@ -15,7 +15,7 @@ from forking_python import shared_python
 from network_hosts import explain_missing, make_hosts, start_rank, start_sshd, wait_for, wait_until
 
 from lightning_d9m import compare, read_ledger
-from lightning_d9m.ledger.format.records import Digests
+from lightning_d9m.engine.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hosts_training.py"
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None

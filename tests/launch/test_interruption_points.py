@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.errors import SettingError
-from lightning_d9m.launch.interruption_points import (
+from lightning_d9m.engine.recording.interruption_points import (
     EpochShape,
     InterruptionPoint,
     choose_points,
     parse_point,
 )
+from lightning_d9m.errors import SettingError
 
 whole = st.integers(0, 10**6)
 places = st.one_of(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.launch.left_files import FileWatch
+from lightning_d9m.tools.launch.left_files import FileWatch
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.launch.progress import EpochCounter, RunProgress
+from lightning_d9m.tools.launch.progress import EpochCounter, RunProgress
 
 EPOCH = b'{"kind":"digests","moment":"epoch","epoch":3}\n'
 OTHER = b'{"kind":"digests","moment":"final"}\n'

@@ -9,11 +9,11 @@ import sys
 import pytest
 from rank_processes import has_ended
 
+from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
 from lightning_d9m.errors import CommandError, LedgerError
-from lightning_d9m.launch import run as launched
-from lightning_d9m.launch.progress import RunProgress
-from lightning_d9m.launch.run import make_output, pair_fits, run_once
-from lightning_d9m.ledger.folder import list_fits, read_ledger
+from lightning_d9m.tools.launch import run as launched
+from lightning_d9m.tools.launch.progress import RunProgress
+from lightning_d9m.tools.launch.run import make_output, pair_fits, run_once
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -116,7 +116,7 @@ def test_a_child_that_outlives_the_command_is_ended_and_named(
 WATCHER = """
 import os, signal, sys
 from pathlib import Path
-from lightning_d9m.launch import run
+from lightning_d9m.tools.launch import run
 # A test run in the background may ignore these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

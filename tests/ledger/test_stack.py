@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import config
 
-from lightning_d9m.errors import StackDifferenceError
-from lightning_d9m.ledger import stack as stack_module
-from lightning_d9m.ledger.stack import (
+from lightning_d9m.engine.ledger import stack as stack_module
+from lightning_d9m.engine.ledger.stack import (
     COMPILER_CACHE,
     INFORMATIONAL,
     MISSING,
@@ -24,6 +23,7 @@ from lightning_d9m.ledger.stack import (
     stack_differences,
     table_differences,
 )
+from lightning_d9m.errors import StackDifferenceError
 
 ONE = {"torch.version": "2.13.0", "device.driver": "560.35.03", "cpu.count": 8, "torch.cuda": None}
 
@@ -207,7 +207,7 @@ def test_other_content_is_a_difference_and_another_path_is_none(name, tmp_path, 
 
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-PRINT = "import json; from lightning_d9m.ledger.stack import capture_program as capture\n"
+PRINT = "import json; from lightning_d9m.engine.ledger.stack import capture_program as capture\n"
 PRINT += "print(json.dumps(capture()))"
 
 

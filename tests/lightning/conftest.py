@@ -9,7 +9,7 @@ from resuming import Fits
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.folder import read_ledger
 
 
 @pytest.fixture(autouse=True)

@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from trainings import NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, DriftError, SettingError, compare
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.control import session
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.launch import interruption_points
-from lightning_d9m.launch.interruption_points import EpochShape
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.lightning.callback import change_last_bits
-from lightning_d9m.output.comparison_text import state_verdict
+from lightning_d9m.engine.control import session
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.engine.recording import interruption_points
+from lightning_d9m.engine.recording.interruption_points import EpochShape
+from lightning_d9m.integrations.lightning.callback import change_last_bits
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.output.comparison_text import state_verdict
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 

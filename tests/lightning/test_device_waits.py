@@ -9,8 +9,8 @@ from simulated_device import Waits, put, simulate
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, Recorder, deterministic
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.lightning.trainer_recorder import TrainerRecorder
+from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.integrations.lightning.trainer_recorder import TrainerRecorder
 
 BATCHES = (4, 8)
 

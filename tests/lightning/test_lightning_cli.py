@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.lightning import packages
+from lightning_d9m.integrations.trainer import packages
 
 YAML = """
 seed_everything: 9

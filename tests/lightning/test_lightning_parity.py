@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainings import QUIET
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control import session
+from lightning_d9m.engine.control import session
 
 
 @pytest.fixture

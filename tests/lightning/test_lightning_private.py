@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_d9m.lightning import lightning_private
+from lightning_d9m.integrations.trainer import lightning_private
 
 # Underscored names that other files use: of this package's callback, of Python, of torch's modules
 # and tensors, and of torchmetrics.

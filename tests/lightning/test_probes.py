@@ -15,14 +15,20 @@ from torch.utils.checkpoint import checkpoint
 from trainings import make_model
 
 from lightning_d9m import probe
-from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.ledger.kinds import PROBE_KINDS, VALIDATION
+from lightning_d9m.engine.probes.dumps import (
+    find_dumps,
+    find_writer,
+    read_dump,
+    read_index,
+    replay_op,
+)
+from lightning_d9m.engine.probes.module_hooks import OpMode
+from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.errors import SettingError
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.ledger.kinds import PROBE_KINDS, VALIDATION
-from lightning_d9m.locate.search import describe_place
-from lightning_d9m.probes.dumps import find_dumps, find_writer, read_dump, read_index, replay_op
-from lightning_d9m.probes.module_hooks import OpMode
-from lightning_d9m.probes.settings import ProbeSettings
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.locate.search import describe_place
 
 
 def read_probes(ledger, rank=0):

@@ -7,8 +7,8 @@ import torch
 from ledger_runs import list_batches
 from trainings import make_model
 
-from lightning_d9m.hashing.digest import digest_many
-from lightning_d9m.probes.trace import ProbeCollector, ProbePoint
+from lightning_d9m.engine.hashing.digest import digest_many
+from lightning_d9m.engine.probes.trace import ProbeCollector, ProbePoint
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,7 +6,7 @@ from ledger_runs import list_batches
 from torch import nn
 
 from lightning_d9m import Recorder, deterministic, read_ledger
-from lightning_d9m.patches import registration
+from lightning_d9m.ops.patches import registration
 
 aten = torch.ops.aten
 POOL, PAD, PRODUCT = (

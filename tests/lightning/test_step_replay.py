@@ -11,8 +11,8 @@ from torch import nn
 from torchmetrics import MeanMetric
 from trainings import make_model
 
+from lightning_d9m.engine.ledger.format.records import Batch, ReplayDrift
 from lightning_d9m.errors import DriftError, SettingError
-from lightning_d9m.ledger.format.records import Batch, ReplayDrift
 
 
 def final(ledger):

@@ -22,12 +22,12 @@ from strategy_cells import FABRIC, FLAT_ONES, LAUNCHED, PIPELINE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_d9m import HorovodDeterministicStrategy, SettingError
-from lightning_d9m.cli.main import main
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.ledger.stack import COMPILER_CACHE
-from lightning_d9m.lightning import strategies
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.engine.ledger.stack import COMPILER_CACHE
+from lightning_d9m.integrations.strategies import strategies
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}

@@ -14,10 +14,10 @@ from torch import nn
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, LedgerError, deterministic
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import list_evaluations, list_fits, read_ledger
-from lightning_d9m.ledger.format.records import Evaluation
-from lightning_d9m.lightning.callback import AddedCallback
+from lightning_d9m.engine.ledger.folder import list_evaluations, list_fits, read_ledger
+from lightning_d9m.engine.ledger.format.records import Evaluation
+from lightning_d9m.integrations.lightning.callback import AddedCallback
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 WEIGHTS = "d9m/weights"
 pytestmark = pytest.mark.filterwarnings("ignore:The .*_dataloader. does not have many workers")

@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, DriftError, SettingError, enable
-from lightning_d9m.control import session
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning import callback
-from lightning_d9m.lightning.callback import AddedCallback
-from lightning_d9m.lightning.trainer_attributes import ranks_of
-from lightning_d9m.lightning.trainer_session import resolve_settings
+from lightning_d9m.engine.control import session
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.integrations.lightning import callback
+from lightning_d9m.integrations.lightning.callback import AddedCallback
+from lightning_d9m.integrations.lightning.trainer_session import resolve_settings
+from lightning_d9m.integrations.trainer.trainer_attributes import ranks_of
 
 
 def train(*callbacks, model=None, **options):

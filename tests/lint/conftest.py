@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
-from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import scan_file
+from lightning_d9m.tools.lint.rules import RULES
+from lightning_d9m.tools.lint.scanner import scan_file
 
 collect_ignore_glob = ["corpus/*"]  # source to be scanned, not run
 

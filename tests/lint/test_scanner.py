@@ -14,8 +14,8 @@ from shlex import join
 import pytest
 from forking_python import shared_python
 
-from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.scanner import fix_text, scan_file
+from lightning_d9m.tools.lint.rules import RULES
+from lightning_d9m.tools.lint.scanner import fix_text, scan_file
 
 FILES = sorted(Path(__file__).with_name("corpus").glob("*.py"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.lint.source import list_files
+from lightning_d9m.tools.lint.source import list_files
 
 BAD = "import random\nrandom.seed()\n"
 

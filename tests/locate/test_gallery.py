@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from forking_python import ForkingPython, shared_python
 
-from lightning_d9m.cli import locate as locate_module
-from lightning_d9m.cli.locate import describe
-from lightning_d9m.cli.main import main
 from lightning_d9m.errors import CommandError
-from lightning_d9m.launch import run as launched
-from lightning_d9m.launch.run import make_rank_variables, run_once
-from lightning_d9m.locate.search import Search
+from lightning_d9m.tools.cli import locate as locate_module
+from lightning_d9m.tools.cli.locate import describe
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.launch import run as launched
+from lightning_d9m.tools.launch.run import make_rank_variables, run_once
+from lightning_d9m.tools.locate.search import Search
 
 TRAINING = Path(__file__).parents[1] / "support" / "gallery_training.py"
 PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()

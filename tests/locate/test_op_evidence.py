@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.cli.locate import describe_op
-from lightning_d9m.locate.op_evidence import examine_op, measure_saved
-from lightning_d9m.probes.dumps import Dump, keep
-from lightning_d9m.probes.trace import ProbePoint
+from lightning_d9m.engine.probes.dumps import Dump, keep
+from lightning_d9m.engine.probes.trace import ProbePoint
+from lightning_d9m.tools.cli.locate import describe_op
+from lightning_d9m.tools.locate.op_evidence import examine_op, measure_saved
 
 PLACE = ("op", "layers.0::aten.mm.default", 1)
 FOUND = SimpleNamespace(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_d9m.comparison.differences import Divergence, PlaceDifference
-from lightning_d9m.locate.outside import describe_samples, find_reads
+from lightning_d9m.engine.ledger.differences import Divergence, PlaceDifference
+from lightning_d9m.tools.locate.outside import describe_samples, find_reads
 
 BEGIN = {"time": 1, "ledger": ["fit-000", 0, "train.py", 9]}
 FIRST = {"time": 20, "mark": ["batch", 0, 3, 3]}

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_d9m.cli.locate import describe
-from lightning_d9m.comparison.differences import Divergence, FieldDifference, PlaceDifference
-from lightning_d9m.comparison.ledgers import RankComparison, Side
-from lightning_d9m.ledger.kinds import PROBE_KINDS
-from lightning_d9m.locate import search as search_module
-from lightning_d9m.locate.op_evidence import find_patch
-from lightning_d9m.locate.search import Search, find_cause_lines, find_program
+from lightning_d9m.engine.ledger.differences import Divergence, FieldDifference, PlaceDifference
+from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
+from lightning_d9m.tools.cli.locate import describe
+from lightning_d9m.tools.comparison.ledgers import RankComparison, Side
+from lightning_d9m.tools.locate import search as search_module
+from lightning_d9m.tools.locate.op_evidence import find_patch
+from lightning_d9m.tools.locate.search import Search, find_cause_lines, find_program
 
 
 def pair(

@@ -7,8 +7,8 @@ import torch
 from logical_sums import average_leaves, bits, hold_sums, make_leaf
 from rank_threads import run_processes
 
-from lightning_d9m.logical_ranks.exchange import AllToAllSum, RootExchange
-from lightning_d9m.logical_ranks.tree import Blocks, count_merges
+from lightning_d9m.integrations.strategies.sums.exchange import AllToAllSum, RootExchange
+from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5), (8, 8)]
 

@@ -12,9 +12,12 @@ from rank_threads import run_processes
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.logical_ranks import gradients
-from lightning_d9m.logical_ranks.gradients import LogicalGradients, disable_malloc_trim
-from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.integrations.strategies.sums import gradients
+from lightning_d9m.integrations.strategies.sums.gradients import (
+    LogicalGradients,
+    disable_malloc_trim,
+)
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 BUILDING = threading.Lock()
 # Small and large gradients; of the largest, more than one chunk is added.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.sandbox import _THOROUGH, Sandbox
+from lightning_d9m.integrations.strategies.sums.sandbox import _THOROUGH, Sandbox
 
 
 class Tokenizer:

@@ -14,10 +14,10 @@ import torch
 from logical_sums import average_leaves, bits, make_leaf
 from rank_threads import run_processes
 
-from lightning_d9m.logical_ranks import shared_memory
-from lightning_d9m.logical_ranks.exchange import RootExchange
-from lightning_d9m.logical_ranks.shared_memory import SharedMemory
-from lightning_d9m.logical_ranks.tree import Blocks
+from lightning_d9m.integrations.strategies.sums import shared_memory
+from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
+from lightning_d9m.integrations.strategies.sums.shared_memory import SharedMemory
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

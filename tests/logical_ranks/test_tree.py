@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from logical_sums import hold_sums
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.logical_ranks.tree import Blocks, count_merges, find_roots
+from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges, find_roots
 
 
 def split(start, stop):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
-from lightning_d9m.ledger.folder import list_fits
-from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.loop import optimizer_steps
-from lightning_d9m.loop.optimizer_steps import OptimizerSteps, find_trained_module
+from lightning_d9m.engine.ledger.folder import list_fits
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.integrations.loop import optimizer_steps
+from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps, find_trained_module
 
 PROGRAM = """
 import os

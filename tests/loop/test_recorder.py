@@ -20,16 +20,16 @@ from lightning_d9m import (
     read_ledger,
     record_final,
 )
-from lightning_d9m.cli.main import main
+from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.engine.ledger.kinds import VALIDATION
+from lightning_d9m.engine.probes.dumps import find_states, read_index
 from lightning_d9m.errors import (
     CheckpointError,
     InexactResumeError,
     LedgerError,
     ReferenceRefusedError,
 )
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.ledger.kinds import VALIDATION
-from lightning_d9m.probes.dumps import find_states, read_index
+from lightning_d9m.tools.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_torch.py"
 

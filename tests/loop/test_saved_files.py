@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_d9m import compare, read_ledger
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.launch.run import LEDGER_VARIABLE
-from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.lightning.autoload.entry_points import call_after_import
-from lightning_d9m.loop.saved_files import SavedFiles
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.integrations.autoload.entry_points import call_after_import
+from lightning_d9m.integrations.loop.saved_files import SavedFiles
 
 
 @pytest.fixture

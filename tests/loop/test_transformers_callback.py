@@ -22,10 +22,10 @@ from lightning_d9m import (
     deterministic,
     read_ledger,
 )
-from lightning_d9m.cli.main import main
-from lightning_d9m.ledger.kinds import VALIDATION
-from lightning_d9m.loop import recorder, transformers_callback
-from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.engine.ledger.kinds import VALIDATION
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.integrations.loop import recorder, transformers_callback
+from lightning_d9m.tools.cli.main import main
 
 SMALL = {"vocab_size": 6, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL |= {"intermediate_size": 8, "max_position_embeddings": 6}

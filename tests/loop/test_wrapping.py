@@ -19,7 +19,7 @@ from lightning_d9m import (
     deterministic,
     read_ledger,
 )
-from lightning_d9m.cli.main import main
+from lightning_d9m.tools.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # On a CPU, too: --cpu starts one process. Port 0 is a free one.

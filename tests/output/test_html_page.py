@@ -5,8 +5,14 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from lightning_d9m.comparison.timeline import StepTable
-from lightning_d9m.output.html_page import WIDTH, _list_located, draw_chart, draw_key, draw_row
+from lightning_d9m.tools.comparison.timeline import StepTable
+from lightning_d9m.tools.output.html_page import (
+    WIDTH,
+    _list_located,
+    draw_chart,
+    draw_key,
+    draw_row,
+)
 
 
 def parse(drawing):

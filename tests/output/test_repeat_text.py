@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledger_runs import make_weights, write_rank
 
-from lightning_d9m.ledger.folder import create_ledger_folder, read_ledger
-from lightning_d9m.output.columns import format_table
-from lightning_d9m.output.repeat_text import list_run_columns, make_run_row
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.tools.output.columns import format_table
+from lightning_d9m.tools.output.repeat_text import list_run_columns, make_run_row
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 ROW = {"run": 1, "fit": 1, "seed": 0, "weights": DIGEST, "verdict": "equal", "processes": None}

@@ -1,6 +1,6 @@
 """Tables and paragraphs on a terminal."""
 
-from lightning_d9m.output.terminal import make_table, render, style
+from lightning_d9m.tools.output.terminal import make_table, render, style
 
 
 def test_a_name_in_brackets_is_not_a_style():

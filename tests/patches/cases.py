@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.ops.patches.registration import patches_applied
 
 Forward = Callable[[Tensor], Tensor]
 Attempt = Callable[[], object]

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.control.environment import threads_pinned
-from lightning_d9m.patches.catalog.catalog import select_ops
-from lightning_d9m.patches.kernels import separable
-from lightning_d9m.patches.registration import Update, patches_applied
-from lightning_d9m.state.parts import equal_bits
+from lightning_d9m.engine.control.environment import threads_pinned
+from lightning_d9m.engine.state.parts import equal_bits
+from lightning_d9m.ops.patches.catalog.catalog import select_ops
+from lightning_d9m.ops.patches.kernels import separable
+from lightning_d9m.ops.patches.registration import Update, patches_applied
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 REPLACED = select_ops(torch.__version__)

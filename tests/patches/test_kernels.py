@@ -11,11 +11,11 @@ from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algori
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_d9m.control.environment import threads_pinned
-from lightning_d9m.patches import exact_sums
-from lightning_d9m.patches.kernels import reductions, separable, updates
-from lightning_d9m.patches.kernels.reductions import histc
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.engine.control.environment import threads_pinned
+from lightning_d9m.ops.patches import exact_sums
+from lightning_d9m.ops.patches.kernels import reductions, separable, updates
+from lightning_d9m.ops.patches.kernels.reductions import histc
+from lightning_d9m.ops.patches.registration import patches_applied
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:index_reduce.* is in beta"),

@@ -12,7 +12,7 @@ from patches.cases import GRADIENT_CASES, answer, deterministic_algorithms
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.ops.patches.registration import patches_applied
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput

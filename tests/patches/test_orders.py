@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9m.patches.catalog.catalog import OPS
-from lightning_d9m.patches.registration import patches_applied
+from lightning_d9m.ops.patches.catalog.catalog import OPS
+from lightning_d9m.ops.patches.registration import patches_applied
 
 ORDERS, TERMS, PLACES = 1000, 60, 5
 DRAWS = torch.Generator().manual_seed(7)

@@ -18,10 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_d9m.compatibility import can_patch
 from lightning_d9m.errors import D9mError, SettingError
-from lightning_d9m.patches import registration
-from lightning_d9m.patches.catalog import catalog
-from lightning_d9m.patches.catalog.catalog import OPS, find_op, select_ops
-from lightning_d9m.patches.registration import Kernel, patches_applied, require, variation_allowed
+from lightning_d9m.ops.patches import registration
+from lightning_d9m.ops.patches.catalog import catalog
+from lightning_d9m.ops.patches.catalog.catalog import OPS, find_op, select_ops
+from lightning_d9m.ops.patches.registration import (
+    Kernel,
+    patches_applied,
+    require,
+    variation_allowed,
+)
 
 KERNELS = [f"aten::{overload}" for op in select_ops(torch.__version__) for overload in op.kernels]
 
@@ -79,7 +84,7 @@ def test_every_kernel_is_restored_after_an_error_too(key: str) -> None:
 def test_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement that cannot be loaded takes the others back."""
     before = dump_kernels()
-    broken = {"put_": "lightning_d9m.patches.kernels.updates:absent"}
+    broken = {"put_": "lightning_d9m.ops.patches.kernels.updates:absent"}
     ops = (*OPS, dataclasses.replace(OPS[0], kernels=broken))
     monkeypatch.setattr(registration, "select_ops", lambda *_: ops)
     with pytest.raises(AttributeError, match="absent"), patches_applied("CPU"):
@@ -114,7 +119,7 @@ def test_no_warning_leaks(forking_python: str) -> None:
     """The dispatcher warns of the first kernel that is overridden in a process; not of these."""
     code = (
         "import warnings; warnings.simplefilter('error')\n"
-        "from lightning_d9m.patches.registration import patches_applied\n"
+        "from lightning_d9m.ops.patches.registration import patches_applied\n"
         "with patches_applied('CPU'), patches_applied('CUDA'): print('fine')\n"
     )
     done = subprocess.run(

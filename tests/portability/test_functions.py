@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import lightning_d9m
-from lightning_d9m.portability.arithmetic import evaluate
-from lightning_d9m.portability.functions import FUNCTIONS
-from lightning_d9m.portability.roots import find_root
+from lightning_d9m.ops.portability.arithmetic import evaluate
+from lightning_d9m.ops.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability.roots import find_root
 
 OF_TWO = ("pow", "atan2", "hypot")
 OTHERS = ("normal", "sqrt", "gelu", "gelu_backward", "silu", "silu_backward")

@@ -8,8 +8,8 @@ import torch
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
-from lightning_d9m.portability import compiler, definitions, kernels, library
-from lightning_d9m.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability import compiler, definitions, kernels, library
+from lightning_d9m.ops.portability.functions import FUNCTIONS
 
 OF_TWO = ("atan2", "gelu_backward", "hypot", "normal", "pow", "silu_backward")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import lightning_d9m
 from lightning_d9m.errors import NotPortableError
-from lightning_d9m.portability import is_portable
-from lightning_d9m.portability.mode import portable
+from lightning_d9m.ops.portability import is_portable
+from lightning_d9m.ops.portability.mode import portable
 
 SCRIPT = Path(__file__).parents[1] / "support" / "portable_cases.py"
 GOLDEN = SCRIPT.with_name("portable_digests.json")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_d9m import portable
-from lightning_d9m.portability.products import convolve, convolve_backward, multiply
+from lightning_d9m.ops.portability.products import convolve, convolve_backward, multiply
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_d9m.patches.exact_sums import GUARD, plan_pieces
-from lightning_d9m.patches.kernels.updates import add_rows
+from lightning_d9m.ops.patches.exact_sums import GUARD, plan_pieces
+from lightning_d9m.ops.patches.kernels.updates import add_rows
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

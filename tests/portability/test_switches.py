@@ -13,13 +13,13 @@ from rank_processes import run_ranks
 from torch.utils.data import DataLoader
 
 from lightning_d9m import Recorder, Settings, compare, deterministic, enable, portable
-from lightning_d9m.cli.main import main
+from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.errors import SettingError, StackDifferenceError
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.lightning.trainer_session import resolve_settings
-from lightning_d9m.output.comparison_text import format_comparison
-from lightning_d9m.portability import is_portable
-from lightning_d9m.portability.draws import draw
+from lightning_d9m.integrations.lightning.trainer_session import resolve_settings
+from lightning_d9m.ops.portability import is_portable
+from lightning_d9m.ops.portability.draws import draw
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.output.comparison_text import format_comparison
 
 
 def test_a_session_computes_portable_bits_until_it_closes():
@@ -51,7 +51,7 @@ def test_a_run_cannot_leave_the_portable_bits_of_its_session():
 PROGRAM = """
 from lightning_d9m import Recorder, deterministic
 import torch
-from lightning_d9m.portability import is_portable
+from lightning_d9m.ops.portability import is_portable
 with deterministic(), deterministic(seed=1) as session:
     print(is_portable(), session.settings.as_record().get("portable"))
 """

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.probes.dumps import (
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.probes.dumps import (
     Dump,
     access_rng,
     find_dumps,
@@ -23,7 +22,8 @@ from lightning_d9m.probes.dumps import (
     revive,
     trace_hooks,
 )
-from lightning_d9m.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.engine.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.errors import LedgerError
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=3), st.data())

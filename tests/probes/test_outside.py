@@ -14,8 +14,8 @@ import pytest
 import torch
 from scipy.stats import qmc
 
-from lightning_d9m.locate.outside import read_lines
-from lightning_d9m.probes.outside import VARIABLE, Watch
+from lightning_d9m.engine.probes.outside import VARIABLE, Watch
+from lightning_d9m.tools.locate.outside import read_lines
 
 # A program, and what a line of it reads: kind, and what stands in the text.
 PROGRAM = """

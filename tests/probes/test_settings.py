@@ -2,9 +2,9 @@
 
 import pytest
 
+from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
+from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ledger.kinds import PROBE_KINDS
-from lightning_d9m.probes.settings import ProbeSettings
 
 
 @pytest.mark.parametrize(

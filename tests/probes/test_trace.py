@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_d9m.errors import DigestError
-from lightning_d9m.hashing.digest import DigestQueue, digest, digest_value
-from lightning_d9m.hashing.nested_values import list_pytree_leaves
-from lightning_d9m.probes.trace import (
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_value
+from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
+from lightning_d9m.engine.probes.trace import (
     RECORD_PLACES,
     ProbeCollector,
     ProbePoint,
@@ -21,6 +20,7 @@ from lightning_d9m.probes.trace import (
     monitor,
     monitors_heard,
 )
+from lightning_d9m.errors import DigestError
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users write them
 X = torch.ones(2)

@@ -12,8 +12,7 @@ import torch
 from rank_threads import run_processes
 from torch import distributed
 
-from lightning_d9m.errors import RankLostError
-from lightning_d9m.ranks.groups import (
+from lightning_d9m.engine.ranks.groups import (
     RankLiveness,
     add_lost_ranks,
     close_connections,
@@ -21,7 +20,8 @@ from lightning_d9m.ranks.groups import (
     lost_ranks_named,
     ranks_of_group,
 )
-from lightning_d9m.ranks.ranks import _FIRST_BYTES
+from lightning_d9m.engine.ranks.ranks import _FIRST_BYTES
+from lightning_d9m.errors import RankLostError
 
 HOST, OWN_PROCESS = identify_process()
 OTHER_HOST = HOST ^ 1
@@ -71,7 +71,7 @@ PROGRAM = """
 import atexit
 import sys
 import torch.distributed as dist
-from lightning_d9m.ranks.groups import close_group_at_exit
+from lightning_d9m.engine.ranks.groups import close_group_at_exit
 
 for closes in (False, True):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rank_threads import RANKS, Threads
 
-from lightning_d9m.ranks import ranks as ranks_module
-from lightning_d9m.ranks.ranks import Ranks
+from lightning_d9m.engine.ranks import ranks as ranks_module
+from lightning_d9m.engine.ranks.ranks import Ranks
 
 
 def gather(data, **words):

@@ -14,13 +14,12 @@ from rank_threads import RANKS, Threads
 from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_d9m.errors import LedgerError, ReferenceRefusedError
-from lightning_d9m.hashing.shards import find_flat_layouts
-from lightning_d9m.hashing.training_state import take_partial_snapshot
-from lightning_d9m.ledger.folder import rank_path
-from lightning_d9m.ledger.format.records import Digests, End, LoaderFacts
-from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.drift import (
+from lightning_d9m.engine.hashing.shards import find_flat_layouts
+from lightning_d9m.engine.hashing.training_state import take_partial_snapshot
+from lightning_d9m.engine.ledger.folder import rank_path
+from lightning_d9m.engine.ledger.format.records import Digests, End, LoaderFacts
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.drift import (
     RankAgreement,
     Reference,
     ReplicatedState,
@@ -30,6 +29,7 @@ from lightning_d9m.recording.drift import (
     find_first_step,
     find_replicated_state,
 )
+from lightning_d9m.errors import LedgerError, ReferenceRefusedError
 
 
 def accepted(runs, folder, *, rank=0, **header):

@@ -11,9 +11,9 @@ from resuming import Fits, make_saver
 from trainings import make_model
 
 from lightning_d9m import InexactResumeError
-from lightning_d9m.ledger.format.reader import RankReader
-from lightning_d9m.ledger.format.records import Resume, StepDigests
-from lightning_d9m.recording.resume_check import can_be_checked
+from lightning_d9m.engine.ledger.format.reader import RankReader
+from lightning_d9m.engine.ledger.format.records import Resume, StepDigests
+from lightning_d9m.engine.recording.resume_check import can_be_checked
 
 HIDDEN = "D9M_TEST_HIDDEN"  # of the environment, which no checkpoint holds
 

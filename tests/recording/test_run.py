@@ -11,13 +11,13 @@ import pytest
 import torch
 from rank_threads import RANKS, Threads
 
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import End, Header, RunFacts
+from lightning_d9m.engine.probes.batch_probes import Training
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.drift import ReplicatedState
+from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import End, Header, RunFacts
-from lightning_d9m.probes.batch_probes import Training
-from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.recording.drift import ReplicatedState
-from lightning_d9m.recording.run import Run, RunOptions
 
 NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_d9m.state.changes import Changes
-from lightning_d9m.state.plain_data import encode_plain
+from lightning_d9m.engine.state.changes import Changes
+from lightning_d9m.engine.state.plain_data import encode_plain
 
 CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, property, cached_property)
 CALLS = []

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_d9m.engine.state.plain_data import _FORMATS, decode_plain, encode_plain
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.state.plain_data import _FORMATS, decode_plain, encode_plain
 
 DATA = [
     *(torch.tensor([[3, 0]]).to(kind) for kind in (torch.bfloat16, torch.float32, torch.bool)),

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_d9m.state.changes import Changes
-from lightning_d9m.state.parts import GENERATOR, OPAQUE
-from lightning_d9m.state.state import Watch, digest_value, walk
+from lightning_d9m.engine.state.changes import Changes
+from lightning_d9m.engine.state.parts import GENERATOR, OPAQUE
+from lightning_d9m.engine.state.state import Watch, digest_value, walk
 
 
 class Color(enum.Enum):

@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_d9m.control.ddp_buckets import settle_buckets
+from lightning_d9m.engine.control.ddp_buckets import settle_buckets
 
 ORDER = (3, 0, 5, 1, 7, 2, 6, 4)  # in which layers are used, unlike that of their registration
 

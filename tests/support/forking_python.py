@@ -51,7 +51,7 @@ from pathlib import Path
 # What the trainings of the tests import.
 TRAINING = (
     "lightning.pytorch",
-    "lightning_d9m.lightning.callback",
+    "lightning_d9m.integrations.lightning.callback",
     "sklearn.datasets",
     "torch.distributed.checkpoint",
     *(["horovod.torch"] if importlib.util.find_spec("horovod") else []),
@@ -167,8 +167,8 @@ def _prepare_forks():
     """Find what each training would find, and leave out what none can see."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    from lightning_d9m.ledger.stack import _capture_packages
-    from lightning_d9m.lightning.resume.run_state import list_stored
+    from lightning_d9m.engine.ledger.stack import _capture_packages
+    from lightning_d9m.integrations.lightning.resume.run_state import list_stored
 
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False  # torch's change 10,000 pages at the end of each fork: 50 ms
@@ -233,7 +233,7 @@ def _become(variables, arguments, path):
     import numpy as np
     import torch
 
-    from lightning_d9m.lightning.autoload import entry_points
+    from lightning_d9m.integrations.autoload import entry_points
 
     os.environ.clear()
     os.environ.update(variables)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from lightning_d9m import compare
-from lightning_d9m.launch import interruption_points
+from lightning_d9m.engine.recording import interruption_points
 
 
 class KilledError(BaseException):

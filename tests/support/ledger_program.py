@@ -7,9 +7,9 @@ is what it then reports; ``run`` is the number of the run, from the folder that 
 PROGRAM = '''
 import json, os, re, signal, sys, time
 from pathlib import Path
-from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.format.records import Digests, End, Header, RunFacts
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.engine.ledger.format.records import Digests, End, Header, RunFacts
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 
 ledgers = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
 run = int((re.findall("[0-9]+", ledgers.name) or "0")[0])

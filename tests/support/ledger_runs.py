@@ -7,9 +7,9 @@ from itertools import chain
 
 import pytest
 
-from lightning_d9m.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.ledger.format.reader import LineageReader
-from lightning_d9m.ledger.format.records import (
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.engine.ledger.format.reader import LineageReader
+from lightning_d9m.engine.ledger.format.records import (
     CHAIN_START,
     Batch,
     Digests,
@@ -19,7 +19,7 @@ from lightning_d9m.ledger.format.records import (
     RunFacts,
     chain_record,
 )
-from lightning_d9m.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 

@@ -10,10 +10,10 @@ from unittest import mock
 
 from torch.distributed import FileStore
 
-from lightning_d9m.cli.main import main
+from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.errors import CommandError
-from lightning_d9m.launch import run as launched
-from lightning_d9m.launch.run import LEDGER_VARIABLE
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.launch import run as launched
 
 
 def locate(train, output, *, rank=0, ranks=1, program=__file__):

@@ -24,7 +24,7 @@ from torchmetrics import MaxMetric, MeanMetric, MetricTracker
 from trainings import QUIET
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, RankLostError
-from lightning_d9m.control import session
+from lightning_d9m.engine.control import session
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))

@@ -30,11 +30,11 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from trainings import QUIET, NoisyDigits, read_digits
 
 from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback
-from lightning_d9m.control import session
-from lightning_d9m.control.data.resumable_sampler import MicroBatchIndices
-from lightning_d9m.hashing.digest import digest_value
-from lightning_d9m.lightning.logical_ranks import loaders, steps
-from lightning_d9m.logical_ranks import gradients, sandbox
+from lightning_d9m.engine.control import session
+from lightning_d9m.engine.control.data.resumable_sampler import MicroBatchIndices
+from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.integrations.strategies.steps import loaders, steps
+from lightning_d9m.integrations.strategies.sums import gradients, sandbox
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 3

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import Dataset
 
-from lightning_d9m.portability import is_portable
+from lightning_d9m.ops.portability import is_portable
 
 
 class Seen(Dataset):

@@ -16,7 +16,7 @@ import torch
 from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.control import session
+from lightning_d9m.engine.control import session
 
 folder, strategy, *whats = sys.argv[1:]
 checkpoint = Path(folder, "interrupted.ckpt")

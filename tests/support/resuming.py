@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainings import QUIET, NoisyDigits, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, InexactResumeError
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Digests
-from lightning_d9m.lightning.lightning_private import completes_batch
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.integrations.trainer.lightning_private import completes_batch
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 
 class OwnOrder:

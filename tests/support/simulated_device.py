@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_d9m
-from lightning_d9m.hashing import digest, xxh3
+from lightning_d9m.engine.hashing import digest, xxh3
 
 PACKAGE = str(Path(lightning_d9m.__file__).parent)
 # Results whose values or sizes the host must know.

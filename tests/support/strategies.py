@@ -41,9 +41,9 @@ from lightning_d9m import (
     Recorder,
     deterministic,
 )
+from lightning_d9m.engine.hashing.training_state import plain_name
 from lightning_d9m.errors import D9mError
-from lightning_d9m.hashing.training_state import plain_name
-from lightning_d9m.patches import registration
+from lightning_d9m.ops.patches import registration
 
 RANK = int(os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE", "1"))

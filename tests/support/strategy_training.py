@@ -20,7 +20,7 @@ from located_runs import locate
 from strategies import SHORTEST, WORLD, Fault, describe
 
 from lightning_d9m import deterministic
-from lightning_d9m.control import session
+from lightning_d9m.engine.control import session
 
 COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
 LAST_STEP = 4

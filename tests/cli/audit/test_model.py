@@ -6,9 +6,9 @@ import pytest
 import torch
 from ledger_runs import make_facts, make_weights, write_rank
 
-from lightning_d9m.hashing.training_state import sketch_tensors
-from lightning_d9m.launch import run as launched_run
-from lightning_d9m.ledger.folder import create_ledger_folder
+from lightning_d9m.engine.hashing.training_state import sketch_tensors
+from lightning_d9m.engine.ledger.folder import create_ledger_folder
+from lightning_d9m.tools.launch import run as launched_run
 
 WHOLE = [("epoch", 0), ("epoch", 1), ("final", 1)]
 

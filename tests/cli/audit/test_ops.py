@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_d9m.audit.ops import measurement
-from lightning_d9m.audit.ops.cases import (
+from lightning_d9m.errors import SettingError
+from lightning_d9m.ops.patches.catalog.catalog import OPS
+from lightning_d9m.tools.audit.ops import measurement
+from lightning_d9m.tools.audit.ops.cases import (
     Case,
     Inputs,
     find_documented_lines,
     list_cases,
     read_documentation,
 )
-from lightning_d9m.audit.ops.measurement import measure_case
-from lightning_d9m.audit.ops.report import judge_op
-from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.catalog.catalog import OPS
+from lightning_d9m.tools.audit.ops.measurement import measure_case
+from lightning_d9m.tools.audit.ops.report import judge_op
 
 LINES = read_documentation(torch.use_deterministic_algorithms.__doc__)
 DOCSTRINGS = (Path(__file__).parents[2] / "patches" / "catalog" / "docstrings").glob("*.txt")

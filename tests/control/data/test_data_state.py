@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from lightning_d9m.control.data.data_state import (
+from lightning_d9m.engine.control.data.data_state import (
     NUMBERS,
     UNSAVED_DATA,
     DataState,
     list_logged,
     list_unsaved,
 )
-from lightning_d9m.control.data.loaders import LoaderControl
-from lightning_d9m.state.state import digest_value
+from lightning_d9m.engine.control.data.loaders import LoaderControl
+from lightning_d9m.engine.state.state import digest_value
 
 
 class Part(Dataset):

@@ -26,9 +26,9 @@ from torch.utils.data import (
 from torch_features import needs_in_order
 
 from lightning_d9m import SettingError
-from lightning_d9m.control.data.data_state import DATA
-from lightning_d9m.control.data.loaders import LoaderControl, find_loader_problems
-from lightning_d9m.control.seeding import seed_host
+from lightning_d9m.engine.control.data.data_state import DATA
+from lightning_d9m.engine.control.data.loaders import LoaderControl, find_loader_problems
+from lightning_d9m.engine.control.seeding import seed_host
 
 SIZE = 12
 WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from trainings import QUIET
 
 from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy
-from lightning_d9m.control import session
+from lightning_d9m.engine.control import session
 
 SAMPLES = torch.randn(24, 24, generator=torch.Generator().manual_seed(7))
 

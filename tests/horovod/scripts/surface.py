@@ -21,10 +21,10 @@ from torch.nn import functional
 from trainings import QUIET
 
 from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy
+from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.records import Batch
 from lightning_d9m.errors import D9mError
-from lightning_d9m.hashing.digest import digest
-from lightning_d9m.ledger.folder import read_ledger
-from lightning_d9m.ledger.format.records import Batch
 
 warnings.filterwarnings("ignore")
 folder = Path(sys.argv[1])

@@ -24,7 +24,7 @@ from lightning_d9m import (
     DeterminismCallback,
     HorovodDeterministicStrategy,
 )
-from lightning_d9m.hashing.digest import digest_value
+from lightning_d9m.engine.hashing.digest import digest_value
 
 strategy, folder, *scenarios = sys.argv[1:]
 warnings.filterwarnings("ignore")

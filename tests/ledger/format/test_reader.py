@@ -16,14 +16,14 @@ from ledger_runs import (
 )
 from scripts import load_script
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
+from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
+from lightning_d9m.engine.ledger.format import reader as rank_file
+from lightning_d9m.engine.ledger.format.reader import holds_record
+from lightning_d9m.engine.ledger.format.records import Digests, End
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import rank_path, read_ledger
-from lightning_d9m.ledger.format import reader as rank_file
-from lightning_d9m.ledger.format.reader import holds_record
-from lightning_d9m.ledger.format.records import Digests, End
-from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.output.comparison_text import format_comparison
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.output.comparison_text import format_comparison
 
 
 def read(path, rank=0):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ledger_runs import make_header
 from msgspec import inspect
 
-from lightning_d9m.ledger.format.records import (
+from lightning_d9m.engine.ledger.format.records import (
     RECORD_TYPES,
     End,
     FieldError,

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ledger_runs import list_batches, make_digests, make_facts
 
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
+from lightning_d9m.engine.ledger.format.records import End
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.ledger.folder import create_ledger_folder, rank_path, read_ledger
-from lightning_d9m.ledger.format.records import End
-from lightning_d9m.ledger.format.writer import LedgerWriter
 
 END = End(status="finished")
 
@@ -127,8 +127,8 @@ def test_a_file_that_others_change_is_noticed(writer, runs, change, message):
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from lightning_d9m.ledger.format.writer import LedgerWriter
-from lightning_d9m.ledger.format.records import Evaluation, Header
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ledger.format.records import Evaluation, Header
 words = {"epoch": 0, "batches": 0, "outputs": "0" * 32}
 header = Header(rank=0, world_size=1, fit=0, seed=1, created="", settings={}, stack={}, package="0")
 with LedgerWriter(Path(sys.argv[1])) as writer:

@@ -17,12 +17,12 @@ import torch
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, SettingError, TooLateError, compatibility
-from lightning_d9m.control.session import active_session, enable
-from lightning_d9m.ledger.folder import list_fits, read_ledger
-from lightning_d9m.lightning.autoload import entry_points as autoload
-from lightning_d9m.lightning.autoload.entry_points import call_after_import
-from lightning_d9m.lightning.callback import make_callback
-from lightning_d9m.lightning.trainer_session import resolve_seed
+from lightning_d9m.engine.control.session import active_session, enable
+from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
+from lightning_d9m.integrations.autoload import entry_points as autoload
+from lightning_d9m.integrations.autoload.entry_points import call_after_import
+from lightning_d9m.integrations.lightning.callback import make_callback
+from lightning_d9m.integrations.lightning.trainer_session import resolve_seed
 
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
 # The second one in a new interpreter, where `import torch` opens the session; others are forks.
@@ -120,11 +120,11 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
         for value in "", "0":
             print([m for m in sys.modules if m.startswith("lightning_d9m.")])
             print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
-            from lightning_d9m.lightning.autoload import entry_points
+            from lightning_d9m.integrations.autoload import entry_points
             os.environ["LIGHTNING_D9M"] = "0"
             entry_points.load()  # as torch did at its import
         os.environ["LIGHTNING_D9M"] = "1"
-        for lacking in ("lightning_d9m.errors", "lightning_d9m.control.session"):
+        for lacking in ("lightning_d9m.errors", "lightning_d9m.engine.control.session"):
             sys.modules[lacking] = None
             entry_points._AutoloadState.problem = None
             entry_points.load()
@@ -137,15 +137,15 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
     done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
-    folder = "lightning_d9m.lightning.autoload"
-    loaded = ["lightning_d9m.version", "lightning_d9m.lightning", folder]
+    folder = "lightning_d9m.integrations.autoload"
+    loaded = ["lightning_d9m.version", "lightning_d9m.integrations.lightning", folder]
     loaded.append(f"{folder}.entry_points")
     *before, first, problem, second, other = done.stdout.splitlines()
     assert before == [f"{loaded}", "True False"] * 2
     assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 2
     assert (first, second) == ("2.0", "2.0")
     assert "import of lightning_d9m.errors halted" in problem
-    assert "import of lightning_d9m.control.session halted" in other
+    assert "import of lightning_d9m.engine.control.session halted" in other
 
 
 def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
@@ -154,7 +154,7 @@ def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
         import lightning_d9m
         session = lightning_d9m.enable(seed=3)
         from pytorch_lightning.strategies import StrategyRegistry
-        from lightning_d9m.control.session import active_session
+        from lightning_d9m.engine.control.session import active_session
         assert active_session() is session
         assert "horovod_d9m" in StrategyRegistry
     """

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.lightning.logical_ranks.loaders import BlockBatchSampler
+from lightning_d9m.integrations.strategies.steps.loaders import BlockBatchSampler
 
 
 @given(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.lightning.logical_ranks.logged_values import add_exactly, sum_exactly
+from lightning_d9m.integrations.strategies.steps.logged_values import add_exactly, sum_exactly
 
 
 @given(st.lists(st.floats(-1e300, 1e300)))

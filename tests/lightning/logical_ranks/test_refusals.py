@@ -27,7 +27,7 @@ from lightning_d9m import (
     SettingError,
     read_ledger,
 )
-from lightning_d9m.control.environment import threads_pinned
+from lightning_d9m.engine.control.environment import threads_pinned
 
 SCRIPT = Path(logical_refusals.__file__)
 

@@ -12,7 +12,7 @@ from logical_trainings import LARGE, TRAININGS
 from rank_processes import read_records, run_ranks, start_ranks
 
 from lightning_d9m import compare, read_ledger
-from lightning_d9m.ledger.format.records import Digests, Evaluation
+from lightning_d9m.engine.ledger.format.records import Digests, Evaluation
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logical_trainings.py"
 

@@ -13,14 +13,18 @@ from resuming import Fits, agree, evidence, stream
 from trainings import QUIET, make_exception_saver, make_loader, make_model
 
 from lightning_d9m import D9mError, DeterminismCallback
-from lightning_d9m.cli.main import main
+from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.state.plain_data import encode_plain, pack_bytes
 from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError
-from lightning_d9m.hashing.checkpoint_manifest import make_manifest
-from lightning_d9m.lightning import saved_state
-from lightning_d9m.lightning.saved_state import MANIFEST_KEY, check_checkpoint, find_state
-from lightning_d9m.lightning.trainer_attributes import KEY
-from lightning_d9m.ranks.ranks import Ranks
-from lightning_d9m.state.plain_data import encode_plain, pack_bytes
+from lightning_d9m.integrations.lightning import saved_state
+from lightning_d9m.integrations.lightning.saved_state import (
+    MANIFEST_KEY,
+    check_checkpoint,
+    find_state,
+)
+from lightning_d9m.integrations.trainer.trainer_attributes import KEY
+from lightning_d9m.tools.cli.main import main
 
 
 def test_a_run_that_is_resumed_twice_counts_as_a_straight_one(fits, capsys):

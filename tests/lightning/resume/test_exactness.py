@@ -33,9 +33,9 @@ from torchmetrics.wrappers import Running
 from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError, InexactResumeError
-from lightning_d9m.control import session
-from lightning_d9m.lightning.saved_state import FORMAT, MANIFEST_KEY, SavedState
-from lightning_d9m.lightning.trainer_attributes import KEY
+from lightning_d9m.engine.control import session
+from lightning_d9m.integrations.lightning.saved_state import FORMAT, MANIFEST_KEY, SavedState
+from lightning_d9m.integrations.trainer.trainer_attributes import KEY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),

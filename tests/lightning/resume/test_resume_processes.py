@@ -11,8 +11,8 @@ from forking_python import shared_python
 from ledger_runs import find_breaks
 from rank_processes import run_ranks, start_ranks
 
-from lightning_d9m.comparison.ledgers import compare_ledgers
-from lightning_d9m.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 SCRIPT = Path(__file__).parents[2] / "support" / "resume_training.py"
 

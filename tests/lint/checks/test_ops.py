@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_d9m.lint.checks.ops import FUNCTIONS, METHODS, check_op, explain_op, rule_of
-from lightning_d9m.lint.checks.packages import CALLS as CALLS_OF_PACKAGES
-from lightning_d9m.lint.checks.packages import check_package
-from lightning_d9m.lint.rules import RULES
-from lightning_d9m.lint.tree import Call, Tree
-from lightning_d9m.patches.catalog.catalog import OPS, FlagEffect, find_op
+from lightning_d9m.ops.patches.catalog.catalog import OPS, FlagEffect, find_op
+from lightning_d9m.tools.lint.checks.ops import FUNCTIONS, METHODS, check_op, explain_op, rule_of
+from lightning_d9m.tools.lint.checks.packages import CALLS as CALLS_OF_PACKAGES
+from lightning_d9m.tools.lint.checks.packages import check_package
+from lightning_d9m.tools.lint.rules import RULES
+from lightning_d9m.tools.lint.tree import Call, Tree
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "ops_like.py"
 # Ops of the catalog that no spelling leads to although they vary.
@@ -87,7 +87,7 @@ def test_star_imports_are_followed(scan):
 
 def test_a_torch_that_needs_no_patch_is_not_accused(scan, monkeypatch):
     """An entry's releases count: one that a release of torch ended is found before, not after."""
-    from lightning_d9m.lint import scanner
+    from lightning_d9m.tools.lint import scanner
 
     monkeypatch.setattr(scanner, "find_op", lambda name: replace(find_op(name), until="2.14"))
     source = "import torch\ntorch.nn.AvgPool3d(2)\n"

@@ -7,10 +7,9 @@ import pytest
 import torch
 from scripts import load_script
 
-from lightning_d9m.audit.ops.cases import read_documentation
 from lightning_d9m.errors import SettingError
-from lightning_d9m.patches.catalog import catalog
-from lightning_d9m.patches.catalog.catalog import (
+from lightning_d9m.ops.patches.catalog import catalog
+from lightning_d9m.ops.patches.catalog.catalog import (
     OPS,
     FlagEffect,
     Op,
@@ -18,6 +17,7 @@ from lightning_d9m.patches.catalog.catalog import (
     search_op,
     select_ops,
 )
+from lightning_d9m.tools.audit.ops.cases import read_documentation
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent

@@ -10,10 +10,10 @@ import torch
 from simulated_device import put
 from torch import Tensor
 
+from lightning_d9m.engine.hashing.digest import load_kernel
 from lightning_d9m.errors import D9mError
-from lightning_d9m.hashing.digest import load_kernel
-from lightning_d9m.patches.kernels import separable
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.ops.patches.kernels import separable
+from lightning_d9m.ops.patches.triton import launch
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ from ptx import Memory, PtxError, Run, parse
 from scripts import load_script
 from torch import Tensor
 
-from lightning_d9m.patches import exact_sums
-from lightning_d9m.patches.exact_sums import Layout, accumulate, plan_pieces
-from lightning_d9m.patches.registration import patches_applied
-from lightning_d9m.patches.triton import launch
+from lightning_d9m.ops.patches import exact_sums
+from lightning_d9m.ops.patches.exact_sums import Layout, accumulate, plan_pieces
+from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.patches.triton import launch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
@@ -174,7 +174,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
 
     Nothing is spilled. Sizes are no part of a kernel: other ones compile nothing anew.
     """
-    from lightning_d9m.patches.triton import kernels
+    from lightning_d9m.ops.patches.triton import kernels
 
     with patches_applied("CPU"):
         expected = call()
@@ -257,7 +257,7 @@ def test_each_block_touches_its_elements_at_any_size(
     """The compiled code, in the first and the last blocks and those around 2**31 elements."""
     from triton.runtime.jit import JITFunction
 
-    from lightning_d9m.patches.triton import kernels
+    from lightning_d9m.ops.patches.triton import kernels
 
     rows, count = terms // FEATURES, places // FEATURES
     if kernel == "accumulate_terms":
@@ -318,7 +318,7 @@ def test_a_wrong_sum_is_found(fault: str, executed, monkeypatch: pytest.MonkeyPa
     layout = Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0))
     given = (torch.full((70,), count - 1), values, None, layout)
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
-    from lightning_d9m.patches.triton.kernels import accumulate as run
+    from lightning_d9m.ops.patches.triton.kernels import accumulate as run
 
     with executed(90), pytest.raises(PtxError, match=fault):
         accumulate(torch.zeros(12).double(), *given, plan_pieces(torch.float64, terms))

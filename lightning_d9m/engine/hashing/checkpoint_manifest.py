@@ -1,0 +1,123 @@
+"""The manifest of a checkpoint: one digest for each tensor, to find and name damage."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_d9m.engine.hashing.digest import digest_many, digest_value
+from lightning_d9m.engine.hashing.nested_values import encode
+from lightning_d9m.errors import CheckpointError, DigestError
+from lightning_d9m.text import quote
+
+_HALF = 8  # bytes of each entry: 64 bits find accidents
+_VERSION = 2
+# Keys whose repr names them; that of another object may hold its address.
+_PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The difference between a checkpoint and its manifest.
+
+    Attributes:
+        changed: Paths of tensors whose bytes, shape or dtype differ.
+        added: Paths of tensors that are not in the manifest.
+        missing: Number of tensors that are only in the manifest.
+        values: Whether numbers and strings differ.
+    """
+
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
+    missing: int
+    values: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.added or self.missing or self.values)
+
+
+def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
+
+    Args:
+        content: Nested dicts, lists and tuples. For any other object only its type is hashed.
+
+    Returns:
+        ``"version"``: that of this format; ``"tensors"``: uint8 of shape (n, 16), the digests
+        of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
+        other values (32 hex digits).
+    """
+    tensors, values = _digest_content(content)
+    rows = sorted(name + half for name, (_, half) in tensors.items())
+    table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
+    return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
+
+
+def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
+    """Compare a checkpoint's content with its manifest.
+
+    Raises:
+        CheckpointError: If the manifest has another version.
+    """
+    version = manifest.get("version", 1)
+    if version != _VERSION:
+        raise CheckpointError(
+            f"The checkpoint's manifest has version {quote(version)}; this version of "
+            f"lightning_d9m reads version {_VERSION}. Use the version that saved it."
+        )
+    data = manifest["tensors"].cpu().numpy().tobytes()
+    rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
+    expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
+    tensors, values = _digest_content(content)
+    changed, added = [], []
+    for name, (path, found) in tensors.items():
+        expected = expected_rows.pop(name, None)
+        if expected is None:
+            added.append(path)
+        elif expected != found:
+            changed.append(path)
+    return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
+
+
+def _digest_content(content: Mapping[str, Any]) -> tuple[dict[bytes, tuple[str, bytes]], str]:
+    """Return path and half the digest of each tensor by that of its key; that of the values."""
+    named: list[tuple[bytes, str]] = []
+    tensors: list[Tensor] = []
+    values: list[list[object]] = []
+    for path, key, leaf in _list_leaves(content, "", "", (id(content),)):
+        if isinstance(leaf, Tensor):
+            named.append((blake2b(key.encode(), digest_size=_HALF).digest(), path))
+            tensors.append(leaf)
+            continue
+        own = leaf
+        try:
+            encode(leaf)
+        except DigestError:
+            own = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        values.append([key, own])
+    halves = [bytes.fromhex(digest)[:_HALF] for digest in digest_many(tensors)]
+    found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
+    return found, digest_value(values)
+
+
+def _list_leaves(
+    value: Any, path: str, key: str, above: tuple[int, ...]
+) -> Iterator[tuple[str, str, object]]:
+    """Yield the dotted path, the key and the leaf of each leaf of a container, depth first.
+
+    Several leaves may have the same path, as below a dict with the key ``a.b``, and none the same
+    key. An empty container is not a leaf; one that holds itself is, where it occurs again.
+    """
+    is_mapping = isinstance(value, Mapping)
+    for name, entry in value.items() if is_mapping else enumerate(value):
+        below = f"{path}.{name}" if path else f"{name}"
+        shown = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
+        inner = f"{key}{{{shown}}}" if is_mapping else f"{key}[{name}]"
+        if not isinstance(entry, Mapping | list | tuple) or id(entry) in above:
+            yield below, inner, entry
+        else:
+            yield from _list_leaves(entry, below, inner, (*above, id(entry)))

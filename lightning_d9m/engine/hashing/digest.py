@@ -1,0 +1,439 @@
+"""Digests: 128 bits for a tensor's bytes, dtype and shape, or for a nested value.
+
+The definition is the same on every device (docs/digest.md): XXH3-128 over a header and the XXH3-64
+of each 128 KiB of the elements. It does not depend on thread counts, blocks or the memory layout.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import mul
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+from xxhash import xxh3_128_digest
+
+from lightning_d9m.engine.hashing import xxh3
+from lightning_d9m.engine.hashing.nested_values import Piece, encode
+from lightning_d9m.engine.state.parts import SPARSE
+from lightning_d9m.errors import DigestError
+
+# The first word of every header; it changes when the definition in docs/digest.md does.
+VERSION = "d9m-digest-1"
+
+ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_MOST_COPIED = 2**26
+"""Bytes of tensors that are copied at once because they are not in row-major order."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DenseTensor(NamedTuple):
+    """A strided tensor, whose elements are hashed in row-major order, and its header."""
+
+    header: bytes
+    data: torch.Tensor
+
+
+def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
+    """Return the header and the data of a tensor, without copying it.
+
+    A tensor that consists of others is a list of its header, these, and what describes it. Call it
+    under ``torch._C.DisableTorchFunctionSubclass()``, so that no subclass interferes.
+
+    Raises:
+        DigestError: The tensor owns no memory, or its bytes have no defined order.
+    """
+    if type(tensor) not in ORDINARY:
+        other = _flatten_subclass(tensor)
+        if other is not None:
+            return other
+    if tensor.is_nested:
+        components = tensor.detach().unbind()
+        return [make_header(tensor.dtype, (len(components),), "nested"), *components]
+    layout = tensor.layout
+    if layout in SPARSE:
+        header = make_header(tensor.dtype, tensor.shape, str(layout).removeprefix("torch."))
+        return [header, *SPARSE[layout](tensor.detach())]
+    if layout is not torch.strided:
+        raise _refuse(
+            tensor, f"the order of its elements is that of {layout}", "Pass its to_dense()."
+        )
+    if tensor.is_quantized:
+        raise _refuse(
+            tensor,
+            f"{tensor.dtype} has a quantizer beside its bytes",
+            "Pass its int_repr() and q_scale().",
+        )
+    if tensor.device.type == "meta":
+        raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
+    return DenseTensor(make_header(tensor.dtype, tensor.shape), tensor)
+
+
+def _is_ordered(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in row-major order in memory."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in row-major order, as integers: torch cannot copy every dtype (int4)."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    integer = _INTEGERS.get(tensor.itemsize)
+    return (tensor if integer is None else tensor.view(integer)).contiguous()
+
+
+def _group(data: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return numbers of tensors: of those in row-major order, then of the others in groups.
+
+    Each of these groups has at most ``_MOST_COPIED`` bytes, or one tensor.
+    """
+    groups, left = [list[int]()], 0
+    for number, tensor in enumerate(data):
+        if _is_ordered(tensor):
+            groups[0].append(number)
+            continue
+        if left < tensor.nbytes or len(groups) == 1:
+            groups.append([])
+            left = _MOST_COPIED
+        groups[-1].append(number)
+        left -= tensor.nbytes
+    return groups
+
+
+def locate(data: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the size in bytes of a dense tensor.
+
+    Raises:
+        DigestError: The tensor has no memory (a functorch wrapper), or no longer (a freed storage).
+    """
+    size = data.nbytes
+    try:
+        held = data.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError) as error:
+        raise _refuse(
+            data, "it has no memory of its own", "Call digest() outside transforms."
+        ) from error
+    reach = data.numel()
+    if not data.is_contiguous():
+        reach = 1 + sum(map(mul, (side - 1 for side in data.shape), data.stride()))
+    if size and held < (data.storage_offset() + reach) * data.itemsize:
+        raise _refuse(
+            data,
+            f"its storage has {held:,} bytes, too few for {reach:,} elements from "
+            f"{data.storage_offset():,} on",
+            "Its memory was freed, as FSDP does between steps: gather the parameters first.",
+        )
+    return data.data_ptr(), size
+
+
+@functools.lru_cache(maxsize=4096)  # a model is digested again and again
+def make_header(dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> bytes:
+    """Return the header of a tensor's digest; that of a dense tensor has no layout."""
+    words = (VERSION, layout, str(dtype).removeprefix("torch."), f"[{','.join(map(str, shape))}]")
+    return f"{' '.join(filter(None, words))}\n".encode()
+
+
+def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | list[Piece] | None:
+    """Flatten a subclass that wraps other tensors; return None for one with its own elements."""
+    kind = type(tensor)
+    if not isinstance(tensor, torch.Tensor):
+        raise DigestError(
+            f"A digest is taken of a tensor; {kind.__qualname__} was given. "
+            "digest_value() takes numbers, strings and containers."
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise _refuse(tensor, "it is not initialized yet", "Run the module once before.")
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
+        return None
+    wrapper = cast(Any, tensor)
+    if hasattr(kind, "to_local"):  # DTensor: this rank's shard, read as an ordinary tensor
+        with torch.no_grad():
+            return flatten_tensor(wrapper.to_local())
+    if hasattr(kind, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
+        return flatten_tensor(wrapper.wait())
+    if not hasattr(kind, "__tensor_flatten__"):
+        reason = f"{kind.__qualname__} does not say where its elements are"
+        raise _refuse(tensor, reason, "Pass a materialized tensor, or the tensors that it wraps.")
+    names, context = wrapper.__tensor_flatten__()
+    header = make_header(tensor.dtype, tensor.shape, f"{kind.__module__}.{kind.__qualname__}")
+    parts = [getattr(tensor, name) for name in names]
+    return [header, *parts, *encode((list(names), context))]
+
+
+def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
+    return DigestError(
+        f"A tensor of {tensor.dtype} on {tensor.device} has no digest: {reason}. {remedy}"
+    )
+
+
+_VALUE = f"{VERSION} value\n".encode()
+# The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
+_Recipe = int | list["bytes | _Recipe"]
+
+
+def digest(value: torch.Tensor) -> str:
+    """Return the digest of a tensor: 32 lowercase hexadecimal digits.
+
+    Two tensors have equal digests if dtype, shape and every byte of their elements are equal;
+    strides, device, ``requires_grad`` and the class do not matter. -0.0 differs from 0.0, and NaNs
+    of different payloads differ. A sparse tensor is digested as it is stored, a DTensor as this
+    rank's shard.
+
+    Raises:
+        DigestError: The tensor has no bytes (meta, fake, inside a transform, freed), or they have
+            no defined order (quantized, MKL-DNN).
+
+    Examples:
+        >>> digest(torch.arange(3))
+        '7903ab78e12a69f5e899edcad76d85c7'
+    """
+    return digest_many([value])[0]
+
+
+def digest_many(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Return the digest of each tensor, in order, with one synchronization for each device.
+
+    On CUDA the tensors of a device are hashed in one launch on its current stream, and 8 bytes for
+    each 128 KiB are copied back. Without Triton, and on other accelerators, the tensors are copied
+    to the host one after the other: the digests are the same, the copies take longer.
+
+    Raises:
+        DigestError: As digest(), for the first tensor that has none.
+    """
+    queue = DigestQueue()
+    queue.add(tensors)
+    return queue.fetch()
+
+
+def digest_value(value: object) -> str:
+    """Return the digest of a nested value: 32 lowercase hexadecimal digits.
+
+    Types count: 1, 1.0, True and "1" differ, and so do a list and a tuple. The order of a dict's
+    keys and of a set's elements does not count. Functions and classes count by their qualified
+    names alone. All tensors in the value cost one synchronization for each device.
+
+    Args:
+        value: None, numbers, strings, bytes, paths, enumerations, NumPy arrays and scalars,
+            tensors, generators and dtypes of torch, functions, classes, and mappings, sets, lists,
+            tuples, dataclasses and partial functions of such.
+
+    Raises:
+        DigestError: Something in it has no defined bytes; the message says where and what.
+
+    Examples:
+        >>> digest_value({"lr": 0.1, "betas": (0.9, 0.999)})
+        '6b6610f8b7295d2fa4d80d3ea0427121'
+    """
+    queue = DigestQueue()
+    queue.add_value(value)
+    return queue.fetch()[0]
+
+
+@dataclass
+class _StreamDigests:
+    """Digests of tensors that a stream of a CUDA device reads in order.
+
+    Attributes:
+        kernel: The module ``xxh3_cuda``.
+        numbers: The numbers of the tensors in the queue.
+        spans: Their addresses and sizes.
+        launched: The chunk digests of each launch, on the device.
+        copied: Those on the host, when the event is done.
+    """
+
+    kernel: Any
+    numbers: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    launched: list[torch.Tensor] = field(default_factory=list)
+    copied: tuple[torch.Tensor, Any] | None = None
+
+
+class DigestQueue:
+    """A sequence of digests whose bytes are read when a tensor is added.
+
+    The next operation may overwrite a tensor, so its bytes are read at once. On CUDA, hashing is
+    enqueued on the current stream, after the kernel that computed the value and before one that
+    overwrites it. Only fetching waits for devices, once for each stream.
+    """
+
+    def __init__(self) -> None:
+        self._recipes: list[_Recipe] = []
+        self._headers: list[bytes] = []
+        self._chunks: list[bytes] = []  # the digests of the chunks of each dense tensor
+        self._streams: dict[Any, _StreamDigests] = {}
+
+    @property
+    def pending(self) -> bool:
+        """True while devices compute digests; fetching waits for them."""
+        return bool(self._streams)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Read tensors and append their digests, in one launch on each CUDA device.
+
+        Raises:
+            DigestError: As ``digest``, for the first tensor without one; nothing is appended then.
+        """
+        self._append(self._plan, tensors)
+
+    def add_value(self, value: object) -> None:
+        """Read the tensors of a nested value and append its digest, that of ``digest_value``.
+
+        Raises:
+            DigestError: As ``digest_value``; then nothing is appended.
+        """
+        self._append(self._plan_value, [value])
+
+    def add_leaves(self, leaves: Iterable[object]) -> None:
+        """Read tensors and other values, in one launch on each CUDA device.
+
+        Of a leaf without defined bytes, the type is digested.
+        """
+        self._append(self._plan_leaf, leaves)
+
+    def _append(
+        self, plan: Callable[[Any, list[DenseTensor]], _Recipe], values: Iterable[object]
+    ) -> None:
+        dense: list[DenseTensor] = []
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented in "Extending PyTorch"
+            recipes = [plan(value, dense) for value in values]
+            self.read_chunks([part.data for part in dense])
+        self._headers += [part.header for part in dense]
+        self._recipes += recipes
+
+    def _plan(self, tensor: torch.Tensor, dense: list[DenseTensor]) -> _Recipe:
+        """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
+        parts = flatten_tensor(tensor)
+        if isinstance(parts, DenseTensor):
+            locate(parts.data)
+            dense.append(parts)
+            return len(self._headers) + len(dense) - 1
+        return self._plan_pieces(parts, dense)
+
+    def _plan_value(self, value: object, dense: list[DenseTensor]) -> _Recipe:
+        return self._plan_pieces([_VALUE, *encode(value)], dense)
+
+    def _plan_leaf(self, leaf: object, dense: list[DenseTensor]) -> _Recipe:
+        planned = len(dense)
+        try:
+            if isinstance(leaf, torch.Tensor):
+                return self._plan(leaf, dense)
+            return self._plan_value(leaf, dense)
+        except DigestError:
+            del dense[planned:]
+            return self._plan_value(type(leaf), dense)
+
+    def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
+        return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
+
+    def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
+        """Read tensors, in one launch on each CUDA device.
+
+        Those that are not in row-major order are copied and read in groups.
+
+        Raises:
+            DigestError: One has no memory; the queue cannot be used any more then.
+        """
+        start = len(self._chunks)
+        self._chunks += [b""] * len(data)
+        for group in _group(data):
+            self._read_group({start + number: data[number] for number in group})
+
+    def _read_group(self, group: dict[int, torch.Tensor]) -> None:
+        """Read tensors, or copies of them that are alive only here."""
+        group = {n: one if _is_ordered(one) else _order(one) for n, one in group.items()}
+        here: dict[int, tuple[int, int]] = {}
+        there: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for number, tensor in group.items():
+            if tensor.is_cpu:
+                here[number] = locate(tensor)
+            else:
+                there.setdefault(tensor.device, {})[number] = tensor
+        for device, tensors in there.items():
+            self._read_on_device(device, tensors)
+        if here:  # the devices work meanwhile
+            found = xxh3.hash_chunks(list(here.values()))
+            for number, own in zip(here, found, strict=True):
+                self._chunks[number] = own
+
+    def _read_on_device(self, device: torch.device, tensors: dict[int, torch.Tensor]) -> None:
+        kernel = load_kernel(device)
+        if kernel is None:  # the digests are the same; each waits for a copy
+            for number, tensor in tensors.items():
+                copy = tensor.detach().cpu()
+                (self._chunks[number],) = xxh3.hash_chunks([locate(copy)])
+            return
+        stream = torch.cuda.current_stream(device)
+        own = self._streams.setdefault(stream, _StreamDigests(kernel))
+        aligned = {number: one for number, one in tensors.items() if one.data_ptr() % 16 == 0}
+        groups = [aligned, *({n: one} for n, one in tensors.items() if n not in aligned)]
+        for group in filter(None, groups):
+            # The kernel reads 16 bytes at once, and copies of tensors at other addresses, one after
+            # the other, so that the next copy can take the memory of the last.
+            data = [
+                one if group is aligned else one.detach().reshape(-1).view(torch.uint8).clone()
+                for one in group.values()
+            ]
+            spans = [locate(one) for one in data]
+            own.numbers += group
+            own.spans += spans
+            own.launched.append(kernel.start_hashing(spans, device))
+        for tensor in tensors.values():
+            # The memory may belong to another stream's pool and be reused before it is read.
+            tensor.record_stream(stream)
+
+    def start_copies(self) -> None:
+        """Copy the results of CUDA devices to the host without waiting."""
+        for stream, own in self._streams.items():
+            with torch.cuda.stream(stream):
+                own.copied = own.kernel.start_copy(own.launched), stream.record_event()
+
+    def fetch_chunks(self) -> list[bytes]:
+        """Wait for the devices; return for each dense tensor 8 bytes for each 128 KiB."""
+        if any(own.copied is None for own in self._streams.values()):
+            self.start_copies()
+        for own in self._streams.values():
+            copy, done = cast(Any, own.copied)
+            done.synchronize()
+            found = xxh3.split_chunk_digests(copy.numpy().tobytes(), own.spans)
+            for number, chunks in zip(own.numbers, found, strict=True):
+                self._chunks[number] = chunks
+        self._streams = {}
+        return self._chunks
+
+    def fetch(self) -> list[str]:
+        """Wait for the devices and return all digests, in the order they were added."""
+        chunks = zip(self._headers, self.fetch_chunks(), strict=True)
+        dense = [xxh3_128_digest(header + found) for header, found in chunks]
+        return [_follow(recipe, dense).hex() for recipe in self._recipes]
+
+
+def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
+    if isinstance(recipe, int):
+        return dense[recipe]
+    parts = [part if isinstance(part, bytes) else _follow(part, dense) for part in recipe]
+    return xxh3_128_digest(b"".join(parts))
+
+
+@functools.cache
+def load_kernel(device: torch.device) -> ModuleType | None:
+    """Return the module of the CUDA kernel if it agrees with the CPU on this device."""
+    if device.type != "cuda":
+        return None
+    try:
+        from lightning_d9m.engine.hashing import xxh3_cuda
+
+        if xxh3_cuda.check_kernel(device):
+            return xxh3_cuda
+        reason = "its digests differ from the CPU's"
+    except Exception as error:  # noqa: BLE001 - TritonError is a plain Exception; any failure falls back
+        # Without Triton, a compiler or Python's headers, or on a device that Triton does not know.
+        from lightning_d9m.ops.patches.triton.launch import explain_failure
+
+        reason = explain_failure(error, device)
+    warnings.warn(
+        f"The digest kernel cannot be used on {device} ({reason}). Digests are the same without "
+        "it, but every tensor is copied to the host.",
+        stacklevel=2,
+    )
+    return None

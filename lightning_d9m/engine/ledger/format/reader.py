@@ -1,0 +1,360 @@
+"""The readers of one rank's ledger: a stream of records whose hash chain is verified.
+
+Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b with 8 bytes over the
+chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
+``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
+or moved. It is not a signature: anyone can recompute it.
+
+The second record of a resumed run's ledger names the folder that it continues. ``LineageReader``
+follows these records back and yields each record once, as the uninterrupted run would have written
+it.
+"""
+
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from msgspec import MsgspecError, Struct
+from msgspec.json import decode
+
+from lightning_d9m.engine.ledger.format.records import (
+    CHAIN_START,
+    MAX_HEADER,
+    MAX_LINE,
+    SCHEMA,
+    Batch,
+    Digests,
+    End,
+    FieldError,
+    Header,
+    ProbeKey,
+    ProbeLayout,
+    ProbesRecord,
+    Record,
+    Resume,
+    RunFacts,
+    StepDigests,
+    chain_record,
+    decode_record,
+)
+from lightning_d9m.engine.ledger.kinds import ENDS
+from lightning_d9m.errors import LedgerError, file_errors
+from lightning_d9m.text import quote
+from lightning_d9m.version import __version__
+
+_HEADER = b'{"kind":"header",'
+_TAIL = len(b',"check":"0123456789abcdef"}\n')
+
+
+class _Origin(Struct):
+    """The fields of a header that each version writes."""
+
+    schema: int
+    package: str
+
+
+class RankReader(AbstractContextManager["RankReader"]):
+    """Streams one rank's file once, verifying the chain; memory is bounded by the longest record.
+
+    Args:
+        path: The file of the records.
+        mark: The chain hash of a record to look for.
+
+    Attributes:
+        path: The file of the records.
+        header: Its first record.
+        line: Number of the line that was read last, from 1.
+        truncated: Whether the last line is torn, as a killed run leaves it. Set at the end of the
+            file.
+        complete: Whether the last record is an ``End``. Set at the end of the file.
+        marked: Number of the line with the chain hash ``mark``; 0 until it was read.
+        breaks: The interruptions after which the run was resumed, in order; reasons that a run
+            found late are known once it was read. Only a ``LineageReader`` has them.
+
+    Raises:
+        LedgerError: When the file cannot be read, is not a ledger, or has another schema; while
+            reading, when a record was edited or breaks the schema.
+    """
+
+    def __init__(self, path: Path, *, mark: str = "") -> None:
+        self.path = path
+        self.line = self.marked = 0
+        self.truncated = self.complete = False
+        self.breaks: list[Break] = []
+        self._mark = mark.encode()
+        self._layouts: dict[int, tuple[ProbeKey, ...]] = {}
+        self._chain_hash = CHAIN_START
+        self._stream = _open_regular(path)
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def chain_hash(self) -> str:
+        """The chain hash of the record that was read last: 16 hex digits."""
+        return self._chain_hash.decode()
+
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+        """Yield each record after the header, with batches in place of records of probes.
+
+        With ``lines_only`` it leaves them out. It leaves out what only a resume is compared with.
+        """
+        for record in self.read_lines():
+            if isinstance(record, StepDigests):
+                continue
+            if not isinstance(record, ProbesRecord):
+                yield record
+            elif not lines_only:
+                places = self._layouts.get(record.layout, ())
+                try:
+                    record.check_places(len(places))
+                except FieldError as error:
+                    raise self._malformed(error) from error
+                yield Batch(record.epoch, record.step, record.batch, (places,), record.digests)
+
+    def line_records(self) -> Iterator[Record]:
+        """Yield each record after the header, without probes."""
+        return (own for own in self.records(lines_only=True) if not isinstance(own, Batch))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read_lines(self) -> Iterator[Record]:
+        """Yield every record after the header, verified and parsed."""
+        record: Record | None = None
+        for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
+            if not line.endswith(b"\n"):
+                if len(line) > MAX_LINE:
+                    raise LedgerError(
+                        f"{self.path}, line {self.line + 1} is longer than {MAX_LINE} bytes, the "
+                        "most that a record may have. The file was not written by lightning_d9m, "
+                        "or was edited."
+                    )
+                self.truncated = True
+                break
+            body = self._verify(line)
+            try:
+                record = decode_record(body)
+            except FieldError as error:
+                raise self._malformed(error) from error
+            if isinstance(record, Header):
+                raise self._malformed(FieldError("kind", "is 'header' a second time"))
+            if isinstance(record, ProbeLayout):
+                self._layouts[record.id] = record.places
+            yield record
+        self.complete = isinstance(record, End)
+
+    def _verify(self, line: bytes) -> bytes:
+        """Return the JSON text of a line whose chain hash is right."""
+        self.line += 1
+        body = line[:-_TAIL] + b"}"
+        expected, chain_hash = chain_record(body, self._chain_hash)
+        if line != expected:
+            raise LedgerError(
+                f"{self.path}, line {self.line} does not fit its check: this record was edited, or "
+                "a record before it was removed, added or moved. Nothing from here on can be "
+                "trusted; take an unedited copy, or record the run again."
+            )
+        self._chain_hash = chain_hash
+        if chain_hash == self._mark:
+            self.marked = self.line
+        return body
+
+    def _read_header(self) -> Header:
+        line = self._stream.readline(MAX_HEADER + 1)
+        if line and not line.startswith(_HEADER):
+            raise self._not_a_ledger(f"begins with {quote(line[:40].decode('latin-1'))}")
+        if len(line) > MAX_HEADER:
+            raise self._not_a_ledger(f"has a first line of more than {MAX_HEADER} bytes")
+        if not line.endswith(b"\n"):
+            raise LedgerError(
+                f"{self.path} ends within its first record: the run was killed while it wrote it. "
+                "Record the run again."
+            )
+        body = line[:-_TAIL] + b"}"
+        try:
+            origin = decode(body, type=_Origin)
+        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self._not_a_ledger(f"has a first record that is not a header: {error}") from error
+        if origin.schema != SCHEMA:
+            raise LedgerError(
+                f"{self.path} has schema {origin.schema}; the lightning_d9m that is installed "
+                f"reads schema {SCHEMA}. It was written by lightning_d9m {quote(origin.package)}: "
+                "install that version, or record the run again."
+            )
+        try:
+            header = decode_record(body)
+        except FieldError as error:
+            raise self._not_a_ledger(f"has a first record whose {error}") from error
+        assert isinstance(header, Header), "told by the first bytes"
+        self._verify(line)
+        return header
+
+    def _malformed(self, error: FieldError) -> LedgerError:
+        return LedgerError(
+            f"{self.path}, line {self.line}: {error}. The file was edited, or another version of "
+            f"lightning_d9m wrote it: it names {quote(self.header.package)}, and this one is "
+            f"{__version__}. Install the version that it names, or record the run again."
+        )
+
+    def _not_a_ledger(self, reason: str) -> LedgerError:
+        return LedgerError(
+            f"{self.path} is not a ledger: it {reason}. A ledger is a folder fit-NNN with one file "
+            "rank-N.jsonl for each rank; name such a folder or file."
+        )
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; refuse a pipe or a device, which might never end."""
+    with file_errors(LedgerError, f"{path} cannot be read"):
+        if stat.S_ISREG(path.stat().st_mode):
+            return path.open("rb", buffering=2**20)
+    raise LedgerError(
+        f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "
+        "rank-N.jsonl."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """An interruption after which the run was resumed.
+
+    Attributes:
+        epoch: The epoch that was next or under way.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        parent: The ledger that is continued, as the record names it.
+        problem: Why that ledger is not read; None when it is.
+        inexact: Why the resumed run cannot end at the bits of an uninterrupted one; empty when it
+            can.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    parent: str
+    problem: str | None = None
+    inexact: tuple[str, ...] = ()
+
+
+class LineageReader(RankReader):
+    """Streams the file of a run after those of the runs that it continues, if it was resumed.
+
+    The header, ``complete`` and ``line`` are those of the last file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            self._parts, self.breaks = _follow(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+        """Yield each record after the header once, and batches in order among them.
+
+        The reasons that a part gives are kept.
+        """
+        parts: list[tuple[Path, Resume | None]] = [*self._parts, (self.path, None)]
+        for number, (path, resume) in enumerate(parts):
+            part = self if resume is None else RankReader(path, mark=resume.parent_check)
+            with nullcontext(part) if part is self else part:
+                for record in RankReader.records(part, lines_only=lines_only):
+                    if resume is not None and not _counts(record, part, resume):
+                        continue
+                    # The oldest part continues a ledger, too, if that cannot be read.
+                    place = number + len(self.breaks) - len(self._parts) - 1
+                    if isinstance(record, Resume) and place >= 0:
+                        known = self.breaks[place]
+                        reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
+                        self.breaks[place] = replace(known, inexact=reasons)
+                    elif not isinstance(record, (Resume, RunFacts) if number else Resume):
+                        yield record
+
+
+def holds_record(path: Path, chain_hash: str) -> bool:
+    """Return whether a rank's file or one that it continues has a record with this chain hash."""
+    return any(_holds(part, chain_hash) for part in (path, *list_continued(path)))
+
+
+def list_continued(path: Path) -> list[Path]:
+    """Return the files that a rank's file continues, the oldest first."""
+    return [part for part, _ in _follow(path)[0]]
+
+
+def _holds(path: Path, chain_hash: str) -> bool:
+    with RankReader(path, mark=chain_hash) as reader:
+        return any(reader.marked for _ in reader.line_records()) or bool(reader.marked)
+
+
+def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
+    """Return the continued files with the records that continue them, oldest first; the breaks."""
+    parts: list[tuple[Path, Resume]] = []
+    breaks: list[Break] = []
+    seen: set[tuple[int, int]] = set()
+    while (record := _read_resume(path)) is not None:
+        found = find_parent(path, record.parent)
+        seen.add(_file_id(path))
+        problem = None
+        try:
+            if found is None:
+                problem = "it is not there"
+            elif _file_id(found) in seen:
+                problem = "it continues itself"
+            elif not _holds(found, record.parent_check):
+                problem = "it does not hold the record at which the checkpoint was saved"
+        except LedgerError as error:
+            problem = str(error)
+        place = record.epoch, record.step, record.batch
+        breaks.append(Break(*place, record.parent, problem, record.inexact))
+        if found is None or problem is not None:
+            break
+        parts.append((found, record))
+        path = found
+    return parts[::-1], breaks[::-1]
+
+
+def _read_resume(path: Path) -> Resume | None:
+    with RankReader(path) as reader:
+        record = next(reader.line_records(), None)
+        return record if isinstance(record, Resume) else None
+
+
+def _file_id(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def find_parent(path: Path, parent: str) -> Path | None:
+    """Return the file that a rank's file continues: at the named path, or beside its folder."""
+    folder = path.parent
+    # With logical ranks, the continued run may have had fewer processes.
+    names = dict.fromkeys((path.name, "rank-0.jsonl"))
+    places = (folder / parent, folder.parent / Path(parent).name)
+    for file in (place / name for place in places for name in names):
+        with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
+            if parent and file.is_file():
+                return file.resolve()
+    return None
+
+
+def _counts(record: Record | Batch, reader: RankReader, resume: Resume) -> bool:
+    """Return whether the run that continues a file does not repeat a record of it."""
+    if isinstance(record, End) or getattr(record, "moment", "") in ENDS:
+        return False  # the resumed run has not reached the end of a run
+    if not 0 < reader.marked < reader.line or isinstance(record, ProbeLayout):
+        return True
+    if isinstance(record, Digests) and record.moment != "epoch":
+        return False
+    return getattr(record, "epoch", resume.epoch) < resume.epoch

@@ -1,0 +1,143 @@
+"""The ledger's writer: a file to which whole records are appended, whatever ends the process."""
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from lightning_d9m.engine.ledger.format.records import (
+    CHAIN_START,
+    MAX_HEADER,
+    MAX_LINE,
+    FieldError,
+    Json,
+    ProbeLayout,
+    ProbesRecord,
+    Record,
+    chain_record,
+    encode_record,
+    parse_record,
+)
+from lightning_d9m.errors import LedgerError, explain_file_error, file_errors
+from lightning_d9m.text import quote
+
+
+class LedgerWriter(AbstractContextManager["LedgerWriter"]):
+    """Appends records to one rank's file.
+
+    ``write`` passes each record to the kernel in one system call: a process that is killed loses at
+    most the record that it was writing. Only ``close`` waits for the disk (``fsync``): a machine
+    that loses power may lose the last seconds.
+
+    Args:
+        path: The file, which must not exist.
+
+    Raises:
+        LedgerError: When the file exists or cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._process = os.getpid()
+        self._closed = False
+        self._failure: str | None = None
+        self._layouts: dict[int, int] = {}  # the number of places of each
+        # The bytes and the last check of all whole records, and those with the one under way.
+        self._written = self._begun = (0, CHAIN_START)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        with file_errors(LedgerError, f"The ledger {path} cannot be made"):
+            self._file = os.open(path, flags, 0o666)
+
+    @property
+    def chain_hash(self) -> str:
+        """The chain hash of the last record: 16 hex digits."""
+        return self._written[1].decode()
+
+    def write(self, record: Record | Mapping[str, Json]) -> None:
+        """Append one record, typed or as JSON values by name.
+
+        After a failure the writer refuses records: a ledger with a gap must not look complete.
+
+        Raises:
+            LedgerError: When the record is not one of the schema, or cannot be written; the ledger
+                then ends with the record before it and stays readable.
+        """
+        if self._failure is not None:
+            raise LedgerError(self._failure)
+        if self._closed:
+            raise LedgerError(f"The ledger {self.path} is closed; no record can be added.")
+        if os.getpid() != self._process:
+            raise LedgerError(
+                f"The ledger {self.path} belongs to process {self._process}; this process "
+                f"{os.getpid()} was forked from it and must not write there. Start a new Trainer "
+                "run in the forked process."
+            )
+        kind = record.get("kind") if isinstance(record, Mapping) else record.kind
+        try:
+            typed = parse_record(record) if isinstance(record, Mapping) else record
+            if isinstance(typed, ProbesRecord):
+                typed.check_places(self._layouts.get(typed.layout, 0))
+            body = encode_record(typed)
+        except FieldError as error:
+            raise LedgerError(
+                f"A record {quote(kind)} for {self.path} is malformed: {error}."
+            ) from error
+        if isinstance(typed, ProbeLayout):
+            # Before it is written: an interruption may come between the two.
+            self._layouts[typed.id] = len(typed.places)
+        try:
+            self._resolve()
+            self._append(body)
+        except OSError as error:
+            with suppress(OSError):
+                self._resolve()
+            self._failure = (
+                f"The ledger {self.path} cannot be written: {explain_file_error(error)} Records of "
+                f"this run are missing from here on; the first {self._written[0]} bytes stay "
+                "readable."
+            )
+            raise LedgerError(self._failure) from error
+
+    def close(self) -> None:
+        """Write the ledger to the disk and close it; a second call does nothing.
+
+        Raises:
+            LedgerError: When the disk reports that it could not keep the data.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with file_errors(LedgerError, f"The ledger {self.path} was not kept"):
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _resolve(self) -> None:
+        """Find out whether an append that was interrupted was completed; undo a part of it."""
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            raise OSError("the file was deleted while the run wrote it")
+        if status.st_size == self._begun[0]:
+            self._written = self._begun
+        elif self._written[0] < status.st_size < self._begun[0]:
+            os.ftruncate(self._file, self._written[0])
+        elif status.st_size != self._written[0]:
+            raise OSError("another program has changed the file")
+
+    def _append(self, body: bytes) -> None:
+        """Append a record. After an error ``_resolve`` takes a part of it back."""
+        size, check = self._written
+        line, check = chain_record(body, check)
+        limit = MAX_LINE if size else MAX_HEADER
+        if len(line) > limit:
+            raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
+        self._begun = (size + len(line), check)
+        written = os.write(self._file, line)
+        while written < len(line):
+            # After a short write on a full disk, the next write raises the error.
+            written += os.write(self._file, line[written:])
+        self._written = self._begun

@@ -1,0 +1,528 @@
+"""The stack: everything that bit-exactness may depend on, as one flat table; and the program.
+
+Only capturing a stack imports torch; comparing stacks does not.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from importlib import metadata
+from operator import attrgetter
+from pathlib import Path
+from shlex import join
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_d9m.engine.ledger.format.records import Scalar
+from lightning_d9m.errors import StackDifferenceError
+from lightning_d9m.text import escape, pluralize
+
+StackDifference: TypeAlias = tuple[str, Any, Any]
+
+# Recorded but never compared; each with the reason.
+INFORMATIONAL = {
+    "os.release": "the kernel computes nothing that reaches a tensor",
+    "cpu.count": "the threads that share out the work are recorded as threads.*",
+    "threads.interop": "whole ops are shared out among these, never the terms of one sum",
+    "variable.CUDA_LAUNCH_BLOCKING": "changes when kernels run, not what they compute",
+    "variable.CUDA_VISIBLE_DEVICES": "the rank's own device is recorded as device.*",
+    "compiler.cache": "holds what the compiler would make again",
+    "device.count": "each rank computes on its own device alone",
+    "device.visible": "as device.count",
+    "device.order": "equal devices compute equal bits; NCCL builds its ring from their order",
+}
+
+# The number of logical ranks. Where two runs share it, their processes are not compared.
+LOGICAL_RANKS = "world.logical_ranks"
+
+LAST_BITS_SETTING = "last_bits"
+"""The setting of a run in which `d9m repeat --last-bits` changed the last bits of weights."""
+SHARDED_PARAMETERS = "world.sharded_parameters"
+"""The number of parameters of which ranks hold different parts, if there are any."""
+PIPELINE_STAGES = "world.pipeline_stages"
+"""The number of parts of the model that ranks train one after the other, if there are several."""
+_PROCESSES = ("world.size", "world.nodes", "world.devices_per_node")
+
+# Installed packages whose code computes values that reach the model, or orders the computation.
+_PACKAGES = (
+    *("lightning-d9m", "numpy", "lightning", "pytorch-lightning", "horovod", "triton", "xxhash"),
+    *("torchvision", "torchaudio", "torchdata", "torchmetrics", "scipy", "scikit-learn"),
+    *("pillow", "opencv-python", "opencv-python-headless", "transformers", "accelerate", "timm"),
+    *("flash-attn", "transformer-engine", "deepspeed", "apex", "xformers", "bitsandbytes"),
+    *("mamba-ssm", "causal-conv1d", "torch-scatter", "torch-sparse", "torch-cluster", "pyg-lib"),
+    # torch takes other kernels if they are installed.
+    *("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvmath-python"),
+)
+
+# Variables by name only, never by prefix: a prefix would also record paths, addresses, ports and
+# keys (NCCL_TOPO_FILE, HOROVOD_GLOO_RENDEZVOUS_PORT, _HOROVOD_SECRET_KEY).
+_VARIABLES = (
+    # Python and NumPy: iteration order of sets, vector units.
+    *("PYTHONHASHSEED", "NPY_DISABLE_CPU_FEATURES"),
+    # How many threads share a sum.
+    *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_SCHEDULE", "OMP_THREAD_LIMIT"),
+    *("KMP_DETERMINISTIC_REDUCTION", "MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_DOMAIN_NUM_THREADS"),
+    *("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    # Which kernel a CPU library takes.
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    # Which kernel a CUDA library takes.
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    *("TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER"),
+    *("TORCH_CUDNN_V8_API_DISABLED", "TORCH_CUDNN_SDPA_ENABLED", "DISABLE_ADDMM_CUDA_LT"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *("TORCH_DISABLE_NATIVE_JIT", "TORCH_DISABLE_NATIVE_AOT", "TORCH_NATIVE_SKIP_VERSION_CHECK"),
+    *("PYTORCH_SUM_INNER_TREE", "MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE"),
+    *("FLASH_ATTENTION_DETERMINISTIC", "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    # What the compiler generates.
+    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_DETERMINISTIC"),
+    *("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FREEZING"),
+    "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+    # In which order ranks are summed.
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MNNVL_ENABLE"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+    *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"),
+    *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_PXN_DISABLE"),
+    *("NCCL_CUMEM_ENABLE", "NCCL_LAUNCH_MODE", "NCCL_NET", "NCCL_WORK_FIFO_DEPTH"),
+    *("NCCL_RINGS", "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS", "NCCL_NVLS_NCHANNELS"),
+    *("NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER"),
+    *("NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE"),
+    *("NCCL_P2P_DIRECT_DISABLE", "NCCL_NVB_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C"),
+    *("NCCL_IB_MERGE_NICS", "NCCL_NETDEVS_POLICY", "NCCL_CGA_CLUSTER_SIZE"),
+    *("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY"),
+    *("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
+    *("HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE", "HOROVOD_NUM_NCCL_STREAMS"),
+    *("HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_CPU_OPERATIONS", "HOROVOD_CONTROLLER"),
+    *("HOROVOD_REDUCESCATTER_CHUNK", "HOROVOD_MPI_THREADS_DISABLE"),
+)
+# What torch itself knows, under its dotted name below ``torch``; functions are called.
+_TORCH = {
+    "torch.version": "__version__",
+    "torch.git": "version.git_version",
+    "torch.cuda": "version.cuda",
+    "torch.hip": "version.hip",
+    "torch.cudnn": "backends.cudnn.version",
+    "threads.intraop": "get_num_threads",
+    "threads.interop": "get_num_interop_threads",
+    "flag.deterministic": "are_deterministic_algorithms_enabled",
+    "flag.deterministic_warn_only": "is_deterministic_algorithms_warn_only_enabled",
+    "flag.default_dtype": "get_default_dtype",
+    "flag.cudnn.enabled": "backends.cudnn.enabled",
+    "flag.cudnn.deterministic": "backends.cudnn.deterministic",
+    "flag.cudnn.benchmark": "backends.cudnn.benchmark",
+    "flag.mkldnn.enabled": "backends.mkldnn.enabled",
+    "flag.mkldnn.deterministic": "backends.mkldnn.deterministic",
+    # These names rather than allow_tf32: that one raises once a user has set one of these.
+    "flag.precision": "backends.fp32_precision",
+    "flag.precision.cuda.matmul": "backends.cuda.matmul.fp32_precision",
+    "flag.precision.cudnn.conv": "backends.cudnn.conv.fp32_precision",
+    "flag.precision.cudnn.rnn": "backends.cudnn.rnn.fp32_precision",
+    "flag.precision.mkldnn.matmul": "backends.mkldnn.matmul.fp32_precision",
+    "flag.precision.mkldnn.conv": "backends.mkldnn.conv.fp32_precision",
+    "flag.reduction.fp16": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "flag.reduction.bf16": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "flag.accumulation.fp16": "backends.cuda.matmul.allow_fp16_accumulation",
+    "flag.blas": "backends.cuda.preferred_blas_library",
+    "flag.linalg": "backends.cuda.preferred_linalg_library",
+    "flag.sdpa.flash": "backends.cuda.flash_sdp_enabled",
+    "flag.sdpa.efficient": "backends.cuda.mem_efficient_sdp_enabled",
+    "flag.sdpa.cudnn": "backends.cuda.cudnn_sdp_enabled",
+    "flag.sdpa.math": "backends.cuda.math_sdp_enabled",
+}
+_MAX_VALUE = 256
+
+
+def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
+    """Record the stack of this process as it is now, with the device that it computes on.
+
+    CUDA is initialized only if there are devices. Paths, host names and addresses are not
+    recorded.
+
+    Args:
+        extra: Further values, such as the layout of the ranks; they replace captured ones.
+
+    Returns:
+        Values by dotted name. Packages that are not installed and variables that are unset have no
+        entry.
+    """
+    stack = {**_capture_installation(), **_capture_packages()}
+    # A library that was built with -ffast-math may switch this on when it is loaded.
+    stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
+    stack |= _capture_torch()
+    stack |= _capture_devices()
+    # A copy: another thread may change the variables.
+    present = dict(os.environ)
+    variables = {f"variable.{name}": present[name] for name in _VARIABLES if name in present}
+    stack |= {name: _bounded(value) for name, value in variables.items()} | capture_nccl_files()
+    return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
+
+
+def _bounded(value: Scalar) -> Scalar:
+    return value[:_MAX_VALUE] if isinstance(value, str) else value
+
+
+@cache
+def _capture_installation() -> Mapping[str, Scalar]:
+    """Return what stays as it is in a process: the machine and torch's build."""
+    import torch
+
+    stack: dict[str, Scalar] = {
+        "python.version": platform.python_version(),
+        "python.implementation": platform.python_implementation(),
+        "python.hash_randomized": bool(sys.flags.hash_randomization),
+        "os.system": platform.system(),
+        "os.release": platform.release(),
+        "cpu.machine": platform.machine(),
+        "cpu.model": _read_cpu_model(),
+        "cpu.count": os.cpu_count(),
+    }
+    with suppress(AttributeError, OSError, ValueError):
+        stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
+    built = torch.__config__.show()
+    lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
+    return stack | {
+        # The digest covers the compiler, flags and libraries. The CPU capability is the next field.
+        "torch.build": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
+        "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch.blas": _word_after("BLAS_INFO=", built),
+        "torch.mkl": _word_after("Math Kernel Library Version ", built),
+        "torch.onednn": _word_after("MKL-DNN ", built),
+        "torch.openmp": _word_after("OpenMP ", built),
+    }
+
+
+def _read_cpu_model() -> str:
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")[:16_384]
+        entries = [line.partition(":") for line in text.split("\n")[:-1]]  # the last is not whole
+        fields = {name.strip(): value.lstrip() for name, _, value in entries}
+        parts = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
+        model = fields.get("model name") or " ".join(parts)
+        if model:
+            return model[:_MAX_VALUE]
+    return platform.processor()
+
+
+@cache
+def _capture_packages() -> Mapping[str, Scalar]:
+    """Read versions from installed metadata, so that nothing is imported; once for a process."""
+    stack: dict[str, Scalar] = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(name)
+            # Parsing the whole metadata, a long description among it, is slow.
+            text = distribution.read_text("METADATA") or ""
+            found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
+            stack[f"package.{name}"] = found[1] if found else distribution.version
+    return stack
+
+
+def _capture_torch() -> dict[str, Scalar]:
+    import torch
+
+    stack: dict[str, Scalar] = {}
+    for name, path in _TORCH.items():
+        # A name that this version of torch does not know yet, or no longer, has no value to record.
+        with suppress(AttributeError):
+            value = attrgetter(path)(torch)
+            value = value() if callable(value) else value
+            stack[name] = value if isinstance(value, bool | int | None) else _bounded(str(value))
+    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()
+        stack["torch.nccl"] = ".".join(str(part) for part in version)
+    return stack
+
+
+def _word_after(marker: str, text: str) -> str | None:
+    """Return the next word; a pattern for each would take 0.1 ms to compile."""
+    words = text.partition(marker)[2].split(maxsplit=1)
+    return words[0].rstrip(",") or None if words else None
+
+
+def _capture_devices() -> dict[str, Scalar]:
+    import torch
+
+    from lightning_d9m.compatibility import count_devices, find_accelerator
+
+    accelerator = find_accelerator(available=True)
+    stack: dict[str, Scalar] = {"device.kind": accelerator.type if accelerator else "cpu"}
+    if accelerator is None:
+        return stack
+    stack["device.count"] = count_devices()
+    if accelerator.type != "cuda":
+        return stack
+    stack["device.driver"] = _read_driver()
+    every = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    facts = every[torch.cuda.current_device()]
+    names = Counter(one.name for one in every)
+    # A hash, because the UUID itself identifies the machine; torch 2.4 and older have none.
+    uuids = [str(getattr(one, "uuid", "")).encode() for one in every]
+    return stack | {
+        "device.name": facts.name,
+        "device.capability": f"{facts.major}.{facts.minor}",
+        "device.multiprocessors": facts.multi_processor_count,
+        # Rounded: drivers differ in how many bytes they keep for themselves.
+        "device.memory_gib": round(facts.total_memory / 2**30),
+        "device.visible": _bounded(", ".join(f"{count} {name}" for name, count in names.items())),
+        "device.order": _bounded(" ".join(blake2b(u, digest_size=4).hexdigest() for u in uuids)),
+    }
+
+
+def _read_driver() -> str | None:
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+        found = re.search(r"Kernel Module\D*?\s(?:for \S+\s+)?(\d+\.[\d.]+)", text)
+        return found[1] if found else None
+    return None
+
+
+def stack_differences(
+    expected: Mapping[str, object], actual: Mapping[str, object]
+) -> list[StackDifference]:
+    """Return (field, expected, actual) for each field that differs and is compared.
+
+    A field that one stack lacks is ``"missing"`` there. The fields of ``INFORMATIONAL`` are left
+    out, and the number of processes if both stacks have the same logical ranks.
+
+    >>> stack_differences({"torch.cuda": "12.8", "cpu.count": 8}, {"torch.cuda": "13.0"})
+    [('torch.cuda', '12.8', '13.0')]
+    """
+    ignored = {*INFORMATIONAL, *(_PROCESSES if same_logical_ranks(expected, actual) else ())}
+    return [entry for entry in table_differences(expected, actual) if entry[0] not in ignored]
+
+
+class _Missing(str):
+    """The text ``"missing"`` of a type that no table holds; compare with ``is``."""
+
+    __slots__ = ()
+
+
+MISSING: Final = _Missing("missing")
+
+
+def table_differences(
+    expected: Mapping[str, Any], actual: Mapping[str, Any]
+) -> list[StackDifference]:
+    """Return (name, expected, actual) for each entry that differs; ``MISSING`` where it is absent.
+
+    Values of different types differ: 1 is not True, and 1.0 is not 1. Floats are compared by their
+    bits: 0.0 is not -0.0.
+
+    >>> table_differences({"a": 1, "b": 2}, {"a": True, "b": 2, "c": None})
+    [('a', 1, True), ('c', 'missing', None)]
+    """
+    differing = []
+    for name in expected.keys() | actual.keys():
+        one, other = expected.get(name, MISSING), actual.get(name, MISSING)
+        alike = type(one) is type(other) and one == other
+        if not alike or (type(one) is float and one.hex() != other.hex()):
+            differing.append((name, one, other))
+    return sorted(differing, key=lambda entry: entry[0])
+
+
+def same_logical_ranks(expected: Mapping[str, object], actual: Mapping[str, object]) -> bool:
+    """Return whether two stacks have logical ranks, and equally many.
+
+    The bits of such runs do not depend on the number of processes.
+
+    >>> same_logical_ranks({"world.logical_ranks": 4}, {"world.logical_ranks": 4})
+    True
+    >>> same_logical_ranks({}, {})
+    False
+    """
+    return expected.get(LOGICAL_RANKS) == actual.get(LOGICAL_RANKS) is not None
+
+
+def are_portable(expected: Mapping[str, object], actual: Mapping[str, object]) -> bool:
+    """Return whether the settings of two runs both say that their bits depend on no stack.
+
+    >>> are_portable({"portable": True}, {"portable": True})
+    True
+    >>> are_portable({"portable": True}, {"seed": 1})
+    False
+    """
+    return bool(expected.get("portable") and actual.get("portable"))
+
+
+def check_stack(
+    expected: Mapping[str, object],
+    actual: Mapping[str, object],
+    policy: Literal["raise", "warn", "ignore"],
+) -> str | None:
+    """Compare this stack with that of the reference.
+
+    Returns:
+        The message to warn with, when they differ and the policy is ``"warn"``; else None.
+
+    Raises:
+        StackDifferenceError: When they differ and the policy is ``"raise"``.
+    """
+    differences = stack_differences(expected, actual)
+    if policy == "ignore" or not differences:
+        return None
+    message = (
+        f"The stack differs from the reference's in "
+        f"{pluralize(len(differences), 'field')}, so another result would be no "
+        f"nondeterminism of this program:\n{format_differences(differences)}\n"
+        "Run on the stack of the reference, or record a new reference on this one; with "
+        "the policy 'warn' the run continues."
+    )
+    if policy == "raise":
+        raise StackDifferenceError(message, differences=differences)
+    return message
+
+
+def format_differences(differences: Sequence[StackDifference]) -> str:
+    """Return the differences as text: each field with both values below it, aligned."""
+    return "\n".join(
+        f"  {escape(field)}\n    reference: {escape(one, _MAX_VALUE)}\n"
+        f"    this run:  {escape(other, _MAX_VALUE)}"
+        for field, one, other in differences
+    )
+
+
+COMPILER_CACHE = "compiler.cache"
+"""The field for Inductor's cache on disk when the run began: ``cold`` (empty), ``warm`` or
+``disabled``."""
+
+# Settings of Inductor that change which kernels it makes, or what they compute.
+_FLAGS = (
+    *("deterministic", "max_autotune", "freezing", "fallback_random"),
+    "emulate_precision_casts",
+)
+
+
+def capture_compiler() -> dict[str, Scalar]:
+    """Record Inductor's settings, its cache and its compiler of C++, for a run that compiles."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    settings: Any = config
+    graphs = Path(cache_dir()) / "fxgraph"
+    found = "warm" if graphs.is_dir() and any(graphs.iterdir()) else "cold"
+    stack: dict[str, Scalar] = {
+        COMPILER_CACHE: "disabled" if settings.force_disable_caches else found,
+        "compiler.cxx": _read_cxx(),
+    }
+    for name in _FLAGS:
+        if hasattr(settings, name):
+            stack[f"flag.inductor.{name}"] = bool(getattr(settings, name))
+    return stack
+
+
+@cache
+def _read_cxx() -> str | None:
+    """Return the first line of ``--version`` of the compiler; None without one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    with suppress(Exception):  # torch raises InvalidCxxCompiler if it finds none
+        command = [get_cpp_compiler(), "--version"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603 - torch named it
+        return text.partition("\n")[0][:256]
+    return None
+
+
+# The links of the devices, the rings and trees between them, and the limits of each algorithm.
+_NAMED = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_TUNER_CONFIG_FILE")
+_USER, _SYSTEM = "NCCL_CONF_FILE", "/etc/nccl.conf"  # lines of VARIABLE=VALUE
+
+
+def capture_nccl_files() -> dict[str, str]:
+    """Return the hash of each file that NCCL reads, by dotted name.
+
+    A file that does not exist, or cannot be read, has no entry: NCCL continues without it.
+    """
+    hashes = {}
+    paths = {name: os.environ[name] for name in _NAMED if os.environ.get(name)}
+    paths |= {_USER: os.environ.get(_USER) or "~/.nccl.conf", "nccl.conf": _SYSTEM}
+    for name, path in paths.items():
+        with suppress(OSError, RuntimeError):  # there may be no home
+            content = Path(path).expanduser().read_bytes()
+            hashes[f"file.{name}"] = blake2b(content, digest_size=8).hexdigest()
+    return hashes
+
+
+_MAX_COMMAND = 1024
+# A repository whose files git cannot look through in this time is left out, so that no start waits.
+_GIT_SECONDS = 2.0
+_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+# A hook of git sets these; they would name another repository.
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
+
+
+# The entry of a header's program with the last calls that seeded torch before the fit.
+SEEDED = "seeded"
+
+
+def capture_program() -> dict[str, Scalar]:
+    """Return the command of this process, and commit and state of its source, as the header has.
+
+    The repository is read once for a process. The source is that of the program, or if it is an
+    installed one, such as pytest, that of the working folder.
+
+    Returns:
+        ``command``; ``git.commit`` and ``git.dirty`` (whether tracked files or the program differ
+        from the commit) if there is a repository.
+    """
+    main = sys.modules.get("__main__")
+    specification = getattr(main, "__spec__", None)
+    words = sys.argv[:1]
+    if specification is not None:
+        words = ["-m", specification.name.removesuffix(".__main__")]
+    command = (
+        join(["python", *words, *sys.argv[1:]])
+        .encode("utf-8", "backslashreplace")
+        .decode()[:_MAX_COMMAND]
+    )
+    script = Path(getattr(main, "__file__", None) or "")
+    prefixes = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
+    if script.is_file() and prefixes.isdisjoint(script.absolute().parents):
+        git = _read_git(script.absolute().parent, script.name)
+    else:
+        git = _read_git(Path.cwd(), None)
+    return {"command": command, **git}
+
+
+@cache
+def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
+    folder = folder.resolve()
+    if not any(os.path.lexists(own / ".git") for own in (folder, *folder.parents)):
+        return {}
+    status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
+    if status is None:
+        return {}
+    lines = status.splitlines()
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if not commits or commits[0] == "(initial)":
+        return {}
+    dirty = any(not line.startswith("#") for line in lines)
+    if script is not None and not dirty:
+        dirty = _run_git(folder, "ls-files", "--error-unmatch", "--", script) is None
+    return {"git.commit": commits[0], "git.dirty": dirty}
+
+
+def _run_git(folder: Path, *words: str) -> str | None:
+    """Return the output of git; None if it fails, is absent or takes too long."""
+    environment = {name: text for name, text in os.environ.items() if name not in _GIT_VARIABLES}
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed words and a file name
+            [*_GIT, *words],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=_GIT_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")

@@ -1,0 +1,296 @@
+"""The probes of a training's batches; hooks exist only during the probed batches."""
+
+import warnings
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_d9m.engine.control.seeding import capture_rng
+from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.engine.hashing.training_state import ModelTensors, optimizer_state, plain_name
+from lightning_d9m.engine.ledger.kinds import ROOT, VALIDATION
+from lightning_d9m.engine.probes.dumps import Dump
+from lightning_d9m.engine.probes.module_hooks import OpMode, hook_model
+from lightning_d9m.engine.probes.outside import Watch
+from lightning_d9m.engine.probes.settings import ProbeSettings
+from lightning_d9m.engine.probes.trace import (
+    Leaves,
+    ProbeCollector,
+    ProbePoint,
+    StatePoint,
+    Take,
+    Write,
+    monitors_heard,
+    name_leaves,
+)
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training whose batches are probed, and whose state is recorded.
+
+    Attributes:
+        model: The model, as the user's optimizers see it.
+        wrapped: The model with the wrappers around it; None if it has none.
+        list_optimizers: Returns the optimizers.
+        list_schedulers: Returns the learning rate schedulers.
+        wrap_steps: Records operations while the training makes a step, until a stack is closed;
+            the training then calls ``take_step`` itself. Without it the optimizers call
+            ``take_step``, and operations are recorded from the start of a batch on, but for those
+            of an optimizer.
+        is_compiled: See ``hook_model``.
+        records_gradients: Whether the ledger has the gradients that are there at a record.
+    """
+
+    model: nn.Module
+    wrapped: nn.Module | None = None
+    list_optimizers: Callable[[], Sequence[Any]] = tuple
+    list_schedulers: Callable[[], Sequence[Any]] = tuple
+    wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
+    is_compiled: bool = False
+    records_gradients: bool = False
+
+
+class BatchProbes:
+    """Takes the probes that the settings name, of the batches of a training.
+
+    Without settings, and on ranks that they leave out, it takes none.
+
+    ``write`` takes the records.
+    """
+
+    def __init__(
+        self, settings: ProbeSettings, training: Training, rank: int, write: Write
+    ) -> None:
+        self._settings = settings
+        self._kinds = settings.kinds if settings.takes_rank(rank) else frozenset()
+        self._training, model = training, training.model
+        folder, names = settings.dump if self._kinds else None, settings.dump_names
+        self.dump = None if folder is None else Dump(folder, rank, names)
+        self.collector = ProbeCollector(write, None if self.dump is None else self.dump.save)
+        self._tensors = ModelTensors(model, settings.takes_parameter)
+        self._hooks: ExitStack | None = None
+        self._ops: OpMode | None = None
+        self._ops_entered = ExitStack()
+        self._took_loss = False
+        self._validated = 0  # batches of validations since the last batch of the training
+        if not self._kinds:
+            return
+        # Nothing is recorded for a pattern that fits only another model.
+        modules = [plain_name(name) for name, _ in model.named_modules()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        known = [*modules, *(plain_name(name) for name, _ in tensors)]
+        patterns = self._settings.probe_modules
+        idle = [p for p in patterns if not any(fnmatchcase(n or ROOT, p) for n in known)]
+        if idle:
+            some = ", ".join(map(repr, modules[1:6])) or "none"
+            warnings.warn(
+                f"probe_modules has {', '.join(map(repr, idle))}, and no module, parameter or "
+                f"buffer of {type(model).__name__} is called so: nothing is recorded for it. Its "
+                f"modules are {some}{', ...' if len(modules) > 6 else ''}.",  # noqa: PLR2004 - as many as are shown
+                stacklevel=2,
+            )
+
+    def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
+        """Record the state at the start of a batch, and hook the model, if its step is probed.
+
+        ``scaler`` is the ``torch.amp.GradScaler``, where the precision has one.
+        """
+        self._ops_entered.close()
+        if Watch.current is not None:
+            Watch.current.mark("batch", *point)
+        if point.batch < VALIDATION:
+            self._validated = 0
+        if not self._kinds or point.step not in self._settings.steps:
+            self.unhook()
+            self.collector.close()
+            return
+        self.collector.begin(point)
+        self._took_loss = False
+        if point.batch <= VALIDATION:  # no later batch of a validation changes it
+            self._take_states(self.collector.add_leaves, scaler)
+        if self._hooks is None:
+            self._hooks = self._hook()
+        if self._ops is not None:
+            self._ops.begin()
+        self._enter_ops()
+        self.take_batch(batch)
+
+    def start_validation(self, epoch: int, step: int, batch: Any, scaler: Any = None) -> None:
+        """Begin a batch of a validation, which belongs to the training batch before it."""
+        number = VALIDATION + self._validated
+        self._validated += 1
+        self.start(ProbePoint(epoch, max(step - 1, 0), number), batch, scaler)
+
+    def take_batch(self, batch: Any) -> None:
+        """Take the batch, or what the model is given of it; None if that is not known."""
+        if batch is not None and "batch" in self._kinds and self.collector.listens:
+            self.collector.add("batch", "batch", batch)
+            if Watch.current is not None:
+                Watch.current.take_samples(batch)
+
+    def take_loss(self, loss: Any) -> None:
+        """Take the loss that is about to be differentiated, or was."""
+        if "loss" in self._kinds:
+            self._took_loss = True
+            self.collector.add("loss", "loss", loss)
+            if "rng" in self._kinds and self.collector.listens:
+                # A thread may have drawn from the generators, too.
+                self._take_rng(self.collector.add_leaves)
+
+    def take_step(self, optimizer: Any, *_: object) -> None:
+        """Take the gradients and the state that an optimizer is about to use.
+
+        The state was there when the batch began, too. What changed since would look like a change
+        of the weights in the next batch.
+        """
+        self._ops_entered.close()
+        if not self.collector.listens:
+            return
+        if "gradient" in self._kinds:
+            self._take_gradients(optimizer, self.collector.add_leaves)
+        if "optimizer" in self._kinds:
+            self._take_optimizers(self._tensors.look()[2], self.collector.add_leaves)
+
+    def end(self, loss: Any = None, scalars: Mapping[str, Any] = NOTHING) -> None:
+        """Record the results of the batch, and write its records."""
+        self._ops_entered.close()
+        if loss is not None and not self._took_loss:
+            self.take_loss(loss)
+        if "scalar" in self._kinds:
+            for name, value in sorted(scalars.items()):
+                self.collector.add("scalar", name, value)
+        self.collector.end()
+
+    def save_state(self, point: StatePoint) -> None:
+        """Save the state that the ledger is about to record, if values are saved at this step."""
+        if (dump := self.dump) is not None and point.step in self._settings.steps:
+
+            def save(kind: str, leaves: Leaves) -> None:
+                for name, leaf in leaves:
+                    dump.save(point, (kind, name, 0), {"value": leaf})
+
+            self._take_states(save)
+
+    def digest_state(self, step: int) -> str | None:
+        """Return the digest of what is saved at a step, with gradients; None if nothing is."""
+        if step not in self._settings.steps:
+            return None
+        found: list[str] = []
+
+        def take(_: str, leaves: Leaves) -> None:
+            for name, leaf in leaves:
+                if any(fnmatchcase(name, pattern) for pattern in self._settings.dump_names):
+                    found.append(digest_value(leaf))
+
+        self._take_states(take)
+        for optimizer in self._training.list_optimizers():
+            self._take_gradients(optimizer, take)
+        return digest_value(found)
+
+    def unhook(self) -> None:
+        """Remove the hooks."""
+        hooks, self._hooks, self._ops = self._hooks, None, None
+        if hooks is not None:
+            hooks.close()
+
+    def close(self) -> None:
+        """Remove the hooks and write the pending records."""
+        self._ops_entered.close()
+        self.unhook()
+        self.collector.close()
+
+    def _take_states(self, take: Take, scaler: Any = None) -> None:
+        """Pass the state of the selected kinds and parameters to a function."""
+        kinds = self._kinds
+        if "rng" in kinds:
+            self._take_rng(take)
+        if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
+            return
+        parameters, buffers, names = self._tensors.look()
+        if "weight" in kinds:
+            take("weight", [*parameters.items()])
+        if "buffer" in kinds:
+            take("buffer", [*buffers.items()])
+        if "optimizer" in kinds:
+            self._take_optimizers(names, take)
+            if scaler is not None:
+                scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
+                scale = scaler.get_scale() if scale is None else scale
+                take("optimizer", [("scaler.scale", scale)])
+
+    @staticmethod
+    def _take_rng(take: Take) -> None:
+        state = capture_rng()
+        version, words, normal = state["python"]
+        own = (numpy := state["numpy"])["state"]
+        rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
+        leaves: list[tuple[str, object]] = [
+            ("python", f"{version} {array('Q', words).tobytes().hex()} {normal}"),
+            ("numpy", f"{own['key'].tobytes().hex()} {rest}"),
+            ("torch", state["torch"]),
+        ]
+        for device, states in state["devices"].items():
+            leaves += [(f"{device}:{number}", own) for number, own in states.items()]
+        take("rng", leaves)
+
+    def _take_gradients(self, optimizer: Any, take: Take) -> None:
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = [
+            (name, parameter.grad)
+            for name, parameter in self._tensors.look()[0].items()
+            if id(parameter) in used and parameter.grad is not None
+        ]
+        take("gradient", gradients)
+
+    def _take_optimizers(self, names: Mapping[int, str], take: Take) -> None:
+        values: list[tuple[str, object]] = []
+        tensors: list[tuple[str, object]] = []
+        for number, optimizer in enumerate(self._training.list_optimizers()):
+            for name, value in optimizer_state(optimizer, names):
+                key, _, parameter = name.partition(".")
+                if key != "group" and not self._settings.takes_parameter(parameter):
+                    continue
+                if isinstance(value, Tensor):
+                    tensors.append((f"{number}.{name}", value))
+                elif isinstance(value, Mapping):
+                    # One value for each setting of a group, so that a difference names it.
+                    for setting, own in value.items():
+                        values += name_leaves(f"{number}.{name}:{setting}", own)
+                else:
+                    values += name_leaves(f"{number}.{name}", value)
+        take("optimizer", values + tensors)
+
+    def _hook(self) -> ExitStack:
+        with ExitStack() as stack:
+            training, collector = self._training, self.collector
+            model, settings = training.model, self._settings
+            if "op" in self._kinds:
+                self._ops = OpMode(model, settings, collector)
+                if training.wrap_steps is not None:
+                    training.wrap_steps(stack, self._ops)
+            compiled, kinds, take = training.is_compiled, self._kinds, collector.add_leaves
+            stack.enter_context(
+                hook_model(model, settings, kinds, take, ops=self._ops, is_compiled=compiled)
+            )
+            if "monitor" in self._kinds:
+                stack.enter_context(monitors_heard(partial(collector.add, "monitor")))
+            if training.wrap_steps is None:
+                for optimizer in training.list_optimizers():
+                    stack.callback(optimizer.register_step_pre_hook(self.take_step).remove)
+                    stack.callback(optimizer.register_step_post_hook(self._enter_ops).remove)
+            return stack.pop_all()
+
+    def _enter_ops(self, *_: object) -> None:
+        if self._ops is not None and self._training.wrap_steps is None and self.collector.listens:
+            self._ops_entered.close()
+            self._ops_entered.enter_context(self._ops.entered())

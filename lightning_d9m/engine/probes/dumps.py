@@ -1,0 +1,321 @@
+"""Dumps: the tensors at probed places as files, to inspect them and to replay ops.
+
+A folder ``rank-<r>/epoch-<e>.step-<s>.batch-<b>`` holds one file for each place and ``index.jsonl``
+with one line for each file. The state before the first batch, at the end of an epoch and after
+training is in folders that end in ``.initial``, ``.epoch`` and ``.final``. A file is torch's own
+format without any code: tensors, numbers, texts, lists and dicts. ``read_dump`` reads it with
+``weights_only=True``.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from lightning_d9m.engine.ledger.format.records import ProbeKey
+from lightning_d9m.engine.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.errors import LedgerError
+
+_INDEX = "index.jsonl"
+# The state around each hook of a framework, which tells which hook wrote to it.
+_HOOKS = "hooks.jsonl"
+# The key of a dict that stands for a value of another type.
+_TAG = "__d9m__"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+_NAMED = {str(value): value for value in (*_FORMATS, torch.preserve_format, *_LAYOUTS)}
+
+
+class Dump:
+    """Saves the values at places.
+
+    The names are patterns of those of the places that are saved.
+
+    Attributes:
+        folder: The folder of this rank.
+    """
+
+    def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
+        self.folder = folder / f"rank-{rank}"
+        self._names = tuple(names)
+        self._moment: ProbePoint | StatePoint | None = None
+        self._batch = self.folder
+        self._count = 0
+
+    def save(
+        self, moment: ProbePoint | StatePoint, place: ProbeKey, content: Mapping[str, Any]
+    ) -> None:
+        """Save the value at a place, as ``{"kind", "name", "call", **content}``.
+
+        Raises:
+            LedgerError: When the file cannot be written.
+        """
+        kind, name, call = place
+        if not any(fnmatchcase(name, pattern) for pattern in self._names):
+            return
+        if moment != self._moment:
+            self._moment = moment
+            self._batch = self.folder / moment.folder
+            self._count = 0
+        entry: dict[str, Any] = {"kind": kind, "name": name, "call": call}
+        file = f"{self._count:06d}.pt"
+        self._count += 1
+        try:
+            self._batch.mkdir(parents=True, exist_ok=True)
+            torch.save(entry | keep(content), self._batch / file)
+            entry |= {"file": file, "source": content.get("source")}
+            with (self._batch / _INDEX).open("a", encoding="utf-8") as index:
+                index.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise LedgerError(
+                f"The dump {self._batch / file} cannot be written: {error}"
+            ) from error
+
+
+def read_index(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a batch's index: kind, name, call, file, source (or None)."""
+    lines = (folder / _INDEX).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_dump(file: Path) -> dict[str, Any]:
+    """Read one file of a dump, without executing anything in it."""
+    content = torch.load(file, weights_only=True)
+    return cast(dict[str, Any], content)
+
+
+def find_batches(
+    folder: Path,
+    *,
+    step: int,
+    rank: int | None = None,
+    epoch: int | None = None,
+    batch: int | None = None,
+) -> list[Path]:
+    """Return the folders of a global step's batches: all, or those of a rank, epoch or batch."""
+    own, at, number = ("*" if value is None else value for value in (rank, epoch, batch))
+    return sorted(folder.glob(f"rank-{own}/epoch-{at}.step-{step}.batch-{number}"))
+
+
+def find_states(folder: Path, *, step: int, rank: int, moment: str) -> list[Path]:
+    """Return the folders of the state at a moment of a rank, at a global step."""
+    return sorted(folder.glob(f"rank-{rank}/epoch-*.step-{step}.{moment}"))
+
+
+def find_dumps(folder: Path, *, step: int, place: ProbeKey, **where: int | None) -> Iterator[Path]:
+    """Yield the files of a place at a global step; ``where`` is that of ``find_batches``."""
+    for batch in find_batches(folder, step=step, **where):
+        for entry in read_index(batch):
+            if (entry["kind"], entry["name"], entry["call"]) == place:
+                yield batch / entry["file"]
+
+
+def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
+    """Return a copy of a value that can be saved and passed to an operation again.
+
+    Tensors keep dtype, shape and strides. A value without a plain form is kept as its text.
+    """
+    if isinstance(value, Tensor):
+        with suppress(RuntimeError, TypeError):  # of a subclass that holds no storage
+            return _keep_tensor(value)
+        return {_TAG: "text", "text": type(value).__qualname__}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): keep(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [keep(entry) for entry in value]
+    if isinstance(value, torch.memory_format):
+        return {_TAG: "memory_format", "name": str(value)}
+    if isinstance(value, torch.layout):
+        return {_TAG: "layout", "name": str(value)}
+    if isinstance(value, torch.Generator):
+        device = str(value.device)
+        return {_TAG: "generator", "device": device, "state": value.get_state()}
+    return {_TAG: "text", "text": repr(value)}
+
+
+def revive(value: Any) -> Any:
+    """Return the value that ``keep`` was given; tensors and generators are copies.
+
+    Raises:
+        LedgerError: When the dump has only the text of a value.
+    """
+    return tree_map(_revive_leaf, value, is_leaf=_is_tagged)
+
+
+def _is_tagged(value: Any) -> bool:
+    return isinstance(value, dict) and _TAG in value
+
+
+def _revive_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _keep_tensor(leaf)
+    if not _is_tagged(leaf):
+        return leaf
+    match leaf[_TAG]:
+        case "memory_format" | "layout":
+            return _NAMED[leaf["name"]]
+        case "generator":
+            return torch.Generator(leaf["device"]).set_state(leaf["state"])
+        case _:
+            text = leaf.get("text")
+            raise LedgerError(f"The dump holds only the text of {text}, so it cannot be replayed.")
+
+
+def take_generators(value: Any, states: list[Any]) -> Any:
+    """Return what ``keep`` gave with None for each generator; append their states to ``states``."""
+
+    def take(leaf: Any) -> Any:
+        if _is_tagged(leaf) and leaf[_TAG] == "generator":
+            states.append(leaf["state"])
+            return None
+        return leaf
+
+    return tree_map(take, value, is_leaf=_is_tagged)
+
+
+def replay_op(dumped: Mapping[str, Any]) -> Any:
+    """Run a dumped operation alone on its dumped inputs, and return its outputs.
+
+    The default generator has the dumped state meanwhile, and its own state afterwards.
+
+    Raises:
+        LedgerError: When this torch does not have the operation, or an input was not kept.
+    """
+    space, _, rest = str(dumped["op"]).partition(".")
+    packet, _, overload = rest.partition(".")
+    op = getattr(getattr(torch.ops, space, None), packet, None)
+    op = getattr(op, overload or "default", None)
+    if not isinstance(op, OpOverload):
+        raise LedgerError(
+            f"The dump holds the operation {dumped['op']!r}, which this torch does not have. "
+            "Import what registers it first."
+        )
+    args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
+    with ExitStack() as stack, torch.no_grad():
+        if (rng := dumped.get("rng")) is not None:
+            read, write = access_rng(torch.device(dumped["rng_device"]))
+            stack.callback(write, read())
+            write(rng)
+        outputs = op(*args, **kwargs)
+    return written_arguments(op, args, kwargs) if outputs is None else outputs
+
+
+def access_rng(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what reads and what writes the state of a device's default generator.
+
+    Without a device, torch's functions take that of the current device.
+    """
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    more = {} if device.type in {"cpu", "mps"} else {"device": device}
+    return partial(module.get_rng_state, **more), partial(module.set_rng_state, **more)
+
+
+def written_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation's schema says it writes to."""
+    written = []
+    for position, argument in enumerate(op._schema.arguments):  # noqa: SLF001 - a schema has no public home
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if argument.name in kwargs:
+            written.append(kwargs[argument.name])
+        elif position < len(args):
+            written.append(args[position])
+    return written
+
+
+@torch.no_grad()
+def _keep_tensor(tensor: Tensor) -> Tensor:
+    """Copy a tensor with its strides, even if elements overlap, and no more of its storage.
+
+    Of a DTensor this rank's shard: only processes that have its mesh could read the DTensor. Of any
+    other subclass a plain tensor, which can be read where the class is not known.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as in digest_many
+        tensor = tensor.detach()
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        if type(tensor) is not Tensor:
+            tensor = tensor.as_subclass(Tensor)
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in sizes)
+    flat = tensor.as_strided((span,), (1,)).clone()
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+Profile = Callable[[str], AbstractContextManager[object]]
+
+
+def trace_hooks(folder: Path, take: Callable[[], str | None], profile: Profile) -> Profile:
+    """Return a profiler's method ``profile`` that also writes a line before and after each hook.
+
+    Args:
+        folder: The folder of a rank's dumps.
+        take: Returns the digest of the state; None where hooks are not traced.
+        profile: The method.
+    """
+
+    def write(when: str, name: str) -> None:
+        if (digest := take()) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / _HOOKS).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps([when, name, digest]) + "\n")
+
+    @contextmanager
+    def traced(name: str) -> Iterator[object]:
+        write("before", name)
+        with profile(name) as given:
+            yield given
+        write("after", name)
+
+    return traced
+
+
+def find_writer(folders: Sequence[Path], rank: int) -> str:
+    """Return what ran when the state of two runs began to differ; empty if it is not known.
+
+    Args:
+        folders: The folders of the dumps of both runs.
+        rank: The rank.
+    """
+    files = [folder / f"rank-{rank}" / _HOOKS for folder in folders]
+    if not all(file.exists() for file in files):
+        return ""
+    lines = [map(json.loads, file.read_text("utf-8").splitlines()) for file in files]
+    last: tuple[str, str] | None = None
+    for (when, name, digest), other in zip(*lines, strict=False):
+        if [when, name] != other[:2]:
+            return ""
+        if digest != other[2]:
+            return "" if last is None else _describe(*last, when, name)
+        last = (when, name)
+    return ""
+
+
+def _describe(last_when: str, last: str, when: str, name: str) -> str:
+    """Return what ran between two lines of a trace.
+
+    >>> _describe("before", "[Callback]EMA.on_fit_end", "after", "[Callback]EMA.on_fit_end")
+    'while EMA.on_fit_end ran'
+    >>> _describe("after", "[Callback]A.setup", "before", "run_training_epoch")
+    'between A.setup and run_training_epoch, in no hook: by the training loop or a thread'
+    """
+    last, name = (text.rpartition("]")[2] for text in (last, name))
+    if when == "after":
+        return f"while {name} ran"
+    if last_when == "before":
+        return f"while {last} ran, before {name}"
+    return f"between {last} and {name}, in no hook: by the training loop or a thread"

@@ -1,0 +1,283 @@
+"""Probes: digests of values in the order of execution, as records of a ledger.
+
+Framework-free: hooks pass values as (kind, name, value).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from lightning_d9m.engine.hashing.digest import DigestQueue
+from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
+from lightning_d9m.engine.ledger.format.records import (
+    DIGEST_BYTES,
+    MAX_LAYOUTS,
+    ProbeKey,
+    ProbeLayout,
+    ProbesRecord,
+)
+
+RECORD_PLACES = 4096
+# Longer names are cut; places whose cut names are equal count as calls of one place.
+_LONGEST_NAME = 4000
+# The most places of all cached layouts: a model whose operations differ from batch to batch would
+# otherwise fill the memory.
+_MAX_CACHED_PLACES = 2_000_000
+
+# Batches of at most RECORD_PLACES places that end within this time are written together: in the
+# cold caches of a training step, a first record costs several times as much as a further one.
+_WRITE_SECONDS = 0.1
+
+Write = Callable[[ProbeLayout | ProbesRecord], None]
+
+
+class ProbePoint(NamedTuple):
+    """A batch of the training: epoch, global step when it began, and index within the epoch."""
+
+    epoch: int
+    step: int
+    batch: int
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder for its values."""
+        return f"epoch-{self.epoch}.step-{self.step}.batch-{self.batch}"
+
+
+class StatePoint(NamedTuple):
+    """A moment whose state a ledger records: ``"initial"``, ``"epoch"`` or ``"final"``."""
+
+    epoch: int
+    step: int
+    moment: str
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder for its values."""
+        return f"epoch-{self.epoch}.step-{self.step}.{self.moment}"
+
+
+Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
+
+
+Leaves = Sequence[tuple[str, object]]
+
+
+Take = Callable[[str, Leaves], object]
+"""Receives probed values: their kind, and each with the name of its place."""
+
+
+def name_leaves(name: str, value: object) -> Leaves:
+    """Return each leaf of a value, with the name of its place."""
+    leaves = list_pytree_leaves(value)
+    return [(f"{name}:{path}" if path else name, leaf) for path, leaf in leaves]
+
+
+class Trace:
+    """The places of a batch in order, and the digests of their values.
+
+    Attributes:
+        queue: The digests.
+        places: Kind, name and call of each place.
+    """
+
+    def __init__(self) -> None:
+        self.queue = DigestQueue()
+        self.places: list[ProbeKey] = []
+        self._calls: dict[tuple[str, str], int] = {}
+
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Take values, in one launch for each device."""
+        self.queue.add_leaves(leaf for _, leaf in leaves)
+        for name, _ in leaves:
+            key = (kind, name[:_LONGEST_NAME])
+            call = self._calls.get(key, 0)
+            self._calls[key] = call + 1
+            self.places.append((*key, call))
+
+
+class ProbeCollector:
+    """Writes the probes of each batch as records ``layout`` and ``probes``.
+
+    Bytes are read when a value is added. Records are written in the order of batches; those of
+    short batches are written together. On CUDA the digests of a batch are fetched when the next one
+    ends, so that the device never waits for the host.
+
+    ``write`` takes the records, and ``save`` saves the value at each place; None saves nothing.
+    """
+
+    def __init__(self, write: Write, save: Save | None = None) -> None:
+        self._write = write
+        self._save = save
+        self._paused = False
+        self._moment: ProbePoint | None = None
+        self._trace = Trace()
+        self._waiting: list[tuple[ProbePoint, Trace]] = []
+        self._written = -math.inf  # time of the last write, by the monotonic clock
+        self._layouts: dict[tuple[ProbeKey, ...], int] = {}
+        self._remembered = 0  # places of layouts
+
+    @property
+    def saves(self) -> bool:
+        """Whether values are saved, so that the inputs of operations must be copied."""
+        return self._save is not None
+
+    @property
+    def listens(self) -> bool:
+        """Whether values are taken now: within a batch, and not during a probe's own work."""
+        return self._moment is not None and not self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take nothing while the body runs."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def begin(self, moment: ProbePoint) -> None:
+        """Begin a batch; a batch that was not ended is ended first."""
+        self.end()
+        self._moment = moment
+        self._trace = Trace()
+
+    def add(
+        self, kind: str, name: str, value: object, content: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take the value at a place; do nothing outside batches.
+
+        The content is saved instead of the value's leaves.
+        """
+        if self.listens:
+            self._take(kind, name_leaves(name, value), name, content)
+
+    def add_leaves(self, kind: str, leaves: Leaves) -> None:
+        """Take values, in one launch for each device."""
+        if self.listens:
+            self._take(kind, leaves)
+
+    def _take(
+        self,
+        kind: str,
+        leaves: Leaves,
+        name: str = "",
+        content: Mapping[str, Any] | None = None,
+    ) -> None:
+        assert self._moment is not None, "a batch has begun"
+        trace = self._trace
+        before = len(trace.places)
+        self._paused = True
+        try:
+            trace.add_leaves(kind, leaves)
+            places = trace.places[before:]
+            if self._save is not None and content is not None and places:
+                self._save(self._moment, (kind, name, places[0][2]), content)
+            elif self._save is not None:
+                for place, (_, value) in zip(places, leaves, strict=True):
+                    self._save(self._moment, place, {"value": value})
+        finally:
+            self._paused = False
+
+    def end(self) -> None:
+        """End the batch; write its record and those before it if the last write is old enough."""
+        moment, trace, self._moment = self._moment, self._trace, None
+        if moment is None:
+            return
+        if trace.places:
+            if trace.queue.pending:
+                trace.queue.start_copies()
+            self._waiting.append((moment, trace))
+        now = time.monotonic()
+        waiting = sum(len(trace.places) for _, trace in self._waiting)
+        if now - self._written >= _WRITE_SECONDS or waiting >= RECORD_PLACES:
+            self._written = now
+            self.catch_up(keep=moment)
+
+    def close(self) -> None:
+        """End the batch and write all records."""
+        self.end()
+        self.catch_up()
+
+    def catch_up(self, keep: ProbePoint | None = None) -> None:
+        """Write the batches that have ended; keep one whose digests a device still computes."""
+        while self._waiting:
+            moment, trace = self._waiting[0]
+            if trace.queue.pending and moment is keep:
+                break
+            del self._waiting[0]
+            digests = bytes.fromhex("".join(trace.queue.fetch()))
+            for start in range(0, len(trace.places), RECORD_PLACES):
+                stop = start + RECORD_PLACES
+                sequence = tuple(trace.places[start:stop])
+                if sequence not in self._layouts:
+                    if self._remembered > _MAX_CACHED_PLACES or len(self._layouts) == MAX_LAYOUTS:
+                        self._layouts.clear()
+                        self._remembered = 0
+                    number = self._layouts[sequence] = len(self._layouts)
+                    self._remembered += len(sequence)
+                    self._write(ProbeLayout(number, sequence))
+                record = ProbesRecord(
+                    epoch=moment.epoch,
+                    step=moment.step,
+                    batch=moment.batch,
+                    layout=self._layouts[sequence],
+                    digests=digests[DIGEST_BYTES * start : DIGEST_BYTES * stop],
+                )
+                self._write(record)
+
+
+def find_difference(
+    expected: Trace, actual: Trace
+) -> tuple[ProbeKey, str | None, str | None, int] | None:
+    """Compare two traces of the same batch by place, in any order.
+
+    Returns:
+        The first place that differs, in order of execution, its digest in each trace, None where a
+        trace lacks it, and the number of places that differ.
+    """
+    ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
+    theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
+    places = [*ours, *(place for place in theirs if place not in ours)]
+    differing = [place for place in places if ours.get(place) != theirs.get(place)]
+    if not differing:
+        return None
+    return differing[0], ours.get(differing[0]), theirs.get(differing[0]), len(differing)
+
+
+Value = TypeVar("Value")
+
+
+class _Monitors:
+    """The listener to the probes that users place in a model; None while nothing listens."""
+
+    listener: ClassVar[Callable[[str, object], None] | None] = None
+
+
+def monitor(value: Value, name: str) -> Value:
+    """Record a value under a name while probes of the kind ``"monitor"`` are on.
+
+    Args:
+        value: A tensor, number, string, None, any other object, or containers of these. It is
+            returned unchanged, so gradients pass, and an expression can be monitored in place.
+        name: The name of the place in ledgers and reports.
+
+    Examples:
+        >>> monitor(3, "three")
+        3
+    """
+    if _Monitors.listener is not None:
+        _Monitors.listener(name, value)
+    return value
+
+
+@contextmanager
+def monitors_heard(listener: Callable[[str, object], None]) -> Iterator[None]:
+    """Call ``listener`` with (name, value) for each monitor, until the body ends."""
+    before, _Monitors.listener = _Monitors.listener, listener
+    try:
+        yield
+    finally:
+        _Monitors.listener = before

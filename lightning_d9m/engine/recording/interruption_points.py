@@ -1,0 +1,293 @@
+"""Interruptions of a training, for ``d9m repeat --interrupt``: survey, save and kill, resume.
+
+The command sets variables, which apply to the first fit of a process, so that the program needs no
+change:
+
+- ``LIGHTNING_D9M_INTERRUPT``: ``survey``, or a point such as ``batch:1:7``; see
+  :class:`InterruptionPoint`;
+- ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for the checkpoint and a file that
+  marks that the point was reached;
+- ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
+
+Nothing here imports torch.
+"""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.text import pluralize
+
+INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
+FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
+RESUME = "LIGHTNING_D9M_RESUME"
+# Seed of a change of the last bits of all weights, and the setting with which a ledger records it.
+LAST_BITS = "LIGHTNING_D9M_LAST_BITS"
+# Files in FOLDER: the epochs' shapes, the checkpoint, and the mark that the point was reached.
+SURVEY = "survey"
+CHECKPOINT = "interrupted.ckpt"
+MARK = "killed"
+
+InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
+_PLURALS = {"batch": "batches", "step": "steps"}
+_PATTERN = re.compile(
+    rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class InterruptionPoint:
+    """A point within a fit.
+
+    Attributes:
+        kind: ``"epoch"`` at the end of an epoch, ``"batch"`` after a batch of training,
+            ``"validation"`` after a batch of a validation, ``"validated"`` at a validation's end.
+        epoch: The epoch, counted from 0.
+        number: Number of batches of the epoch's training or validation that are done; 0 at an end.
+        later: Number of further batches that are trained before the process is killed.
+    """
+
+    kind: InterruptionKind
+    epoch: int
+    number: int = 0
+    later: int = 0
+
+    def __str__(self) -> str:
+        number = f":{self.number}" if self.number else ""
+        return f"{self.kind}:{self.epoch}{number}" + (f"+{self.later}" if self.later else "")
+
+
+@dataclass(frozen=True)
+class EpochShape:
+    """The batches of an epoch.
+
+    Attributes:
+        epoch: Its number, counted from 0.
+        batches: Number of training batches.
+        accumulated: Number of batches for each optimizer step.
+        validation: Number of validation batches within the epoch.
+        unit: ``"batch"``, or ``"step"`` if steps of the optimizer are counted in place of batches.
+    """
+
+    epoch: int
+    batches: int
+    accumulated: int
+    validation: int
+    unit: str = "batch"
+
+
+@dataclass(frozen=True)
+class InterruptRequest:
+    """The variables' requests for a fit.
+
+    Attributes:
+        resume: The checkpoint to resume from; None for none.
+        folder: The folder for the survey or the checkpoint; None if neither is wanted.
+        point: Where to save and kill; None for a survey.
+    """
+
+    resume: Path | None = None
+    folder: Path | None = None
+    point: InterruptionPoint | None = None
+
+
+class _FaultState:
+    """The number of fits that this process has begun."""
+
+    fits = 0
+
+
+def find_checkpoint(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the checkpoint from which the variables let the next fit resume; None if none.
+
+    Raises:
+        SettingError: If it does not exist.
+    """
+    resume = environment.get(RESUME)
+    if not resume or _FaultState.fits:
+        return None
+    if not Path(resume).exists():
+        raise SettingError(f"The variable {RESUME} is '{resume}', which does not exist.")
+    return Path(resume)
+
+
+def read_request(environment: Mapping[str, str] = os.environ) -> InterruptRequest:
+    """Return what the variables ask of the fit that begins; only of the first in a process.
+
+    Raises:
+        SettingError: If a variable has a value that is not allowed.
+    """
+    path = find_checkpoint(environment)
+    _FaultState.fits += 1
+    if _FaultState.fits > 1:
+        return InterruptRequest()
+    request = environment.get(INTERRUPT)
+    if not request:
+        return InterruptRequest(path)
+    if not (folder := environment.get(FOLDER)):
+        raise SettingError(
+            f"The variable {INTERRUPT} is {request!r} and {FOLDER} is not set. Set it to a "
+            "folder for the checkpoint."
+        )
+    return InterruptRequest(path, Path(folder), None if request == SURVEY else parse_point(request))
+
+
+def parse_point(text: str) -> InterruptionPoint:
+    """Parse an interruption point.
+
+    Raises:
+        SettingError: If the text is not a valid one.
+
+    >>> parse_point("batch:1:7+3")
+    InterruptionPoint(kind='batch', epoch=1, number=7, later=3)
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
+        raise SettingError(
+            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, epoch:E, validated:E, "
+            "batch:E:N or validation:E:N, with whole numbers, and +N after it for N batches more."
+        )
+    kind: InterruptionKind = match[1]  # type: ignore[assignment]
+    return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
+
+
+class Interruption:
+    """Surveys a training, or kills its process at a point after it has saved itself.
+
+    The training calls ``reach`` at each point, on all ranks. If that returns True, it saves itself
+    to ``checkpoint`` and calls ``end_save``. ``before_kill`` waits for a save in the background.
+    """
+
+    def __init__(
+        self,
+        request: InterruptRequest,
+        ranks: Ranks,
+        before_kill: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._request = request
+        self._ranks = ranks
+        self._before_kill = before_kill
+        self._shapes: list[EpochShape] = []
+        self._remaining: int | None = None  # batches until the kill
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if this run, or the one after a survey, needs a checkpoint."""
+        return self._request.folder is not None
+
+    @property
+    def checkpoint(self) -> Path:
+        """The path of the checkpoint."""
+        assert self._request.folder is not None, "there is a point"
+        return self._request.folder / CHECKPOINT
+
+    def reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> bool:
+        """Return whether the training must save itself now; kill it if this is the last batch."""
+        point = self._request.point
+        if point is None:
+            return False
+        if self._remaining is None:
+            return (kind, epoch, number) == (point.kind, point.epoch, point.number)
+        self._count_down(int(kind == "batch"))
+        return False
+
+    def end_save(self) -> None:
+        """Count the batches to the kill from now on."""
+        assert self._request.point is not None, "it was reached"
+        self._remaining = self._request.point.later
+        self._count_down(0)
+
+    def note_epoch(self, shape: EpochShape) -> None:
+        """Note the batches of an epoch that is done."""
+        self._shapes.append(shape)
+
+    def write_survey(self) -> None:
+        """Write the shapes of the epochs for ``read_survey``, if they were asked for."""
+        folder = self._request.folder
+        if folder is not None and self._request.point is None and self._ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in self._shapes]))
+
+    def _count_down(self, batches: int) -> None:
+        """Kill this process with SIGKILL, on every rank, if no batch remains."""
+        assert self._remaining is not None, "it was saved"
+        self._remaining -= batches
+        if self._remaining:
+            return
+        self._before_kill()
+        # A launcher ends all ranks when one has died; that must not happen before the file exists.
+        self._ranks.raise_on_all(lambda: None)
+        if self._ranks.rank == 0:
+            self.checkpoint.with_name(MARK).write_text(str(self._request.point))
+        self._ranks.raise_on_all(lambda: None)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_survey(folder: Path) -> list[EpochShape]:
+    """Return the shapes of the epochs of a command's first fit.
+
+    Raises:
+        CommandError: If the fit has not written them.
+    """
+    try:
+        entries = json.loads((folder / SURVEY).read_text())
+        return [EpochShape(**entry) for entry in entries]
+    except FileNotFoundError:
+        raise CommandError(
+            "The command's first fit did not report where it can be interrupted: it did not train "
+            "to its end, ran outside the process that the command starts (as under ddp_spawn), or "
+            "is a loop that does not call the recorder's epoch()."
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CommandError(f"{folder / SURVEY} cannot be read: {error}") from error
+
+
+def choose_points(epochs: Sequence[EpochShape]) -> Iterator[tuple[InterruptionPoint, str]]:
+    """Yield one point of each kind that a fit has, near its middle, and its description."""
+    middle = len(epochs) // 2
+    if middle > 0:
+        number = epochs[middle - 1].epoch
+        yield InterruptionPoint("epoch", number), f"killed at the end of epoch {number}"
+    if shape := _nearest(epochs, lambda shape: shape.batches > shape.accumulated):
+        # After an optimizer step, with more training after the checkpoint.
+        step = shape.accumulated
+        done = max(step, shape.batches // 2 // step * step)
+        later = shape.batches - done + 1 if shape is not epochs[-1] else 0
+        yield (
+            InterruptionPoint("batch", shape.epoch, done, later),
+            f"saved after {shape.unit} {done} of {shape.batches} of epoch {shape.epoch}, killed "
+            + (f"{pluralize(later, shape.unit, _PLURALS[shape.unit])} later" if later else "there"),
+        )
+    if shape := _nearest(epochs, lambda shape: min(shape.accumulated, shape.batches) > 1):
+        within = [n for n in range(1, shape.batches) if n % shape.accumulated]
+        done = within[len(within) // 2]
+        yield (
+            InterruptionPoint("batch", shape.epoch, done),
+            f"killed after batch {done} of epoch {shape.epoch}, between accumulated batches",
+        )
+    if shape := _nearest(epochs, lambda shape: shape.validation > 0):
+        done = max(1, shape.validation // 2)
+        yield (
+            InterruptionPoint("validation", shape.epoch, done),
+            f"killed in epoch {shape.epoch}'s validation, after batch {done} of {shape.validation}",
+        )
+        yield (
+            InterruptionPoint("validated", shape.epoch),
+            f"killed at the end of epoch {shape.epoch}'s validation",
+        )
+
+
+def _nearest(
+    epochs: Sequence[EpochShape], condition: Callable[[EpochShape], bool]
+) -> EpochShape | None:
+    """Return the epoch nearest to the middle that meets a condition; None if none does."""
+    middle = len(epochs) // 2
+    found = [(abs(n - middle), n) for n, shape in enumerate(epochs) if condition(shape)]
+    return epochs[min(found)[1]] if found else None

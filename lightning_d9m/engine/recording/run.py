@@ -1,0 +1,732 @@
+"""One run of a training: its ledger, its probes, and the comparison of its state.
+
+Ranks communicate through ``Ranks``, so tests need no processes.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from weakref import WeakSet
+
+import torch
+from msgspec.structs import replace
+
+from lightning_d9m.engine.control.ddp_buckets import settle_buckets
+from lightning_d9m.engine.control.environment import control_is_on
+from lightning_d9m.engine.control.seed_calls import seed_calls
+from lightning_d9m.engine.control.seeding import digest_generators
+from lightning_d9m.engine.control.settings import (
+    Settings,
+    read_path,
+    read_variable,
+    validate_choice,
+    variable_of,
+)
+from lightning_d9m.engine.hashing.digest import digest, digest_value
+from lightning_d9m.engine.hashing.shards import (
+    ShardParts,
+    combine_shards,
+    find_flat_layouts,
+    read_shards,
+    reshard,
+)
+from lightning_d9m.engine.hashing.training_state import (
+    Snapshot,
+    describe_model,
+    take_partial_snapshot,
+)
+from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
+from lightning_d9m.engine.ledger.format.records import (
+    MAX_NAME,
+    Digests,
+    End,
+    Header,
+    Json,
+    LoaderFacts,
+    Record,
+    Resume,
+    RunFacts,
+    Scalar,
+)
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.ledger.kinds import EXCEPTION
+from lightning_d9m.engine.ledger.stack import (
+    LOGICAL_RANKS,
+    SEEDED,
+    SHARDED_PARAMETERS,
+    are_portable,
+    capture_program,
+    capture_stack,
+    check_stack,
+)
+from lightning_d9m.engine.probes.batch_probes import BatchProbes, Training
+from lightning_d9m.engine.probes.outside import Watch
+from lightning_d9m.engine.probes.settings import ProbeSettings
+from lightning_d9m.engine.probes.trace import StatePoint
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.drift import (
+    RankAgreement,
+    Reference,
+    ReplicatedState,
+    describe_division,
+    find_replicated_state,
+)
+from lightning_d9m.engine.recording.resume_check import GENERATORS, STEPS, ResumeCheck, digest_step
+from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
+from lightning_d9m.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_log = logging.getLogger("lightning_d9m")
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of ``RunOptions`` as the arguments of a recorder or a callback give them."""
+
+    reference: str | Path | None
+    on_drift: Literal["raise", "warn"]
+    on_stack_difference: Literal["raise", "warn", "ignore"]
+    probes: str | Sequence[str]
+    probe_modules: str | Sequence[str]
+    probe_steps: str | None
+    probe_ranks: int | Sequence[int] | None
+    on_inexact_resume: Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ProbeSettings):
+    """The options of a recorded run: its reference, the effect of differences, and its probes.
+
+    Attributes:
+        reference: Ledger of an earlier run to compare this run with; None for none.
+        on_drift: ``"raise"`` stops the training with a ``DriftError``; ``"warn"`` warns.
+        on_stack_difference: What to do if the stack differs from the reference's: ``"raise"``,
+            ``"warn"`` or ``"ignore"``.
+        on_inexact_resume: What to do if a resumed run does not continue the one that saved the
+            checkpoint: ``"raise"`` or ``"warn"``.
+
+    Raises:
+        SettingError: If a value is not allowed.
+    """
+
+    reference: Path | None = None
+    on_drift: Literal["raise", "warn"] = "raise"
+    on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
+    on_inexact_resume: Literal["raise", "warn"] = "raise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "reference", read_path("reference", self.reference))
+        validate_choice("on_drift", self.on_drift, ("raise", "warn"))
+        allowed = ("raise", "warn", "ignore")
+        validate_choice("on_stack_difference", self.on_stack_difference, allowed)
+        validate_choice("on_inexact_resume", self.on_inexact_resume, ("raise", "warn"))
+
+    def overridden(self, environment: Mapping[str, str]) -> "Self":
+        """Return the options with the values of variables, which take precedence.
+
+        Raises:
+            SettingError: If a variable's value is not allowed.
+        """
+        name = variable_of("on_inexact_resume")
+        action = read_variable(name, environment, Literal["raise", "warn"])
+        options = super().overridden(environment)
+        return options if action is None else dataclass_replace(options, on_inexact_resume=action)
+
+
+class Run:
+    """One run of a training: writes its ledger, takes its probes, and compares its state.
+
+    The callback of a Trainer, the recorder of a loop and the hooks around optimizer steps share
+    it. An error on one rank is raised on all ranks, so that none waits for another.
+
+    Attributes:
+        options: The options.
+        ranks: The ranks of the training.
+        probes: The probes of the open ledger.
+        loss: The last loss, on its device; None without one.
+        held: Records that wait for the next digests, after which they are written. If both differ,
+            the weights are then reported first: they usually cause the difference.
+        digest: The digest of the weights that were digested last; None before the first.
+        folder: The folder of the ledger that was opened last; None before.
+        open_runs: Those of this process with an open ledger.
+    """
+
+    open_runs: ClassVar["WeakSet[Run]"] = WeakSet()
+
+    def __init__(self, options: RunOptions) -> None:
+        self.options = self._given = options
+        self.digest: str | None = None
+        self.folder: Path | None = None
+        self.held: list[dict[str, Json]] = []
+        self._parent: Resume | None = None
+        self._report: Callable[[str], None] = warnings.warn
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget all that belongs to one ledger."""
+        self._header: Header | None = None
+        self._writer: LedgerWriter | None = None
+        self._problem: LedgerError | None = None
+        self._reference: Reference | None = None
+        self._agreement: RankAgreement | None = None
+        # How many steps are still digested since the last save or resume, which was after a step.
+        self._due = self._saved_step = 0
+        # In a resumed run, until a difference was reported or no rank has more to compare.
+        self._check: ResumeCheck | None = None
+        self._checked = 0  # steps
+        self._problem_since = ""  # a difference that the other ranks do not know yet
+        self._training = Training(torch.nn.Module())
+        self.ranks = Ranks(0)
+        self.loss: torch.Tensor | None = None
+        self.probes = BatchProbes(RunOptions(), self._training, 0, self.append)
+
+    def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
+        return Run, (self._given,)  # a copy has no open ledger
+
+    @property
+    def is_open(self) -> bool:
+        """True while a ledger is open."""
+        return self._header is not None
+
+    @property
+    def compares(self) -> bool:
+        """True if the training is compared with a reference or across ranks."""
+        return self._reference is not None or self._agreement is not None
+
+    @property
+    def ledger_position(self) -> dict[str, str] | None:
+        """The ledger's folder, and the check of this rank's last record; None without one."""
+        if self._writer is None or self.folder is None:
+            return None
+        return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
+
+    @property
+    def loss_text(self) -> str | None:
+        """``float.hex()`` of the last loss; None without one."""
+        return None if self.loss is None else float(self.loss).hex()
+
+    def prepare(self, world_size: int, *, replays: bool = False) -> None:
+        """Let variables override the options, and check these.
+
+        ``replays`` says whether steps can run twice.
+
+        Raises:
+            LedgerError: If the reference cannot be read.
+            SettingError: If a value is not allowed.
+        """
+        options = self.options = self._given.overridden(os.environ)
+        if options.replay_every and not replays:
+            raise SettingError(
+                f"{variable_of('replay_every')} is {options.replay_every}, and a Recorder cannot "
+                "run a step of your own loop twice. Unset it, or train with a Trainer of Lightning "
+                "and DeterminismCallback(replay_every=...)."
+            )
+        options.check_ranks(world_size)
+        if options.reference is not None:
+            read_ledger(options.reference)
+
+    def resume(
+        self,
+        parent: Resume,
+        loss: str | None,
+        report: Callable[[str], None],
+        held: Iterable[dict[str, Json]] = (),
+    ) -> None:
+        """Let the ledger that ``begin`` opens next continue another one.
+
+        ``loss`` and ``held`` are the ``loss_text`` and the waiting records of that run. ``report``
+        is called with the difference, the same on all ranks, if this run does not continue it.
+        """
+        self._parent, self.held[:], self._report = parent, held, report
+        if loss is not None:
+            self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64, device="cpu")
+
+    def begin(
+        self,
+        ranks: Ranks,
+        training: Training,
+        describe: Callable[[], tuple[Header, RunFacts, ReplicatedState | None]],
+        make_folder: Callable[[], Path],
+        options: RunOptions | None = None,
+    ) -> bool:
+        """Open a ledger, write its header and the facts, and accept or refuse the reference.
+
+        ``describe`` returns the header, the facts, and what must be equal on all ranks;
+        ``make_folder`` makes the ledger's folder, the same on all ranks. Options take the place of
+        the run's.
+
+        Returns:
+            Whether the ledger is a new one, whose initial state should be recorded, and continues
+            none.
+
+        Raises:
+            LedgerError: If the ledger cannot be written, or the reference not be read.
+            ReferenceRefusedError: If the reference comes from another experiment.
+            StackDifferenceError: If the reference's stack differs, unless the options allow it.
+        """
+        parent, self._parent = self._parent, None
+        self.digest = None
+        if parent is None:
+            self.loss = None
+            self.held.clear()
+        self.ranks, self._training = ranks, training
+        header, facts, replicated = ranks.raise_on_all(describe)
+        self.folder = make_folder()
+        self._header, self._used_options = header, options or self.options
+        if not ranks.is_alone and replicated is not None:
+            self._agreement = RankAgreement(ranks.gather_json, replicated)
+        self.open_runs.add(self)
+        if Watch.current is not None:
+            Watch.current.begin(self.folder, ranks.rank)
+        ranks.raise_on_all(lambda: self._open(header, facts, parent))
+        if control_is_on():
+            settle_buckets(training.model if training.wrapped is None else training.wrapped)
+        self.probes = BatchProbes(self._used_options, training, ranks.rank, self.append)
+        return parent is None
+
+    def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
+        assert self.folder is not None, "begin() has made it"
+        options = self._used_options
+        self._writer = LedgerWriter(rank_path(self.folder, header.rank))
+        self._writer.write(header)
+        if parent is not None:
+            unchecked = self._open_check(header, parent)
+            named = parent.parent
+            with suppress(ValueError):  # on Windows, another drive
+                # Relative, so that both folders can be moved together.
+                named = named and os.path.relpath(named, self.folder)
+            self._writer.write(replace(parent, parent=named, unchecked=unchecked or None))
+        self._writer.write(facts)
+        if options.reference is None:
+            return
+        reference = self._reference = Reference(options.reference, header.rank, writing=self.folder)
+        # The stack first: a different driver must not look like nondeterminism.
+        portable = are_portable(reference.header.settings, header.settings)
+        allowed = "ignore" if portable else options.on_stack_difference
+        warning = check_stack(reference.header.stack, header.stack, allowed)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+        reference.accept(header, facts, None if parent is None else parent.epoch)
+
+    def _open_check(self, header: Header, parent: Resume) -> str:
+        """Find what the run that saved the checkpoint did next; return why that is not known."""
+        self.note_save(parent.step)
+        if parent.inexact:  # and that is accepted
+            return "the resume is inexact"
+        if os.environ.get(variable_of("resume")):
+            return "d9m repeat compares the whole run"
+        assert self.folder is not None, "begin() has made it"
+        own = rank_path(self.folder, header.rank)
+        self._check = ResumeCheck(own, parent.parent, parent.parent_check)
+        problem = self._check.problem
+        if problem and header.rank == 0:
+            _log.warning(
+                "This resume cannot be compared with the run that saved the checkpoint: %s.",
+                problem,
+            )
+        return problem
+
+    def note_save(self, step: int) -> None:
+        """Digest the state after the steps that follow a checkpoint saved after this one."""
+        self._due, self._saved_step = STEPS, step
+
+    def record(
+        self,
+        moment: str,
+        *,
+        epoch: int,
+        step: int,
+        scalars: Mapping[str, str] = MappingProxyType({}),
+        verify: Callable[[], None] | None = None,
+    ) -> int:
+        """Record the state at a moment, and compare it; every rank must call this.
+
+        The moment is ``"initial"``, ``"epoch"`` or ``"final"``. Scalars are ``float.hex()``
+        of numbers; ``verify`` raises a ``SettingError`` if a switch was changed.
+
+        Returns:
+            The number of entries that differ from the reference or across ranks.
+
+        Raises:
+            DriftError: If entries differ and ``on_drift`` is ``"raise"``.
+            LedgerError: If the ledger cannot be written.
+        """
+        assert self._header is not None, "begin() comes first"
+        digests = self._take(moment, epoch, step, scalars, verify)
+        found: list[DriftError] = []
+        try:
+            self.ranks.raise_on_all(lambda: found.extend(self._write(digests)))
+        finally:
+            self._write_held()
+        if self._check is not None and moment == "epoch":
+            self._tell_ranks(self._problem_since or self._check.compare(digests, digests.groups))
+        found += self._compare_ranks(digests, found)
+        if not found:
+            return 0
+        if self._used_options.on_drift == "raise":
+            raise found[0]
+        for error in found:
+            if self._header.rank in (0, error.rank):
+                warnings.warn(str(error), stacklevel=2)
+        return max(error.count for error in found)
+
+    def record_exception(self, *, epoch: int, step: int) -> None:
+        """Record the state of this rank where an exception ends the training.
+
+        Ranks do not communicate, because some may be lost: a state that they share out is not
+        recorded. A difference from the reference is a warning, and no error hides the exception.
+        """
+        if self._header is None or SHARDED_PARAMETERS in self._header.stack:
+            return
+        with suppress(Exception):
+            self.probes.collector.close()
+            digests = self._describe(EXCEPTION, epoch, step, self._read())
+            self.digest = digests.totals["weights"]
+            for error in self._write(digests):
+                warnings.warn(str(error), stacklevel=2)
+
+    def _take(
+        self,
+        moment: str,
+        epoch: int,
+        step: int,
+        scalars: Mapping[str, str],
+        verify: Callable[[], None] | None,
+    ) -> Digests:
+        if Watch.current is not None:
+            Watch.current.mark(moment, epoch, step)
+        self.probes.save_state(StatePoint(epoch, step, moment))
+        (self.probes if moment == "final" else self.probes.collector).close()
+        snapshot = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
+        complete_snapshot(snapshot, self.ranks)
+        return self._describe(moment, epoch, step, snapshot, scalars)
+
+    def _describe(
+        self,
+        moment: str,
+        epoch: int,
+        step: int,
+        snapshot: Snapshot,
+        scalars: Mapping[str, str] = MappingProxyType({}),
+    ) -> Digests:
+        training, totals = self._training, snapshot.total()
+        self.digest = totals["weights"]
+        gradients: dict[str, dict[str, str]] = {}
+        if training.records_gradients:  # those that the program has not cleared yet
+            named = training.model.named_parameters()
+            if found := {name: digest_value(p.grad) for name, p in named if p.grad is not None}:
+                gradients["gradients"] = found
+        return Digests(
+            moment=moment,
+            epoch=epoch,
+            step=step,
+            totals=totals | {k: digest_value(sorted(v.items())) for k, v in gradients.items()},
+            groups=snapshot.groups | gradients,
+            loss=self.loss_text,
+            scalars=scalars,
+            sketches=snapshot.sketches,
+        )
+
+    def _read(
+        self,
+        verify: Callable[[], None] | None = None,
+        *,
+        sketches: bool = False,
+        whole: bool = True,
+    ) -> Snapshot:
+        """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""
+        training = self._training
+        if verify is not None:
+            verify()
+        wrapped = training.model if training.wrapped is None else training.wrapped
+        reshard(wrapped)
+        return take_partial_snapshot(
+            training.model,
+            training.list_optimizers(),
+            training.list_schedulers(),
+            find_flat_layouts(wrapped) if whole else None,
+            sketches=sketches,
+            # Portable runs of two versions of torch are comparable.
+            switches=self._header is None or not self._header.settings.get("portable"),
+        )
+
+    def _write(self, digests: Digests) -> list[DriftError]:
+        assert self._writer is not None, "begin() comes first"
+        if self._problem is not None:
+            raise self._problem
+        self._writer.write(digests)
+        difference = None if self._reference is None else self._reference.check(digests)
+        if difference is None or self._reference is None:
+            return []
+        return [self._reference.drift_error(difference)]
+
+    def _compare_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
+        """Return the errors that all ranks raise, the same on every rank."""
+        if self.ranks.is_alone:
+            return []
+        agreement = self._agreement
+        summary = [] if agreement is None else agreement.summarize(digests.groups)
+        rows = self.ranks.gather_json([found[0].count if found else 0, *summary])
+        errors: list[DriftError] = []
+        drifted = next((rank for rank, row in enumerate(rows) if row[0]), None)
+        if drifted is not None and not found:
+            assert self.folder is not None, "begin() comes first"
+            text = (
+                f"Rank {drifted} differs from its reference (epoch {digests.epoch}, step "
+                f"{digests.step}); this rank {self.ranks.rank} does not. What differs is in the "
+                f"message of rank {drifted} and in its ledger, {rank_path(self.folder, drifted)}."
+            )
+            place = {"moment": digests.moment, "epoch": digests.epoch, "step": digests.step}
+            errors.append(DriftError(text, **place, rank=drifted, count=rows[drifted][0]))
+        drift = None if agreement is None else agreement.compare([row[1:] for row in rows], digests)
+        return errors if drift is None else [*errors, drift]
+
+    def _write_held(self) -> None:
+        if self.held:
+            self.probes.collector.close()
+        for record in self.held:
+            self.append(record)
+        self.held.clear()
+
+    def end_step(self, epoch: int, step: int) -> None:
+        """Digest the state of this rank after a step, if it is one of those that are compared.
+
+        That are the first ones after a checkpoint; some others are kept until the next record, if
+        ranks are compared. An error is left to the next record, which all ranks see.
+
+        Raises:
+            InexactResumeError: On all ranks, if a resumed run differs, as ``resume`` has it.
+        """
+        agreement, header = self._agreement, self._header
+        if header is None:
+            return
+        follows = self._due > 0 and step > self._saved_step
+        wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
+        kept = agreement if agreement is not None and wanted and agreement.wants(step) else None
+        if not follows and kept is None:
+            return
+        groups: dict[str, dict[str, str]] = {}
+        with suppress(D9mError):
+            groups = self._read(whole=False).groups
+            if kept is not None:
+                kept.keep_step(step, groups)
+        if follows:
+            self._due, self._saved_step = self._due - 1, step
+            self._check_step(epoch, step, groups)
+
+    def _check_step(self, epoch: int, step: int, groups: dict[str, dict[str, str]]) -> None:
+        assert self._header is not None, "the ledger is open"
+        rank = self._header.rank
+        # A checkpoint has those of rank 0; the others get them with DDP's next synchronization.
+        groups = {name: own for name, own in groups.items() if name != "buffers" or not rank}
+        # With logical ranks they depend on the last one that a process has computed.
+        if LOGICAL_RANKS not in self._header.stack:
+            groups = {**groups, GENERATORS: digest_generators()}
+        record = digest_step(epoch, step, groups)
+        self.append(record)
+        check = self._check
+        if check is None:
+            return
+        problem = check.compare(record, groups)
+        self._checked += 1
+        # All ranks know that these steps are compared, and not which others.
+        if self.ranks.is_alone or self._checked <= STEPS:
+            self._tell_ranks(problem)
+        else:
+            self._problem_since = self._problem_since or problem
+
+    def _tell_ranks(self, problem: str) -> None:
+        """Report a difference that any rank has found; every rank calls this."""
+        assert self._check is not None, "the run was resumed"
+        rows = self.ranks.gather_json([problem, self._check.is_open])
+        found = [text for text, _ in rows if text]
+        if found or not any(is_open for _, is_open in rows):
+            self._check.close()
+            self._check, self._problem_since = None, ""
+        if found:
+            self._report(found[0])
+
+    def append(self, record: Record | Mapping[str, Json]) -> None:
+        """Write a record that is not compared during training, if a ledger is open.
+
+        An error is raised by the next call of ``record``, on all ranks.
+        """
+        if self._writer is None or self._problem is not None:
+            return
+        try:
+            self._writer.write(record)
+        except LedgerError as error:
+            self._problem = error
+
+    def end(self, end: End) -> None:
+        """Write the last record, close the ledger, and warn of records that were not compared.
+
+        If the training failed, errors of this do not hide that error.
+        """
+        failed = end.status == "failed"
+        try:
+            with suppress(Exception) if failed else nullcontext():
+                if self.is_open:
+                    self._write_held()
+                self.probes.close()
+        finally:
+            writer, reference = self._writer, self._reference
+            if self._check is not None:
+                self._check.close()
+            self.open_runs.discard(self)
+            self._forget()
+            if writer is not None:
+                # If the ledger could not be written, its error was raised and failed the run.
+                with suppress(LedgerError) if failed else nullcontext(), writer:
+                    writer.write(end)
+        if reference is not None and end.status != "finished":
+            reference.close()
+        elif reference is not None and (unchecked := reference.finish()) is not None:
+            warnings.warn(unchecked, stacklevel=2)
+
+
+def describe_training(
+    ranks: Ranks,
+    settings: Settings,
+    layout: Mapping[str, Any],
+    training: Training,
+    *,
+    fit: int,
+    further: Mapping[str, Scalar] = MappingProxyType({}),
+    loaders: Iterable[object] = (),
+    trainer: Mapping[str, Scalar] = MappingProxyType({}),
+) -> tuple[Header, RunFacts, ReplicatedState | None]:
+    """Return the header of this rank's ledger, the facts, and what must be equal on all ranks.
+
+    ``layout`` is what the stack says of processes and devices, ``"world.size"`` their number;
+    ``trainer`` has settings that two comparable trainings must share.
+    """
+    model = training.model
+    layouts = find_flat_layouts(model if training.wrapped is None else training.wrapped)
+    control = {} if control_is_on() else {"control": "off"}
+    calls = "; ".join(seed_calls.found)[:MAX_NAME]
+    seeded = {SEEDED: calls} if calls else {}
+    header = Header(
+        rank=ranks.rank,
+        world_size=layout["world.size"],
+        fit=fit,
+        seed=settings.seed,
+        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        settings={**settings.as_record(), **control, **further},
+        stack=capture_stack({**layout, **describe_division(model, layouts)}),
+        package=__version__,
+        program={**capture_program(), **seeded} if ranks.rank == 0 else {},
+    )
+    described, parameters = describe_model(model, layouts)
+    train = tuple(describe_loader(loader) for loader in loaders)
+    facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
+    if layout["world.size"] == 1:
+        return header, facts, None
+    optimizers, schedulers = training.list_optimizers(), training.list_schedulers()
+    return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
+
+
+def describe_loader(loader: object) -> LoaderFacts:
+    """Return how many samples and batches a loader has, and its batch size, where it can tell."""
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None:  # a custom batch sampler, or no automatic batching
+        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    lengths: list[int | None] = [None, None]
+    for place, sized in enumerate((getattr(loader, "dataset", None), loader)):
+        with suppress(TypeError, NotImplementedError):  # an iterable dataset has none
+            lengths[place] = len(sized)  # type: ignore[arg-type]
+    size = batch_size if isinstance(batch_size, int) else None
+    return LoaderFacts(samples=lengths[0], batch_size=size, batches=lengths[1])
+
+
+def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:
+    """Create a folder on rank 0, and return its path on all ranks.
+
+    ``create`` is None on a rank that does not create it. The advice, for the error's message,
+    says what to do if it cannot be created.
+
+    Raises:
+        LedgerError: On all ranks, if the folder cannot be created.
+    """
+    folder, problem = "", ""
+    if create is not None:
+        try:
+            folder = str(create())
+        except LedgerError as error:
+            problem = f"{error} {advice}".rstrip()
+    folder, problem = ranks.gather_json([folder, problem])[0]
+    if problem:
+        raise LedgerError(problem)
+    # Nodes need not share a file system: each keeps the ledgers of its own ranks. If this fails,
+    # creating the file in it fails too, with a message that says why.
+    with suppress(OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+# Tensors whose parts are gathered at a time. Every rank holds those of all ranks: up to 256 KiB of
+# bytes for each tensor and rank, and the digests of chunks.
+_ROUND = 32
+
+
+def complete_snapshot(snapshot: Snapshot, ranks: Ranks) -> None:
+    """Add the digests of tensors that ranks share out; every rank calls this.
+
+    Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
+    the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
+    each rank, one after the other.
+
+    Raises:
+        DigestError: If a tensor has no digest, or its parts do not cover it.
+    """
+    if not (snapshot.shards or snapshot.owners or snapshot.scattered):
+        return
+    read = ranks.raise_on_all(lambda: [*read_shards(snapshot.shards.values())])
+    # By group and name: the ranks that hold the tensor once, its header, its size and this rank's
+    # parts; of a value that belongs to a tensor, its digest and None.
+    own: dict[tuple[str, str], tuple[Any, ...]] = {
+        place: (shard.ranks, shard.header, shard.size, tuple(parts))
+        for (place, shard), parts in zip(snapshot.shards.items(), read, strict=True)
+    }
+    for (group, name), shard in snapshot.owners.items():
+        own[group, name] = (shard.ranks, snapshot.groups[group][name], None, None)
+
+    def gather(value: object) -> list[Any]:
+        return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
+
+    digests: dict[tuple[str, str], str] = {}
+    places = [*dict.fromkeys(place for names in gather([*own]) for place in names)]
+    for start in range(0, len(places), _ROUND):
+        rows = gather({p: own[p] for p in places[start : start + _ROUND] if p in own})
+        digests |= ranks.raise_on_all(lambda: _combine(rows, ranks.rank))  # noqa: B023 - called here
+    for place, tensor in snapshot.scattered.items():
+        with torch.no_grad():
+            digests[place] = digest(tensor.full_tensor())  # type: ignore[attr-defined]
+    for (group, name), value in digests.items():
+        snapshot.groups[group][name] = value
+
+
+def _combine(rows: list[dict[tuple[str, str], tuple[Any, ...]]], rank: int) -> dict[Any, str]:
+    """Return the digests of the tensors of which a rank holds a part, by place."""
+    found: dict[Any, str] = {}
+    for row in (rows[rank], *rows):
+        for place, (holders, known, size, _) in row.items():
+            if place in found or rank not in holders:
+                continue
+            if size is None:
+                found[place] = known
+            else:
+                parts = [ShardParts(*rows[n][place][3]) for n in holders if place in rows[n]]
+                found[place] = combine_shards(known, size, parts)
+    return found

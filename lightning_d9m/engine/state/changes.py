@@ -1,0 +1,580 @@
+"""Values that objects did not hold at first, as plain data for a checkpoint."""
+
+import enum
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_d9m.engine.state.object_digest import (
+    digest_data,
+    digest_saved,
+    digest_together,
+    list_items,
+)
+from lightning_d9m.engine.state.parts import (
+    ARRAY,
+    ATTRIBUTES,
+    CODE,
+    DICT,
+    GENERATOR,
+    ITEMS,
+    LONG,
+    MISSING,
+    OPAQUE,
+    SET,
+    TENSOR,
+    Dict,
+    Holder,
+    Kind,
+    Unreadable,
+    are_same,
+    find_kind,
+    is_address,
+    list_fields,
+    make_record,
+)
+from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.engine.state.state import LeaveOut, Node, Watch
+from lightning_d9m.errors import RanksDisagreeError, SettingError
+
+# Objects in a longer container are compared together, without a node for each.
+_MOST_ITEMS = 1000
+_KEYS = (str, int, float, bytes, tuple, type(None))
+_SCALARS = {type(None), bool, int, float, complex, str, bytes}
+# Ends the path of an object that has changed, which another may have replaced meanwhile.
+_AT_FIRST = "'"
+_PLAIN = {*_SCALARS, list, tuple, dict, set, deque}
+_HOLDERS = (ITEMS, DICT, SET, LONG)
+_HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (
+        *(np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox),
+        np.random.SFC64,
+    )
+}
+_MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
+
+
+class Change(NamedTuple):
+    """A part of a holder, or all that an object holds (without a key), that has changed.
+
+    Attributes:
+        path: Where it is, as a program writes it.
+        node: The holder or the object.
+        key: The name of the part, in a tuple; empty for the object itself.
+        value: What it holds now; ``MISSING`` if the part is gone.
+        first: What the part was at first.
+    """
+
+    path: str
+    node: Node
+    key: tuple[Any, ...]
+    value: Any
+    first: Any = None
+
+
+class Changes:
+    """The values that the owners and the objects in them did not hold at first.
+
+    Args:
+        owners: Objects by name, which are entered whatever their type.
+        leave_out: See ``walk``. What it returns True for is not looked at, now and later.
+        hide: Returns the attributes of an object that are not looked at.
+        copies: Keep copies of what changes, so that ``undo`` can restore it.
+        most_bytes: Most bytes that ``capture`` encodes, about.
+        namespaces: See ``walk``.
+        expects: ``capture`` keeps the digest of what has changed and has no plain form, so that
+            ``restore`` can tell whether the program has restored it itself.
+
+    Attributes:
+        filled: The paths of what the last ``capture`` could not encode, and that was put in empty
+            places.
+        unknown: The paths of what the last ``capture`` could not read.
+        expected: The paths of what the last ``capture`` took a digest of.
+        replaced: The objects that are left out, and that the last ``capture`` found in the place of
+            others, by path.
+        unlike: The paths of what the last ``restore`` found to be other than it was.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, object],
+        *,
+        leave_out: LeaveOut,
+        hide: Callable[[object], Collection[str]] = lambda _: (),
+        copies: bool = False,
+        most_bytes: int | None = None,
+        namespaces: bool = False,
+        expects: bool = False,
+    ) -> None:
+        self._ignored: set[int] = set()
+        self._hide = hide
+        # Of new objects that several places hold: first a number, then the plain form, by identity;
+        # and those that are made again.
+        self._shared: dict[int, Any] = {}
+        self._made: dict[tuple[str, int], Any] = {}
+        self._path, self._code = "", set[int]()
+        self._most_bytes = most_bytes
+        self._copies = copies
+        self._expects = expects
+        self._has_settled = False
+        self.filled: set[str] = set()
+        self.unknown: list[str] = []
+        self.replaced: list[tuple[str, object]] = []
+        self.expected: list[str] = []
+        self.unlike: list[str] = []
+        together = Kind(partial(digest_together, leave_out=leave_out), compare=are_same)
+
+        def ignore(path: str, value: object) -> bool:
+            found = leave_out(path, value)
+            # The id of a freed object may be that of another now.
+            (self._ignored.add if found else self._ignored.discard)(id(value))
+            return found or (not copies and _is_long(value))
+
+        def choose(_path: str, value: Any, kind: Kind) -> Kind:
+            if id(value) in self._ignored:
+                return _IGNORED
+            if (
+                not copies
+                and kind in (OPAQUE, LONG)
+                and (_is_long(value) or isinstance(value, set))
+            ):
+                return together
+            return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
+
+        self._leave_out = ignore
+        self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
+
+    def settle(self) -> None:
+        """Take objects that were made or replaced since as held at first, but no plain values.
+
+        Only the first call does so.
+        """
+        if self._has_settled:
+            return
+        self._has_settled = True
+        for node in self._watch.find_changed():
+            now = node.kind.read(node.owner)
+            if isinstance(node.kind, Dict):
+                parts = [change._replace(key=("",)) for change in self._find_parts(node)]
+                held = {id(part.value) for part in parts if self._encode_change(part) is None}
+                held |= self._ignored
+                now = node.content | {key: own for key, own in now.items() if id(own) in held}
+            elif node.kind is not OPAQUE and self._encode_change(Change("", node, (), node.owner)):
+                continue
+            self._watch.set_content(node, now)
+        self._watch.add_data()
+
+    def ignore(self, values: Iterable[object]) -> None:
+        """Look at objects no more, nor at what was found in them."""
+        for value in values:
+            first = self._watch.nodes.get(id(value))
+            if first is None or first.kind is _IGNORED:
+                continue
+            inner = (f"{first.path}.", f"{first.path}[")
+            for node in self._watch.nodes.values():
+                if node is first or node.path.startswith(inner):
+                    node.kind = _IGNORED
+
+    def capture(self) -> tuple[dict[str, bytes], list[str]]:
+        """Return what has changed, encoded, by path; and the paths of what cannot be encoded.
+
+        What cannot be read is in neither. Generators count as changed, as they may have been seeded
+        otherwise at first.
+        """
+        self.unknown, self.expected, self.replaced = [], [], []
+        changes = list(self._find_all())
+        found: dict[str, bytes] = {}
+        unsaved: list[str] = []
+        self.filled.clear()
+        if not self._copies:  # which are restored one by one
+            self._find_shared(changes)
+        size = 0
+        for change in changes:
+            name = change.path.removesuffix(_AT_FIRST)
+            if _is_filled(change):
+                self.filled.add(name)
+            if _is_unreadable(change):
+                self.unknown.append(name)
+            elif (data := self._encode_change(change, size)) is None:
+                digest = digest_saved(change.value) if self._expects else None
+                if digest is None or not all(map(self._is_key, change.key)):
+                    unsaved.append(name)
+                else:
+                    self.expected.append(name)
+                    form = [change.node.path, list(change.key), ["digest", digest]]
+                    found[change.path] = encode_plain(form)
+            else:
+                found[change.path] = data
+                size += len(data)
+        self._shared.clear()
+        return found, unsaved
+
+    def find_first(self) -> str | None:
+        """Return the path of the first change; None without one.
+
+        What fills an empty place counts from then on as held at first, and so does what is left of
+        a dict that loses entries, as a cache does.
+        """
+        for change in self._find_all():
+            is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
+            is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
+            if not is_removed and not _is_filled(change):
+                return change.path.removesuffix(_AT_FIRST)
+            self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
+        return None
+
+    def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
+        """Write what was captured into objects that were made in the same way.
+
+        Returns:
+            The paths for which there is no object.
+        """
+        missing, entries = list[str](), []
+        self._made.clear()
+        self.unlike = []
+        for path, data in captured.items():
+            try:
+                place, key, form = decode_plain(data, device)
+                entries.append((path, self._watch.paths[place], [*key], form))
+            except (*_MALFORMED, RanksDisagreeError):
+                missing.append(path)
+        # First what objects hold, then the objects that replace others, and then what is compared.
+        order = sorted(entries, key=lambda entry: (_is_digest(entry[3]), bool(entry[2])))
+        for path, node, key, form in order:
+            try:
+                if _is_digest(form):
+                    kind: Any = node.kind
+                    now = kind.read(node.owner).get(*key, MISSING) if key else node.owner
+                    self.unlike += [] if digest_saved(now) == form[1] else [path]
+                    continue
+                made = MISSING if form is None else self._decode(form)
+                self._write(node, key, made)
+            except _MALFORMED:
+                missing.append(path)
+        return [path.removesuffix(_AT_FIRST) for path in missing]
+
+    def _write(self, node: Node, key: list[Any], made: Any) -> None:
+        """Write data to where ``capture`` finds data, and code only to a holder of that code.
+
+        The checkpoint names the place and the value, and anybody may have written it.
+
+        Raises:
+            TypeError: If ``capture`` finds nothing there, or the value is of another type.
+        """
+        own = find_kind(node.owner)
+        code = {id(part) for part in _list_deep(made) if isinstance(part, CODE)}
+        # Such as `sys.path`, which a program may import.
+        interpreter = map(id, (*vars(sys).values(), *vars(os.environ).values()))
+        wrong = node.kind is _IGNORED or id(node.owner) in interpreter
+        wrong = wrong or bool(code - _list_identities(node, key))
+        if key and not wrong and isinstance(node.kind, Dict):
+            (name,) = key
+            if node.kind.takes(node.owner, name) and name not in self._hide(node.owner):
+                node.set_part(name, made)
+                return
+        elif not (key or wrong) and own in _HELD and _have_same_form(node.owner, made):
+            own.write(node.owner, own.read(made))
+            return
+        raise TypeError(node.path)
+
+    def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+        """Restore what differs between two captures, unless it has changed since.
+
+        Generators are restored in any case, because nothing but their owner uses them.
+        """
+        now, _ = self.capture()
+        differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
+        for change in list(self._find_all()):
+            path, node = change.path, change.node
+            own = path in differing and now.get(path) == after.get(path)
+            if path in before and (own or node.kind is GENERATOR):
+                self.restore({path: before[path]}, torch.device("cpu"))
+            elif own and change.key:
+                node.set_part(change.key[0], change.first)
+            elif own:
+                node.kind.write(node.owner, node.content)
+
+    def _find_all(self) -> Iterator[Change]:
+        changed = self._watch.find_changed()
+        known = set(map(id, changed))
+        for node in self._watch.nodes.values():
+            if node.kind is GENERATOR and id(node) not in known:
+                changed.append(node)
+        for node in changed:
+            holder, _, name = node.path.rpartition(".")
+            held = self._watch.paths.get(holder)
+            now = node.owner if held is None else getattr(held.owner, name, node.owner)
+            if now is not node.owner and held is not None and held.kind is OPAQUE:
+                continue  # a library has replaced it, which changes the holder
+            if node.kind is OPAQUE:
+                yield Change(node.path, node, (), node.owner)
+            elif isinstance(node.kind, Dict):
+                yield from self._find_parts(node)
+            elif not isinstance(node.owner, tuple):
+                yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
+
+    def _find_parts(self, node: Node) -> Iterator[Change]:
+        hidden = self._hide(node.owner)
+        for path, key, first, part in node.find_parts():
+            if key in hidden:
+                continue
+            if find_kind(part) is not None:
+                self._leave_out(path, part)
+            if find_kind(part) is None or id(part) not in self._ignored:
+                yield Change(path, node, (key,), part, first)
+            else:
+                self.replaced.append((path, part))
+
+    def _encode_change(self, change: Change, size: int = 0) -> bytes | None:
+        """Return place, key and plain form of a change as bytes; None if it has no such form.
+
+        ``size`` is that of the changes that were encoded before.
+        """
+        value, most, form = change.value, self._most_bytes, None
+        self._path, self._code = change.path, _list_identities(change.node, change.key)
+        kind: Any = change.node.kind
+        if change.key and not kind.takes(change.node.owner, *change.key):
+            return None
+        with suppress(SettingError, TypeError, RecursionError):
+            if value is not MISSING and (most is None or (size <= most and _fits(value, most))):
+                form = self._encode(value) if change.key else self._encode_new(value, whole=True)
+            if (form or value is MISSING) and all(map(self._is_key, change.key)):
+                return encode_plain([change.node.path, list(change.key), form])
+        return None
+
+    def _is_key(self, key: Any) -> bool:
+        """Return whether a dict of another process has this key, and not an address."""
+        return isinstance(key, _KEYS) and not (is_address(key) and key in self._watch.nodes)
+
+    def _is_record(self, value: Any) -> bool:
+        """Return whether an object is a named tuple or a dataclass with just its fields."""
+        kind = type(value)
+        if id(kind) not in self._watch.nodes or (names := list_fields(kind)) is None:
+            return False
+        held = getattr(value, "__dict__", {}).keys() <= {*names}
+        return held and all(hasattr(value, name) for name in names)
+
+    def _find_shared(self, changes: Iterable[Change]) -> None:
+        """Number the new objects that several places hold."""
+        seen: set[int] = set()
+        pending: list[Any] = []
+        for change in changes:
+            whole = not change.key and find_kind(change.value) in _HOLDERS
+            pending += _list_parts(change.value) if whole else [change.value]
+        while pending:
+            value = pending.pop()
+            kind = find_kind(value)
+            if id(value) in seen:
+                self._shared.setdefault(id(value), len(self._shared))
+            elif id(value) not in self._watch.nodes and (kind in _HELD or self._is_record(value)):
+                if not isinstance(value, tuple):
+                    seen.add(id(value))
+                if kind in (*_HOLDERS, ATTRIBUTES):
+                    pending += [part for part in _list_parts(value) if type(part) not in _SCALARS]
+
+    def _encode(self, value: Any) -> list[Any]:
+        """Return the plain form of a value, in which objects that were there at first have paths.
+
+        Raises:
+            TypeError: If it has none.
+        """
+        known = self._watch.nodes.get(id(value))
+        if isinstance(value, CODE) and id(value) not in self._code:
+            raise TypeError(value)
+        if known is not None and find_kind(value) is not OPAQUE:
+            return ["known", known.path]
+        if id(value) not in self._shared:
+            return self._encode_new(value)
+        if isinstance(number := self._shared[id(value)], int):
+            self._shared[id(value)] = None  # within itself it has no form
+            self._shared[id(value)] = ["shared", self._path, number, self._encode_new(value)]
+        return [*self._shared[id(value)]]
+
+    def _encode_new(self, value: Any, *, whole: bool = False) -> list[Any]:
+        """Return the plain form of an object by what it holds; if ``whole``, whatever its type."""
+        kind: Any = find_kind(value)
+        if kind is GENERATOR:
+            return ["generator", _name_generator(value), kind.read(value)]
+        if isinstance(value, enum.Enum):
+            return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
+        if self._is_record(value):
+            names = list_fields(type(value)) or ()
+            forms = [self._encode(getattr(value, name)) for name in names]
+            return ["record", self._watch.nodes[id(type(value))].path, forms]
+        plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
+        if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
+            raise TypeError(value)
+        parts = _list_parts(value) if kind in _HOLDERS else ()
+        forms = [] if {*map(type, parts)} <= _SCALARS else [*map(self._encode, parts)]
+        if all(form[0] == "value" for form in forms):
+            return ["value", value]
+        if kind is ITEMS:
+            empty: Any = () if isinstance(value, tuple) else []
+            if isinstance(value, deque):
+                empty = deque(maxlen=value.maxlen)
+            return ["items", empty, forms]
+        if kind is not DICT or not all(map(self._is_key, value)):
+            raise TypeError(value)
+        return ["dict", dict(zip(value, forms[len(value) :], strict=True))]
+
+    def _decode(self, value: list[Any]) -> Any:  # noqa: C901 - one case for each form
+        match value:
+            case "known", path:
+                return self._watch.paths[path].owner
+            case "shared", path, number, form:
+                if (path, number) not in self._made:
+                    self._made[path, number] = self._decode(form)
+                found = self._made[path, number]
+            case "generator", kind, state:
+                found = _make_generator(*kind)
+                GENERATOR.write(found, state)
+            case "enum", (module, name), member:
+                found = _find_enum(module, name)[member]
+            case "items", empty, parts if type(empty) in (tuple, list, deque) and not empty:
+                found = empty + type(empty)(map(self._decode, parts))
+            case "record", path, parts:
+                kind, values = self._watch.paths[path].owner, [*map(self._decode, parts)]
+                if not isinstance(kind, type) or len(list_fields(kind) or ()) != len(values):
+                    raise TypeError(path)
+                if any(isinstance(part, CODE) for part in _list_deep(values)):
+                    raise TypeError(value)
+                found = make_record(kind, values)
+            case "dict", entries:
+                found = {key: self._decode(part) for key, part in entries.items()}
+            case "value", found:
+                pass
+            case _:
+                raise ValueError(value)
+        return found
+
+
+def _is_digest(form: Any) -> bool:
+    return isinstance(form, list) and form[:1] == ["digest"]
+
+
+def _list_parts(container: Any) -> Collection[Any]:
+    if isinstance(container, list | tuple | dict | set | frozenset | deque):
+        return list_items(container)
+    return [getattr(container, name) for name in list_fields(type(container)) or ()]
+
+
+def _list_identities(node: Node, key: Collection[Any]) -> set[int]:
+    """Return the identities of what a list or dict held at first, if it is written as a whole."""
+    whole = isinstance(node.kind, Holder) and not key
+    return {*map(id, _list_parts(node.content))} if whole else set()
+
+
+def _list_deep(value: Any) -> list[Any]:
+    """Return a value and all parts of the builtin containers in it."""
+    found, seen = [value], set[int]()
+    for part in found:
+        if type(part) in _PLAIN - _SCALARS and id(part) not in seen:
+            seen.add(id(part))
+            found += _list_parts(part)
+    return found
+
+
+def _have_same_form(owner: Any, made: Any) -> bool:
+    """Return whether one object can take what the other holds, which may be of a base class."""
+    return made is not MISSING and isinstance(owner, type(made)) and find_kind(made) in _HELD
+
+
+def _find_enum(module: str, name: str) -> Any:
+    """Return the enum of a name, among all that there are: no name is looked up in a module."""
+    kinds = [enum.Enum]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    (found,) = (own for own in kinds if (own.__module__, own.__qualname__) == (module, name))
+    return found
+
+
+# Data of which a digest is kept, so that they cannot be put back; and what is left out.
+_DIGESTED = Kind(digest_data)
+_IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
+
+
+def describe_unsaved(paths: Iterable[str]) -> list[str]:
+    """Return why a checkpoint that lacks changes at these paths cannot be resumed exactly."""
+    return [
+        f"{path} changes in the fit, or may change unseen, and has no form that a checkpoint could "
+        "keep: keep numbers, texts, tensors, arrays, and containers of these (of hooks, which are "
+        "code, a flag that they read), or save checkpoints without it."
+        for path in paths
+    ]
+
+
+def _is_long(value: Any) -> bool:
+    """Return whether a container holds so many objects that they have no node each."""
+    if find_kind(value) not in (ITEMS, DICT, LONG) or len(value) <= _MOST_ITEMS:
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return any(
+        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
+    )
+
+
+def _is_unreadable(change: Change) -> bool:
+    """Return whether nothing tells if an object has changed.
+
+    That is also so of an iterator that the fit has made: it may be made again before it is used.
+    """
+    value = change.value
+    if find_kind(value) is not OPAQUE or (change.key and hasattr(type(value), "__next__")):
+        return find_kind(value) is OPAQUE or isinstance(value, Unreadable)
+    return any(isinstance(own, Unreadable) for own in OPAQUE.read(value))
+
+
+def _is_filled(change: Change) -> bool:
+    """Return whether a value was put in a place that was empty, as a cache does."""
+    kind = find_kind(change.value)
+    if change.key:
+        was_empty = change.first is None or change.first is MISSING
+        return was_empty and change.value is not MISSING
+    if kind not in (ITEMS, LONG) or isinstance(change.value, dict):
+        return False
+    first = change.node.content
+    return len(first) == len(change.value) and all(
+        one is other or one is None for one, other in zip(first, change.value, strict=True)
+    )
+
+
+def _fits(value: Any, most: int) -> bool:
+    """Return whether a value has at most so many bytes, about."""
+    pending, size = [value], 0
+    while pending and size <= most:
+        part = pending.pop()
+        if isinstance(part, dict):
+            pending += [*part, *part.values()]
+        elif isinstance(part, list | tuple | set | deque):
+            size += 8 * len(part)
+            pending += part if size <= most else ()
+        else:
+            size += getattr(part, "nbytes", 0) or sys.getsizeof(part)
+    return size <= most
+
+
+def _name_generator(generator: Any) -> list[str]:
+    if isinstance(generator, torch.Generator):
+        return ["torch", str(generator.device)]
+    if isinstance(generator, np.random.Generator):
+        return ["numpy", type(generator.bit_generator).__name__]
+    return ["legacy" if isinstance(generator, np.random.RandomState) else "python", ""]
+
+
+def _make_generator(kind: str, name: str) -> Any:
+    if kind == "torch":
+        return torch.Generator(torch.device(name))
+    if kind == "numpy":
+        return np.random.Generator(_BIT_GENERATORS[name]())
+    return np.random.RandomState() if kind == "legacy" else random.Random()  # noqa: S311 - its state is set

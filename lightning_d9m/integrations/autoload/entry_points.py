@@ -1,0 +1,226 @@
+"""Entry points for ``LIGHTNING_D9M=1 python train.py``, which needs no change to the program.
+
+pyproject.toml declares two:
+
+- ``torch.backends``: torch calls :func:`load` at the end of its own import, before the program can
+  build a model. It opens a session, as ``lightning_d9m.enable()`` at the top of the program would,
+  and registers ``strategy="horovod_d9m"`` as soon as Lightning's registry exists.
+- ``*.callbacks_factory``: Lightning calls it when a Trainer is built and adds the callbacks that it
+  returns. Lightning documents this entry point; wrapping ``Trainer.__init__`` would depend on
+  Lightning's internals. If the session could not be opened at import, this entry point raises, so
+  the run never trains unseeded.
+
+Every program that imports torch loads this module, so it imports almost nothing itself.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from lightning_d9m.engine.control.session import Session
+
+_OFF = ("", "0")
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class _AutoloadState:
+    """The session of this process, or the error that prevented it."""
+
+    started = False
+    session: "Session | None" = None
+    problem: Exception | None = None
+    unsupported: str | None = None  # which package is too old; empty if none is
+
+
+def load() -> None:
+    """Open a session if ``LIGHTNING_D9M`` is on; torch calls this, and it never raises.
+
+    ``LIGHTNING_D9M_PORTABLE`` alone turns it on.
+    """
+    if os.environ.get("LIGHTNING_D9M_PORTABLE", "").lower() in ("1", "true", "yes", "on"):
+        os.environ.setdefault("LIGHTNING_D9M", "1")
+    if os.environ.get("LIGHTNING_D9M", "") not in _OFF:
+        _attempt(_start)
+    if os.environ.get("LIGHTNING_D9M_WATCH"):
+        _attempt(_watch)
+
+
+def _watch() -> None:
+    from lightning_d9m.engine.probes.outside import watch_process
+
+    watch_process()
+
+
+def make_lightning_callbacks() -> list[Any]:
+    """Return the callbacks to add to a ``lightning.pytorch.Trainer``."""
+    return _make_callbacks("lightning.pytorch")
+
+
+def make_pytorch_lightning_callbacks() -> list[Any]:
+    """Return the callbacks to add to a ``pytorch_lightning.Trainer``."""
+    return _make_callbacks("pytorch_lightning")
+
+
+def _attempt(func: Callable[[], None]) -> None:
+    """Call a function; print and keep its error, so that the program's imports do not fail."""
+    try:
+        func()
+    except Exception as error:  # noqa: BLE001 - raised when a Trainer is built
+        if _AutoloadState.problem is None:
+            _say(
+                f"{_describe_error(error)} This process continues without it, and building a "
+                "Trainer will fail."
+            )
+        _AutoloadState.problem = error
+
+
+def _say(reason: str) -> None:
+    value = os.environ.get("LIGHTNING_D9M")
+    print(f"lightning_d9m: LIGHTNING_D9M={value} has no effect: {reason}", file=sys.stderr)
+
+
+def _is_unsupported() -> bool:
+    """Warn once if a package is too old; the program then runs without determinism."""
+    from lightning_d9m.compatibility import describe_unsupported
+
+    if _AutoloadState.unsupported is None:
+        _AutoloadState.unsupported = describe_unsupported() or ""
+        if _AutoloadState.unsupported:
+            _say(_AutoloadState.unsupported)
+    return bool(_AutoloadState.unsupported)
+
+
+def _start() -> None:
+    from lightning_d9m.engine.control.settings import RECORD_SAVES, read_switch, read_variable
+
+    if not read_switch(os.environ) or _is_unsupported():
+        return
+    for package in _PACKAGES:
+        register = partial(_attempt, partial(_register, package))
+        call_after_import(f"{package}.strategies", register)
+    # Nothing can be imported from a module of ours that is importing torch before it is complete.
+    # The session is then opened when Lightning is imported, before a LightningModule can be built.
+    modules = [m for name, m in sys.modules.items() if name.startswith("lightning_d9m")]
+    specs = [getattr(module, "__spec__", None) for module in modules]
+    if not any(getattr(spec, "_initializing", False) for spec in specs):
+        _open_session()
+        from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
+
+        OptimizerSteps().install()  # for a program without a Trainer, whose callback has precedence
+        if read_variable(RECORD_SAVES, os.environ, bool):
+            from lightning_d9m.integrations.loop.saved_files import SavedFiles
+
+            SavedFiles().install(call_after_import)
+
+
+def _open_session() -> None:
+    from lightning_d9m.engine.control.session import active_session, enable
+    from lightning_d9m.engine.control.settings import Settings, build_from_variables, read_settings
+
+    settings = read_settings(Settings, os.environ)
+    if active_session() is None:  # else the program has called `enable` itself
+        _AutoloadState.session = enable(build_from_variables(Settings, settings))
+        _AutoloadState.session.seed_is_default = "seed" not in settings
+    _AutoloadState.started = True
+
+
+def _register(package: str) -> None:
+    """Register our strategies with a Lightning package."""
+    if not _AutoloadState.started and _AutoloadState.problem is None:
+        _open_session()
+    from lightning_d9m.integrations.strategies.strategies import register_strategies
+
+    register_strategies(package)
+
+
+def _make_callbacks(package: str) -> list[Any]:
+    value = os.environ.get("LIGHTNING_D9M", "")
+    if value in _OFF:
+        return []
+    from lightning_d9m.errors import SettingError, TooLateError
+
+    try:
+        return _find_callbacks(package)
+    except TooLateError:
+        raise
+    except Exception as error:
+        raise SettingError(
+            f"LIGHTNING_D9M={value} asks for a deterministic run, which is not possible: "
+            f"{_describe_error(error)} Correct this, or unset LIGHTNING_D9M to train without it."
+        ) from error
+
+
+def _find_callbacks(package: str) -> list[Any]:
+    if _AutoloadState.problem is not None:
+        raise _AutoloadState.problem
+    from lightning_d9m.engine.control.session import active_session
+    from lightning_d9m.engine.control.settings import read_switch
+    from lightning_d9m.errors import TooLateError
+
+    started = _AutoloadState.started or active_session() is not None
+    if not read_switch(os.environ) or (not started and _is_unsupported()):
+        return []
+    if not started:
+        raise TooLateError(
+            f"LIGHTNING_D9M={os.environ['LIGHTNING_D9M']} asks for a seed before the model is "
+            "built, and lightning_d9m was not called when torch was imported: "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is 0, or LIGHTNING_D9M was set after torch was "
+            "imported. Set it before the program starts and leave the other out; or unset it, and "
+            "call lightning_d9m.enable() at the top of the program and give "
+            "Trainer(callbacks=[lightning_d9m.DeterminismCallback()])."
+        )
+    from lightning_d9m.integrations.lightning.callback import make_callback
+
+    return [make_callback(package)]
+
+
+def _describe_error(error: Exception) -> str:
+    """Return an error's message, with its type if another library raised it."""
+    text = str(error) or "no reason is given"
+    # By name: a broken installation may lack the module that defines ours.
+    own = type(error).__module__ == "lightning_d9m.errors"
+    text = text if own else f"{type(error).__name__}: {text}"
+    return text if text.endswith((".", "!", "?", ")")) else f"{text}."
+
+
+def call_after_import(name: str, func: Callable[[], None]) -> None:
+    """Call ``func`` once, immediately if the module ``name`` has been imported.
+
+    ``func`` must not raise: its error would come out of the program's ``import``.
+    """
+    if name in sys.modules:
+        func()
+    else:
+        sys.meta_path.insert(0, _Finder(name, func))
+
+
+class _Finder:
+    """Finds one module, once, with the finders after it in ``sys.meta_path``."""
+
+    def __init__(self, name: str, func: Callable[[], None]) -> None:
+        self._name = name
+        self._func = func
+
+    def find_spec(self, fullname: str, *_: object) -> "ModuleSpec | None":
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            # On the module's own loader, which `inspect` and others use later.
+            load = spec.loader.exec_module
+
+            def load_and_call(module: "ModuleType") -> None:
+                del vars(spec.loader)["exec_module"]
+                load(module)
+                self._func()
+
+            vars(spec.loader)["exec_module"] = load_and_call
+        return spec

@@ -1,0 +1,138 @@
+"""The files that a program saves, whose tensors are digested when they are written.
+
+What a program publishes may be in no ledger: an exponential moving average, a merged adapter, a
+model that was loaded again. With ``LIGHTNING_D9M_RECORD_SAVES=1``, which ``d9m repeat`` sets, each
+call of ``torch.save`` and ``safetensors`` with a path adds a record to a ledger ``saved-NNN``;
+``save_pretrained`` calls them. Records are compared by their order among the files of one name,
+whose digits do not count: runs number and date their files. Only tensors and arrays count: a zip
+file's bytes vary with its time, and a program's numbers with the clock.
+
+A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
+"""
+
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial, wraps
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.engine.control.session import active_session
+from lightning_d9m.engine.control.settings import Settings
+from lightning_d9m.engine.hashing.digest import digest, digest_value
+from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
+from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
+from lightning_d9m.engine.ledger.format.records import Digests, End
+from lightning_d9m.engine.ledger.kinds import SAVED
+from lightning_d9m.engine.probes.batch_probes import Training
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training
+from lightning_d9m.integrations.loop.recorder import find_ranks
+
+_SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
+_VARIES = re.compile(r"[0-9a-f]{6,}|\d+")
+
+
+class SavedFiles:
+    """The wrapped functions that save, and the ledger of what they saved."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._run: Run | None = None
+        self._numbers: Counter[str] = Counter()
+        self._hooks = ExitStack()
+
+    def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
+        """Wrap what saves, in modules that are imported later, too; ``remove`` restores it."""
+        patches = AttributePatches()
+        self._hooks.callback(patches.undo)
+        for owner in (torch, torch.serialization):
+            patches.replace(owner, "save", self._wrap(torch.serialization.save))
+
+        def wrap_later(name: str) -> None:
+            module = sys.modules[name]
+            patches.replace(module, "save_file", self._wrap(module.save_file))
+
+        for name in _SAFETENSORS:
+            call_after_import(name, partial(wrap_later, name))
+        # As for the ledger of optimizer steps, also at the end of a process of multiprocessing.
+        self._hooks.callback(Finalize(None, self._finish, exitpriority=0).cancel)
+
+    def remove(self) -> None:
+        """Finish the ledger and restore what was wrapped."""
+        with self._hooks:
+            self._finish()
+
+    def _wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        if hasattr(save, "_records_saves"):
+            return save
+
+        @wraps(save)
+        def save_and_record(value: Any, file: Any, *args: Any, **words: Any) -> Any:
+            result = save(value, file, *args, **words)
+            name = getattr(file, "name", file)  # of an open file
+            if isinstance(name, str | os.PathLike):
+                with self._lock, suppress(Exception):  # the program did not ask for a ledger
+                    self._record(value, Path(os.fspath(name)).name)
+            return result
+
+        save_and_record._records_saves = True  # type: ignore[attr-defined]  # noqa: SLF001 - of ours
+        return save_and_record
+
+    def _record(self, value: Any, name: str) -> None:
+        if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
+            return
+        if self._process != os.getpid():  # forked: the ledger belongs to the parent process
+            return
+        if self._run is None:
+            self._run = _open()
+        moment = f"{SAVED} {_VARIES.sub('#', name)}"
+        named = {
+            path or "value": digest(leaf) if isinstance(leaf, torch.Tensor) else digest_value(leaf)
+            for path, leaf in _list_data(value)
+        }
+        totals = {SAVED: digest_value(sorted(named.items()))}
+        number = self._numbers[moment]
+        self._numbers[moment] += 1
+        self._run.append(
+            Digests(moment=moment, epoch=number, step=0, totals=totals, groups={SAVED: named})
+        )
+
+    def _finish(self) -> None:
+        run, self._run = self._run, None
+        if run is not None and self._process == os.getpid():
+            run.end(End(status="finished"))
+
+
+def _open() -> Run:
+    session, alone, training = active_session(), Ranks(0), Training(torch.nn.Module())
+    settings = Settings() if session is None else session.settings
+    run, parent = Run(RunOptions()), Path(os.environ.get(LEDGER_VARIABLE) or state_folder())
+    run.begin(
+        alone,
+        training,
+        lambda: describe_training(alone, settings, {"world.size": 1}, training, fit=0),
+        partial(create_ledger_folder, parent, SAVED),
+    )
+    Run.open_runs.discard(run)  # it records no training
+    return run
+
+
+def _list_data(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield the tensors and arrays in what is saved, with their paths."""
+    for path, leaf in list_pytree_leaves(value):
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            yield path, leaf
+        elif isinstance(leaf, torch.nn.Module):
+            prefix = f"{path}." if path else ""
+            yield from ((f"{prefix}{name}", own) for name, own in leaf.state_dict().items())

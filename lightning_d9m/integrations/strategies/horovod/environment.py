@@ -1,0 +1,236 @@
+"""Horovod's installation, its variables, the store of its ranks, and their stacks."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed
+
+from lightning_d9m.engine.control.doctor import CheckResult, check_variable, judge
+from lightning_d9m.engine.control.environment import allows_nvls
+from lightning_d9m.engine.ledger.format.records import Scalar
+from lightning_d9m.engine.ledger.stack import capture_stack, format_differences, stack_differences
+from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
+
+# Variables that must have a value, and the effect of any other one.
+PINNED_REASONS = {
+    "HOROVOD_FUSION_THRESHOLD": (
+        "0",
+        "Tensor fusion packs the gradients that are ready, so the order of sums changes.",
+    ),
+    "HOROVOD_DISABLE_GROUP_FUSION": (
+        "1",
+        "Otherwise groups are fused with other tensors that are ready.",
+    ),
+    "HOROVOD_AUTOTUNE": ("0", "Autotuning changes the fusion by measured times."),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": ("0", "It sums within each host first, in another order."),
+    "HOROVOD_TORUS_ALLREDUCE": ("0", "It sums in two dimensions, in another order."),
+    # The wait is enqueued on the default stream of Horovod's thread instead of the stream that
+    # reads the result.
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": (
+        "0",
+        "Results may be read before the device has written them.",
+    ),
+}
+PINNED = {name: value for name, (value, _) in PINNED_REASONS.items()}
+# Variables that must be fixed, to a value that the user may choose. Settings of torch.distributed
+# do not apply to Horovod's NCCL communicator.
+CHOSEN = {
+    # NCCL's tuner selects an algorithm by size and topology, and NVLS sums in the switch, in an
+    # order that differs between calls.
+    "NCCL_ALGO": "Ring",
+    # Protocols divide a message into different chunks, and the sum of a chunk starts at a rank that
+    # depends on the chunk.
+    "NCCL_PROTO": "Simple",
+}
+# Milliseconds between two cycles of Horovod's threads, which exchange messages in each cycle even
+# if there is nothing to do. At the default of 1 ms they take a good part of the cores from ranks
+# that compute on them. Collectives are torch's, so Horovod is idle.
+_CYCLE_MS = "50"
+_STORE_BYTES = 256  # of the address of a store
+
+_started_with: dict[str, str] | None = None  # the variables when this process started Horovod
+
+
+def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
+    """Set the variables before Horovod starts, or check those of a running Horovod.
+
+    Horovod gives up waiting for a rank after ``stall_seconds``.
+
+    Returns:
+        The names of the variables that were added.
+
+    Raises:
+        SettingError: A variable has a contradicting value.
+        TooLateError: Horovod was initialized without a variable that it reads only then.
+    """
+    global _started_with  # noqa: PLW0603 - a process has one Horovod
+    if os.environ.get("HOROVOD_ELASTIC", "0") not in {"", "0"}:
+        raise SettingError(
+            "HOROVOD_ELASTIC is on: elastic Horovod changes the number of ranks while training, "
+            "which changes the sums. Start with `horovodrun -np N` without --min-np and --max-np."
+        )
+    wanted = {**PINNED, **{name: os.environ.get(name) or value for name, value in CHOSEN.items()}}
+    for name, value in PINNED.items():
+        found = os.environ.get(name)
+        if found is not None and found.strip() != value:
+            raise SettingError(
+                f"The variable {name} is {found!r}, but deterministic training needs {value!r}: "
+                "unset it, and remove it from horovodrun's options."
+            )
+    if allows_nvls(wanted["NCCL_ALGO"]):
+        raise SettingError(
+            f"The variable NCCL_ALGO is {wanted['NCCL_ALGO']!r}, which lets NCCL reduce by NVLS, "
+            f"in an order that differs between calls: unset it, or set {CHOSEN['NCCL_ALGO']!r}."
+        )
+    if initialized:
+        _check_running(wanted)
+    else:
+        _started_with = wanted
+    added = {
+        # Horovod waits indefinitely for a rank that hangs unless this is set.
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, round(stall_seconds))),
+        "HOROVOD_CYCLE_TIME": _CYCLE_MS,
+    }
+    if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
+        added["GLOO_SOCKET_IFNAME"] = interface
+    missing = {n: v for n, v in {**wanted, **added}.items() if n not in os.environ}
+    os.environ.update(missing)
+    return [*missing]
+
+
+def _check_running(wanted: Mapping[str, str]) -> None:
+    """Check the variables that a running Horovod, which does not report them, must have read."""
+    if _started_with is not None:
+        return
+    # The other pinned variables are off by default.
+    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_DISABLE_GROUP_FUSION"):
+        if name not in os.environ:
+            raise TooLateError(
+                f"Horovod was initialized without {name}={wanted[name]}, which it reads only then: "
+                "do not call hvd.init() yourself, the strategy does; or set the variable before "
+                f"it: `{name}={wanted[name]} horovodrun ...`."
+            )
+
+
+def connect_store(hvd: Any, timeout: timedelta) -> Any:
+    """Return a store on rank 0, whose address Horovod sends; every rank must call this.
+
+    After the timeout connecting, or waiting for a key, fails.
+
+    Raises:
+        SettingError: This rank cannot connect to rank 0.
+    """
+    make: Any = distributed.TCPStore  # type: ignore[attr-defined] # public, but not in __all__
+    options = {"timeout": timeout, "wait_for_workers": False}
+    store, sent = None, torch.zeros(_STORE_BYTES, dtype=torch.uint8, device="cpu")
+    if hvd.rank() == 0:
+        store = make("127.0.0.1", 0, is_master=True, **options)
+        text = f"{_find_address()} {store.port}".encode()
+        sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    received = hvd.broadcast(sent, 0, name="d9m.store")
+    host, port = bytes(received.tolist()).rstrip(b"\0").decode().split()
+    try:
+        return store or make(host, int(port), is_master=False, **options)
+    except (RuntimeError, OSError) as error:
+        raise SettingError(
+            f"Rank {hvd.rank()} cannot connect to rank 0 at {host}:{port} ({error}): set "
+            "GLOO_SOCKET_IFNAME to a network interface that connects the hosts."
+        ) from error
+
+
+def _find_address() -> str:
+    """Return the IPv4 address by which other hosts reach this one."""
+    for address in psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def compare_ranks(
+    options: Mapping[str, Scalar], gather: Callable[[Any], Sequence[Mapping[str, Scalar]]]
+) -> None:
+    """Compare the strategy's options and the stacks of all ranks, which ``gather`` returns.
+
+    Raises:
+        StackDifferenceError: A rank differs from rank 0; the message names rank and field.
+    """
+    variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
+    own = capture_stack({f"strategy.{name}": value for name, value in options.items()} | variables)
+    described = gather(own)
+    for rank, actual in enumerate(described):
+        differences = stack_differences(described[0], actual)
+        if differences:
+            raise StackDifferenceError(
+                f"Rank {rank} (this run) runs with different settings or on a different stack than "
+                "rank 0 (reference), so they would not compute the same bits; make them equal:\n"
+                f"{format_differences(differences)}",
+                differences=differences,
+            )
+
+
+def import_horovod() -> Any:
+    """Import ``horovod.torch``.
+
+    Raises:
+        SettingError: It is missing, or it was built for a different torch.
+    """
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise SettingError(
+            f"Horovod cannot be imported with torch {torch.__version__} ({error}): run "
+            "`d9m install-horovod`, which builds it for the installed torch."
+        ) from error
+    return hvd
+
+
+def check_installation() -> Iterator[CheckResult]:
+    """Check Lightning, and Horovod if it is installed."""
+    versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
+    found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    yield judge(
+        not found,
+        "Lightning",
+        "note",
+        found or "not installed",
+        "The callback needs it; `lightning_d9m.deterministic` does not.",
+        "pip install lightning",
+    )
+    horovod = _find_version("horovod")
+    if horovod is None:
+        return
+    cause: object = None
+    try:
+        import_horovod()
+    except SettingError as error:
+        cause = error.__cause__
+    yield judge(
+        cause is not None,
+        "Horovod",
+        "problem",
+        f"{horovod}, which cannot be imported ({cause})" if cause else horovod,
+        "Its extension is missing, because `pip install horovod` can succeed without it, or it "
+        "was built for a different torch.",
+        "d9m install-horovod",
+    )
+    for name, (wanted, reason) in PINNED_REASONS.items():
+        yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
+    reason = "Elastic Horovod changes the number of ranks while training, which changes the sums."
+    allows = ("", "0").__contains__
+    yield check_variable("HOROVOD_ELASTIC", "0", allows, reason, unset="the number is fixed")
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

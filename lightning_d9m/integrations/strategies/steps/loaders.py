@@ -1,0 +1,186 @@
+"""DataLoaders whose batches hold one micro-batch for each logical rank of a process.
+
+One pool of workers loads them all, and one batch of the loader is one training step.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_d9m.engine.control.data.resumable_sampler import MicroBatchIndices
+from lightning_d9m.engine.state.state import find_generators
+from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
+from lightning_d9m.integrations.trainer.lightning_private import replace_batch_sampler
+
+_END = object()
+
+
+def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) -> Any:
+    """Return a copy of a loader that gives ``MicroBatches``.
+
+    The sampler of the loader gives the samples of all processes. If ``padded``, the logical
+    ranks get equally many samples; otherwise none is repeated.
+
+    Raises:
+        SettingError: If the samples cannot be split among logical ranks.
+    """
+    grouped = _check_loader(loader)
+    drop_last = False
+    sampler = grouped.batch_sampler.sampler
+    if sampler.num_replicas != 1:
+        if type(sampler) is not DistributedSampler:
+            raise SettingError(
+                f"The sampler {type(sampler).__name__} splits the samples among "
+                f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and "
+                "rank=0, so that logical ranks split the whole order, or let Lightning add its "
+                "sampler."
+            )
+        drop_last = sampler.drop_last
+        words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
+        sampler = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
+
+    if not padded and len(sampler) <= (first := blocks.of(blocks.processes - 1).start):
+        raise SettingError(
+            f"There are {len(sampler)} samples, and the last of {blocks.processes} processes "
+            f"begins with logical rank {first}, for which none is left: predict with fewer "
+            "processes."
+        )
+
+    def group(batch_sampler: Any) -> BlockBatchSampler:
+        whole = copy.copy(batch_sampler)
+        whole.sampler = sampler
+        block = blocks.of(process)
+        return BlockBatchSampler(
+            whole, block, blocks.logical_ranks, padded=padded, drop_last=drop_last
+        )
+
+    duplicate = copy.copy(grouped)
+    for name, value in (
+        ("_iterator", None),
+        ("sampler", sampler),
+        ("batch_sampler", replace_batch_sampler(grouped.batch_sampler, group)),
+    ):
+        # A DataLoader does not allow to set these after construction.
+        object.__setattr__(duplicate, name, value)
+    return duplicate
+
+
+def _check_loader(loader: object) -> Any:
+    if not isinstance(loader, DataLoader):
+        raise SettingError(
+            f"A {type(loader).__name__} loads the data, and logical ranks split the samples of a "
+            "torch DataLoader: use a DataLoader, or train without logical_ranks."
+        )
+    name = type(loader.dataset).__name__
+    if isinstance(loader.dataset, IterableDataset):
+        raise SettingError(
+            f"{name} is an IterableDataset, whose samples have no indices that logical ranks could "
+            "split: use a dataset with __getitem__ and __len__, or train without logical_ranks."
+        )
+    if loader.batch_sampler is None:
+        raise SettingError(
+            f"The loader of {name} has batch_size=None, so its dataset makes the batches, and "
+            "logical ranks cannot split them: set batch_size, or train without logical_ranks."
+        )
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        raise SettingError(
+            f"The loader of {name} has the sampler {type(sampler).__name__}, which all processes "
+            "would iterate whole: leave use_distributed_sampler=True, so that Lightning splits its "
+            "samples among the logical ranks, or use torch's DistributedSampler."
+        )
+    if kept := find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn}):
+        raise SettingError(
+            f"The loader of {name} draws from its own generators ({', '.join(kept)}), whose draws "
+            "depend on how many logical ranks a process has. Draw from the generators of Python, "
+            "NumPy or torch, which are seeded for each batch."
+        )
+    return loader
+
+
+class BlockBatchSampler:
+    """Batches of a process's logical ranks, all split from one order of the samples.
+
+    Logical rank ``v`` of ``V`` gets the samples ``v``, ``v + V``, ``v + 2 * V`` and so on of the
+    order, as ``DistributedSampler`` splits it.
+
+    Args:
+        batch_sampler: Makes batches of the order of its ``sampler``. A copy of it makes the batches
+            of each logical rank.
+        block: The logical ranks of this process.
+        logical_ranks: The number of all logical ranks.
+        padded: Repeat the first samples until every logical rank has equally many, as
+            ``DistributedSampler`` does in training and evaluation; otherwise the first logical
+            ranks have one sample more.
+        drop_last: Drop the last samples instead of repeating the first.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        block: range,
+        logical_ranks: int,
+        *,
+        padded: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = batch_sampler.sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # of a micro-batch
+        self.block = block
+        self._logical_ranks = logical_ranks
+        self._padded = padded
+        self._drops_samples = drop_last
+
+    def __len__(self) -> int:
+        total = self._count_used(len(self.sampler))
+        # Processes must find the same number, unless they may predict different numbers of batches.
+        ranks = range(self._logical_ranks) if self._padded else self.block
+        return max(len(self._batch(range(rank, total, self._logical_ranks))) for rank in ranks)
+
+    def __iter__(self) -> Iterator[MicroBatchIndices]:
+        order = list(self.sampler)
+        total = self._count_used(len(order))
+        while order and len(order) < total:
+            order += order[: total - len(order)]
+        # The numbers of batches of a user's class may depend on the samples, and its draws on the
+        # batches that it makes. So every process makes those of all logical ranks: it finds the
+        # same draws, and the same error at the same step.
+        known = type(self.batch_sampler) is BatchSampler
+        ranks = self.block if known else range(self._logical_ranks)
+        batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
+        for parts in zip_longest(*batches, fillvalue=_END):
+            count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
+            # Without padding the first ranks have one batch more.
+            if any(part is not _END for part in parts[count:]) or (
+                self._padded and count < len(parts)
+            ):
+                raise SettingError(
+                    f"The logical ranks {ranks.start} to {ranks.stop - 1} have different "
+                    f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
+                    "one of each: make as many batches of any equally long list of samples."
+                )
+            found = [
+                part
+                for rank, part in zip(ranks, parts, strict=True)
+                if rank in self.block and part is not _END
+            ]
+            if found:
+                yield MicroBatchIndices(found, self.block.start)
+
+    def _count_used(self, samples: int) -> int:
+        """Return the number of samples that the logical ranks share."""
+        ranks = self._logical_ranks
+        if not self._padded:
+            return samples
+        return samples // ranks * ranks if self._drops_samples else -(-samples // ranks) * ranks
+
+    def _batch(self, samples: Sequence[Any]) -> Any:
+        batch_sampler = copy.copy(self.batch_sampler)
+        batch_sampler.sampler = samples
+        return batch_sampler

@@ -1,0 +1,455 @@
+"""The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.engine.control.data.resumable_sampler import MicroBatches
+from lightning_d9m.engine.control.seeding import derive_seed, seed_micro_batch
+from lightning_d9m.engine.state.parts import (
+    ATTRIBUTES,
+    GENERATOR,
+    OPAQUE,
+    find_kind,
+    is_of_lightning,
+    is_of_program,
+)
+from lightning_d9m.engine.state.plain_data import encode_plain
+from lightning_d9m.engine.state.state import find_generators
+from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.strategies.steps.logged_values import LoggedValues
+from lightning_d9m.integrations.strategies.sums.accumulation import KeptGradients
+from lightning_d9m.integrations.strategies.sums.collectives import move_tensors
+from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
+from lightning_d9m.integrations.strategies.sums.metric_states import MetricStates
+from lightning_d9m.integrations.strategies.sums.sandbox import Sandbox
+from lightning_d9m.integrations.trainer.lightning_private import (
+    BEFORE_BATCH_TRANSFER,
+    accumulates_gradients,
+    set_logged_batch,
+    skips_backward,
+)
+from lightning_d9m.integrations.trainer.trainer_attributes import (
+    OPTIMIZERS,
+    Trainer,
+    find_metrics,
+    list_stored,
+    name_callbacks,
+    name_program,
+)
+
+Step = Callable[..., Any]
+_OUTSIDE = ("callbacks.", "datamodule.", "schedulers[", "trainer.")
+_LOADING = (DataLoader, Dataset, Sampler)
+_EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
+# The draws between two steps, such as those of callbacks, are of no logical rank.
+_BETWEEN_STEPS = -1
+_TRAINED = ("on_train_batch_start", "on_train_batch_end")
+
+
+class LogicalSteps:
+    """Runs the steps of one process in a Trainer's run.
+
+    ``processes`` is the strategy, and ``session`` has the seed of the run. ``to_device`` moves a
+    batch to the device; it is that of Lightning's strategy.
+
+    Attributes:
+        logical_rank: The logical rank whose micro-batch is computed now, or None.
+        step_rank: The same, while code of the user runs.
+        block: The logical ranks of this process.
+        metrics: The states of metrics by logical rank.
+        logged: The values that logical ranks log.
+        hooks: The hooks of the program that get a batch.
+        sums: The sums of gradients; None outside a fit.
+        kept: The gradients of earlier batches, to which later ones are added.
+        losses: The losses of the last training step, one for each logical rank of this process.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        processes: Any,
+        session: Any,
+        sums: LogicalGradients | None,
+        to_device: Callable[..., Any],
+    ) -> None:
+        self.logical_rank: int | None = None
+        self.step_rank: int | None = None
+        self.block = block = processes.block  # of the strategy
+        gather = processes.gather_values
+        current = lambda: self.logical_rank  # noqa: E731 - given to two objects
+        metrics = find_metrics(trainer)
+        self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
+        self.logged = LoggedValues(trainer, block, current, gather)
+        self.hooks = BatchHooks(trainer, gather)
+        self.sums: Any = sums
+        self._trainer = trainer
+        self._seeds = MicroBatchSeeds(session.settings.seed, session.fit, trainer)
+        self._to_device = to_device
+        self._module: Any = trainer.lightning_module
+        self._entered: set[int] = set()
+        self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
+        kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
+        self._hidden: Collection[str] = vars(
+            kinds["LightningModule"]()
+        )  # what Lightning knows about a module
+        self._sandbox = Sandbox(
+            self._module, processes, self._leave_out, self._hide, self._name_owners
+        )
+        self.kept = KeptGradients(self._module.named_parameters())
+        self._accumulates = False
+        self._ran = False
+        self._place = ("train", 0, 0)
+        self.losses: list[Tensor] = []
+        self._output: Any = None
+        self._loader = 0
+
+    def _name_owners(self) -> dict[str, Any]:
+        """Return what a step may change: what a resume restores, and an optimizer's settings."""
+        owners = name_program(self._trainer)
+        for name, callback in name_callbacks(self._trainer.callbacks).items():
+            if is_of_lightning(type(callback)):  # a thread may draw its bar
+                owners.pop(name, None)
+        for name in [name for name in owners if name.startswith(OPTIMIZERS)]:
+            groups = enumerate(owners.pop(name).param_groups)
+            owners |= {f"{name}.param_groups[{n}]": group for n, group in groups}
+        self._entered = set(map(id, owners.values()))
+        return owners
+
+    def _leave_out(self, path: str, value: Any) -> bool:
+        """Return whether others keep an object for each logical rank, or no step changes it."""
+        if id(value) in self._entered:
+            return False
+        # A metric is kept, or a generator seeded, for each logical rank.
+        if self.metrics.add(path, value) or self._seeds.add(path, value):
+            return True
+        # Outside the module and its files a step changes no object of a library; of the Trainer
+        # only data are the program's, and others control the loaders of datamodules.
+        kinds = (OPAQUE, ATTRIBUTES) if path.startswith("trainer.") else (OPAQUE,)
+        outside = path.startswith(_OUTSIDE) and find_kind(value) in kinds
+        loads = path.startswith("datamodule.") and isinstance(value, _LOADING)
+        return outside or loads or isinstance(value, Optimizer)
+
+    def _hide(self, owner: object) -> Collection[str]:
+        """Return the attributes that Lightning sets in an object, besides those of schedulers."""
+        if owner is self._module:
+            return self._hidden
+        kind: Any = type(owner)
+        if owner is self._trainer:
+            return list_stored(kind) | {name for name in vars(owner) if name[:1] == "_"}
+        return list_stored(kind) if any(map(is_of_lightning, kind.__mro__)) else ()
+
+    def attach(self, patches: AttributePatches) -> None:
+        """Take part in the Trainer's run, until the patches are undone."""
+        patches.replace(self._module, BEFORE_BATCH_TRANSFER, self._before_transfer_later)
+        optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
+        for part in (self.logged, self.metrics, self.hooks):
+            part.attach(patches)
+
+    def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Run the module's hook, for micro-batches later, when each is seeded."""
+        self._loader = dataloader_idx
+        if holds_micro_batches(batch):
+            return batch
+        return self._before_transfer(batch, dataloader_idx=dataloader_idx)
+
+    def train(self, step: Step, backward: Step, batches: Any, *args: Any) -> Any:
+        """Run the micro-batches of a training step, and the backward passes of all but the last.
+
+        ``step`` runs ``training_step`` for one micro-batch, and ``backward`` the backward
+        pass of a loss, without the hooks after it. ``StochasticWeightAveraging`` trains its last
+        epoch without backward passes, for the statistics of batch normalization.
+
+        Returns:
+            The output for the last micro-batch, whose backward pass Lightning starts.
+
+        Raises:
+            SettingError: If the optimizer runs its closure twice, or there is no loss.
+        """
+        trainer = self._trainer
+        if self._ran:
+            raise SettingError(
+                "The optimizer ran the training step twice for one batch, as LBFGS does, which "
+                "logical ranks do not support: use an optimizer that runs its closure once, or "
+                "train without logical_ranks."
+            )
+        self._ran = True
+        self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+        self._clear_gradients()
+        self._sandbox.begin("train")
+        self._output = None
+        self.losses = []
+        forward = skips_backward(trainer)
+        self._accumulates = not forward and accumulates_gradients(trainer)
+        output = None
+        for rank, batch in self._pair(batches):
+            self._clear_gradients()
+            self.kept.put_back(rank)
+            output = self._run(step, rank, batch, args)
+            loss = _find_loss(output)
+            self.losses.append(loss.detach())
+            if rank == self.block.start != self.block[-1]:
+                found = loss.detach()
+                self._output = {**output, "loss": found} if isinstance(output, Mapping) else found
+            self._sandbox.start_backward()
+            if forward:
+                self._end_rank(rank)
+                continue
+            if rank == self.block[-1]:
+                break
+            if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+                self._clear_gradients()  # of a backward pass in the step, as Lightning does
+            backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
+            self.take_gradients(rank)
+        return output
+
+    def take_gradients(self, rank: int) -> None:
+        """Add the gradients of a logical rank to the sums, or keep them if later batches add."""
+        if self._accumulates:
+            self.kept.keep(rank)
+        elif rank == self.block[-1]:
+            self.sums.finish(rank)
+        else:
+            self.sums.set_aside(rank)
+        self._end_rank(rank)
+
+    def _end_rank(self, rank: int) -> None:
+        self._sandbox.end(rank, last=rank == self.block[-1])
+        if rank == self.block[-1]:
+            self._end("train")
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass, which overlaps the sums before a step."""
+        return nullcontext() if self._accumulates else self.sums.backward()
+
+    def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Run Lightning's optimization of a batch, and return what ``on_train_batch_end`` gets.
+
+        That is the output of the process's first logical rank: on process 0 of logical rank 0,
+        whatever the number of processes.
+        """
+        self._ran = False
+        found = run(*args)
+        if self._output is None:
+            return found
+        output, self._output = self._output, None
+        trainer = self._trainer
+        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
+        return dict(result.asdict())
+
+    def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
+        """Run the micro-batches of an evaluation, and return their outputs.
+
+        ``epoch`` is the number of the evaluation. ``step`` runs ``validation_step`` or the
+        like for one micro-batch.
+
+        Raises:
+            SettingError: If the evaluation changes what depends on the micro-batch.
+        """
+        fitting = self._trainer.state.fn == "fit"
+        owner = self._trainer.fit_loop.epoch_loop if fitting else self._trainer
+        loop = getattr(owner, "val_loop" if fitting else f"{stage}_loop")
+        # The number of the batch in its loader, from 1. Draws of each loader are separate, as of
+        # predictions some processes have fewer batches.
+        number = int(loop.batch_progress.current.ready - sum(loop.max_batches[: self._loader]))
+        self._place = (f"{stage} {self._loader}" if self._loader else stage, epoch, number)
+        self._sandbox.begin(stage)
+        outputs = MicroBatches()
+        for rank, batch in self._pair(batches):
+            outputs.append(self._run(step, rank, batch, args))
+            self._sandbox.end(rank)
+        self._end(stage)
+        return outputs
+
+    def discard(self) -> None:
+        """Forget the step after an exception."""
+        self.logical_rank = None
+        self.kept.clear()
+        if self.sums is not None:
+            self.sums.discard()
+
+    def close(self) -> None:
+        """Release the sums of gradients; those that are in ``grad`` stay."""
+        self.metrics.close()
+        self._sandbox.close()
+        if self.sums is not None:
+            self.sums.close()
+
+    def _pair(self, batches: Any) -> Iterator[tuple[int, Any]]:
+        # A batch of several loaders is a collection of their micro-batches; a loader that has ended
+        # may give None.
+        parts = [part for part in tree_leaves(batches) if isinstance(part, MicroBatches)]
+        if not parts:
+            raise SettingError(
+                "A step has the argument dataloader_iter and takes its batches itself, so logical "
+                "ranks cannot split them: take batch and batch_idx, or train without logical_ranks."
+            )
+        for place, rank in enumerate(self.block[: len(parts[0])]):  # predictions may end earlier
+            yield rank, tree_map(lambda part, place=place: _select(part, place), batches)
+
+    def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
+        self._leave()
+        self.logical_rank = rank
+        self.metrics.enter(rank)
+        self._seeds.start(*self._place, rank)
+        self.step_rank = rank
+        try:
+            batch = self._before_transfer(batch, dataloader_idx=self._loader)
+            batch = self._to_device(batch, dataloader_idx=self._loader)
+            set_logged_batch(self._trainer, batch)
+            return step(batch, *args)
+        finally:
+            self.step_rank = None
+
+    def _leave(self) -> None:
+        if self.logical_rank is not None:
+            self.metrics.leave(self.logical_rank)
+        self.logical_rank = None
+
+    def _end(self, stage: str) -> None:
+        self._leave()
+        self.logged.add(self._sandbox.finish(stage, self.logged.take()))
+        self._seeds.start(*self._place, _BETWEEN_STEPS)
+
+
+class BatchHooks:
+    """Wraps the hooks of the module and of callbacks that the program itself defines.
+
+    - After a batch of a validation or test they get the outputs and the micro-batches of all
+      logical ranks, so that a list of them has them all, as the processes of DDP have together.
+    - In training they get the micro-batch of the process's first logical rank, as its output: on
+      process 0 those of logical rank 0.
+
+    ``gather`` returns the plain values of every process.
+    """
+
+    def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+        self._trainer = trainer
+        self._gather = gather
+        self._last: tuple[Any, list[Any]] = (None, [])
+
+    def attach(self, patches: AttributePatches) -> None:
+        """Wrap the hooks."""
+        for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
+            for names, call in ((_EVALUATED, self._call_evaluated), (_TRAINED, self._call_trained)):
+                for name in names:
+                    hook = getattr(owner, name, None)
+                    if hook is not None and not is_of_lightning(hook):
+                        patches.replace(owner, name, wraps(hook)(partial(call, hook)))
+
+    def _call_evaluated(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a hook, which gets outputs and batch, and maybe Trainer and module before."""
+        place = next((n for n, arg in enumerate(args) if isinstance(arg, MicroBatches)), None)
+        if place is not None:
+            outputs, batch = args[place : place + 2]
+            if self._last[0] is not outputs:  # once for all hooks of a batch
+                self._last = (outputs, self._gather_all(outputs, batch))
+            args = (*args[:place], *self._last[1], *args[place + 2 :])
+        return hook(*args, **kwargs)
+
+    def _call_trained(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        *own, batch, number = args
+        if holds_micro_batches(batch):
+            first = tree_map(lambda part: _select(part, 0), batch)
+            batch = move_tensors(first, self._trainer.lightning_module)
+        return hook(*own, batch, number, **kwargs)
+
+    def _gather_all(self, outputs: MicroBatches, batch: Any) -> list[Any]:
+        plain = [list(outputs), list(batch)]
+        try:
+            encode_plain(tree_map_only(Tensor, lambda _: None, plain))
+        except SettingError as error:
+            raise SettingError(
+                "A hook after each batch of an evaluation gets the outputs and batches of all "
+                f"logical ranks, and these cannot be sent: {error}"
+            ) from error
+        parts = self._gather(plain) if self._trainer.world_size > 1 else [plain]
+        moved = move_tensors(parts, self._trainer.lightning_module)
+        return [MicroBatches(own for part in moved for own in part[place]) for place in (0, 1)]
+
+
+def holds_micro_batches(batch: Any) -> bool:
+    """Return whether a batch of one or several loaders has a part for each logical rank."""
+    return any(isinstance(part, MicroBatches) for part in tree_leaves(batch))
+
+
+def _select(part: Any, place: int) -> Any:
+    return part[place] if isinstance(part, MicroBatches) else part
+
+
+def _find_loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise SettingError(
+            f"training_step returned {type(output).__name__} without a loss, and every logical "
+            "rank needs one: return a loss for each batch, for example one multiplied by zero."
+        )
+    return loss
+
+
+class MicroBatchSeeds:
+    """Seeds all generators for each micro-batch.
+
+    What a logical rank draws then depends neither on the process that computes it nor on what that
+    process has computed before.
+    """
+
+    def __init__(self, seed: int, fit: int, trainer: Trainer) -> None:
+        self._seed = seed
+        self._fit = fit
+        # Those that the user's objects hold are seeded, too.
+        owners: dict[str, object] = {"datamodule": trainer.datamodule}
+        for name, module in trainer.lightning_module.named_modules():
+            owners[f"model.{name}"] = module
+            if is_of_program(module.__class__) or module is trainer.lightning_module:
+                source = type(module).__module__
+                variables = vars(sys.modules[source]).items()
+                owners[source] = {n: own for n, own in variables if find_kind(own) is GENERATOR}
+        owners |= name_callbacks(trainer.callbacks)
+        self._generators: dict[str, Any] = find_generators(owners)
+
+    def add(self, path: str, value: Any) -> bool:
+        """Add a generator of the module, unless it is known; return whether it is one."""
+        is_generator = find_kind(value) is GENERATOR
+        if is_generator and all(value is not known for known in self._generators.values()):
+            self._generators[f"model.{path}"] = value
+        return is_generator
+
+    def start(self, stage: str, epoch: int, batch: int, logical_rank: int) -> None:
+        """Seed for a micro-batch of a stage."""
+        base = self._seed if stage == "train" else derive_seed(self._seed, f"{stage} step")
+        seed_micro_batch(base, fit=self._fit, epoch=epoch, logical_rank=logical_rank, batch=batch)
+        for path, generator in self._generators.items():
+            seed = derive_seed(
+                base,
+                f"generator {path}",
+                fit=self._fit,
+                rank=logical_rank,
+                epoch=epoch,
+                index=batch,
+            )
+            if isinstance(generator, np.random.Generator):
+                kind: Any = type(generator.bit_generator)
+                generator.bit_generator.state = kind(seed).state
+            elif isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(seed & 0xFFFFFFFF)
+            else:
+                generator.seed(seed)

@@ -1,0 +1,594 @@
+"""Gradients of logical ranks, added in the order of the tree and averaged.
+
+They lie in buckets. The order, size, dtype and device of the parameters decide the place of each.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from operator import eq
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+from torch.nn import Parameter
+
+from lightning_d9m.engine.ranks.groups import ranks_of_group
+from lightning_d9m.engine.ranks.ranks import agree
+from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.strategies.sums.accumulation import Part, as_real, is_half
+from lightning_d9m.integrations.strategies.sums.exchange import (
+    LocalSum,
+    RootExchange,
+    end_sum,
+    round_up,
+)
+from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
+
+# Vectorized reductions (the norm of a gradient that is clipped) add in a different order at an
+# address that is not aligned like a separate allocation.
+_ALIGNMENT_BYTES = 64
+# A gradient of at least this size is packed as soon as it arrives: it is still in the cache, and
+# the next gradient reuses its memory. Smaller ones are packed in one call, which costs less, and so
+# they follow the large ones in their bucket.
+_LARGE_BYTES = 2**16
+# The first bucket is small, as in DDP, so that the first reduction starts early.
+_FIRST_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20  # as DDP
+# glibc's malloc: the settings of mallopt, their values, and the user's variables.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TRIM_BYTES = 2**28
+_MMAP_BYTES = 2**25  # the largest value that glibc accepts
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+_SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+Named = tuple[str, Parameter]
+
+
+@dataclass(frozen=True)
+class _SumOptions:
+    """The rules of a sum of gradients, as `LogicalGradients` takes them.
+
+    Attributes:
+        divisor: Divides the sum, once.
+        adds: Whether a gradient may be that of the last step, to which autograd has added.
+        sent_as: The dtype to which gradients of float32 and float64 are rounded before they are
+            sent; None rounds none.
+    """
+
+    divisor: int
+    adds: bool = False
+    sent_as: torch.dtype | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One parameter's place in a bucket.
+
+    It is number ``position`` there, and begins at ``start`` in the buffer, of which ``view`` is the
+    gradient. ``part`` adds the gradient if it is large.
+    """
+
+    bucket: "_Bucket"
+    position: int
+    name: str
+    parameter: Parameter
+    start: int
+    view: Tensor
+    part: Part | None = None
+
+    def describe(self) -> str:
+        """Return the name and layout, which must be the same on every process."""
+        return f"{self.name} {tuple(self.view.shape)} {self.view.dtype} {self.start}"
+
+    def refuse_stale(self) -> NoReturn:
+        """Raise an error about a gradient that is still that of the last step."""
+        raise SettingError(
+            f"The gradient of {self.name!r} was added to that of the last step: begin each step "
+            "with zero_grad(set_to_none=True)."
+        )
+
+
+class _LargePart(Part):
+    """A gradient that is added as soon as it arrives."""
+
+    def __init__(self, slot: _Slot) -> None:
+        bucket, parameter = slot.bucket, slot.parameter
+        roots = [_view_like(root, slot.start, parameter) for root in bucket.roots]
+        super().__init__([as_real(root) for root in roots], bucket.end)
+        self._slot = slot
+
+    def take(self) -> Tensor | None:
+        slot, parameter = self._slot, self._slot.parameter
+        if parameter.grad is None:
+            slot.bucket.missing.add(slot.position)
+            return None
+        gradient = _make_dense(parameter.grad)
+        if not slot.bucket.options.adds and gradient.data_ptr() == slot.view.data_ptr():
+            slot.refuse_stale()
+        parameter.grad = None
+        return as_real(gradient)
+
+
+class _SmallPart(Part):
+    """The small gradients of a bucket and the flags of all, packed in one call after the large."""
+
+    def __init__(self, bucket: "_Bucket", slots: Sequence[_Slot], start: int, step: int) -> None:
+        super().__init__([as_real(root[start:]).view(-1) for root in bucket.roots], bucket.end)
+        self._bucket, self._slots = bucket, slots
+        # An empty gradient has no address.
+        views = [slot.view for slot in slots]
+        self._addresses = [view.data_ptr() if view.numel() else -1 for view in views]
+        self._reordered = [n for n, view in enumerate(views) if not view.is_contiguous()]
+        # The pieces of the buffer from there: gradients, the zeros between them, and the flags.
+        self._pieces: list[Tensor] = []
+        self._places: list[int] = []
+        for view in views:
+            self._places.append(len(self._pieces))
+            self._pieces.append(view)
+            if gap := round_up(view.numel(), step) - view.numel():
+                self._pieces.append(bucket.flat.new_zeros(gap))
+        self._pieces.append(bucket.flat.new_ones(len(bucket.slots)))
+
+    def take(self) -> Tensor:
+        bucket, slots = self._bucket, self._slots
+        missing, bucket.missing = bucket.missing, set()
+        found: list[Any] = [slot.parameter.grad for slot in slots]
+        if not {None if each is None else each.layout for each in found} <= {torch.strided}:
+            for place, slot in enumerate(slots):
+                if found[place] is None:
+                    missing.add(slot.position)
+                    found[place] = torch.zeros_like(slot.view)
+                found[place] = _make_dense(found[place])
+        if bucket.lacking is None and not bucket.options.adds:  # the first ones of a step
+            stale = [*map(eq, [each.data_ptr() for each in found], self._addresses)]
+            if True in stale:
+                slots[stale.index(True)].refuse_stale()
+        for place in self._reordered:
+            found[place] = _put_in_order(found[place], slots[place].view)
+        pieces = [*self._pieces]
+        for slot, place, gradient in zip(slots, self._places, found, strict=True):
+            slot.parameter.grad = None
+            pieces[place] = gradient
+        if missing:
+            pieces[-1] = flags = pieces[-1].clone()
+            for position in missing:  # the copy of a list to the device would wait
+                flags[position].zero_()
+        bucket.lacking = missing if bucket.lacking is None else bucket.lacking & missing
+        return as_real(_flatten_dense_tensors(pieces)).view(-1)
+
+
+class _Bucket:
+    """A flat buffer with a slot for each gradient, and one more for each root of this process.
+
+    Slots begin at multiples of 64 bytes, with zeros between. One flag per slot follows: it is 1 in
+    each logical rank that has the gradient, so the sum of the flags tells whether any has it.
+
+    The last root has the memory of the result, if their dtypes agree.
+
+    Attributes:
+        flat: The buffer, which receives the result.
+        roots: The buffers of the roots.
+        options: The rules of the sum.
+        end: Ends the sum of each part while it is in the cache, in a single process.
+        slots: One slot per parameter, those of large ones first.
+        parts: What adds the gradients: one for each large one, and one for all else.
+        fired: Positions of the slots whose gradients have arrived.
+        missing: Positions of the large gradients that the next logical rank lacks.
+        lacking: Positions of the gradients that all logical ranks of this process have lacked so
+            far; None before the first.
+        is_launched: Whether the exchange of this step has started.
+    """
+
+    def __init__(
+        self, members: Sequence[Named], exchange: RootExchange, options: _SumOptions
+    ) -> None:
+        members = sorted(members, key=lambda member: not _is_large(member[1]))
+        first = members[0][1]
+        step = max(1, _ALIGNMENT_BYTES // first.element_size())
+        sizes = (round_up(each.numel(), step) for _, each in members)
+        starts = [*accumulate(sizes, initial=0)]
+        self.options = options
+        self._exchange = exchange
+        size = starts[-1] + len(members)
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self._make_roots()
+        self.slots = [
+            _Slot(self, position, name, each, start, _view_like(self.flat, start, each))
+            for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
+        ]
+        self.parts: list[Part] = []
+        for slot in self.slots:
+            if _is_large(slot.parameter):
+                slot.part = _LargePart(slot)
+                self.parts.append(slot.part)
+        count = len(self.parts)
+        self.parts.append(_SmallPart(self, self.slots[count:], starts[count], step))
+        self.fired: set[int] = set()
+        self.missing: set[int] = set()
+        self.lacking: set[int] | None = None
+        self.is_launched = False
+        self._pending: LocalSum | None = None
+
+    def _make_roots(self) -> None:
+        exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
+        is_rounded = self.options.sent_as is not None and dtype in (torch.float32, torch.float64)
+        if is_rounded:
+            dtype = cast("torch.dtype", self.options.sent_as)
+        if is_half(flat) and not exchange.sends_leaves:
+            dtype = torch.float32
+        count = len(exchange.roots[exchange.process])
+        self.roots = [torch.zeros_like(flat, dtype=dtype) for _ in range(count)]
+        if dtype is flat.dtype:
+            self.roots[-1] = flat
+        self._result = self.roots[-1] if is_rounded else flat
+        self._is_alone = exchange.blocks.processes == 1 and self.roots[-1] is flat
+        self.end = partial(end_sum, divisor=self.options.divisor) if self._is_alone else None
+
+    def start(self) -> None:
+        """Start the exchange of the packed roots."""
+        self.is_launched = True
+        if not self._is_alone:
+            roots = [as_real(root).view(-1) for root in self.roots]
+            result = as_real(self._result).view(-1)
+            self._pending = self._exchange.start(roots, result, self.options.divisor)
+
+    def fold(self) -> None:
+        """Sum what other processes wait for."""
+        if self._pending is not None:
+            self._pending.fold()
+
+    def finish(self) -> list[tuple[_Slot, Tensor]]:
+        """Wait for the result, and set the gradients to views of it, but not those that lack.
+
+        Returns:
+            The slot and flag of each gradient that all logical ranks of this process lack.
+        """
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+        if self._result is not self.flat:
+            self.flat.copy_(self._result)
+        lacking, self.lacking = self.lacking or set(), None
+        for slot in self.slots:
+            if slot.position not in lacking:
+                slot.parameter.grad = slot.view
+        for part in self.parts:
+            part.is_taken = False
+        self.fired.clear()
+        self.is_launched = False
+        flags = self.flat[len(self.flat) - len(self.slots) :].real
+        return [(self.slots[position], flags[position]) for position in lacking]
+
+
+def _lay_out(
+    parameters: Sequence[Named], bucket_bytes: int, exchange: RootExchange, options: _SumOptions
+) -> list[_Bucket]:
+    """Lay out buckets in reverse order of registration, in which gradients tend to arrive.
+
+    With ``bucket_bytes=0`` each parameter has its own bucket.
+    """
+    chunks: list[list[tuple[int, Named]]] = []
+    open_chunks: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Named]], int]] = {}
+    for index, named in reversed([*enumerate(parameters)]):
+        kind = named[1].device, named[1].dtype
+        limit = bucket_bytes if kind in open_chunks else min(bucket_bytes, _FIRST_BYTES)
+        chunk, left = open_chunks.get(kind, ([], 0))
+        if not chunk or left <= 0:
+            chunk, left = [], limit
+            chunks.append(chunk)
+        chunk.append((index, named))
+        open_chunks[kind] = chunk, left - named[1].nbytes
+    # Those come first whose last gradient tends to come first.
+    chunks.sort(key=lambda chunk: -chunk[-1][0])
+    return [_Bucket([named for _, named in chunk], exchange, options) for chunk in chunks]
+
+
+def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
+    """Return a view with the parameter's shape and, for channels_last, its strides."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(parameter.dim())
+    if last is not None and parameter.is_contiguous(memory_format=last):
+        return flat.as_strided(parameter.shape, parameter.stride(), start)
+    return flat[start : start + parameter.numel()].view(parameter.shape)
+
+
+def _is_large(parameter: Parameter) -> bool:
+    return parameter.nbytes >= _LARGE_BYTES
+
+
+def _make_dense(gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.strided:
+        return gradient
+    # coalesce() adds duplicates in sorted order; to_dense() alone adds them in any order.
+    return gradient.coalesce().to_dense()
+
+
+def _put_in_order(gradient: Tensor, view: Tensor) -> Tensor:
+    """Return the elements of a gradient in the order in which a view has them in memory."""
+    if gradient.stride() != view.stride():
+        gradient = torch.empty_like(view).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))
+
+
+class LogicalGradients:
+    """The gradients of all logical ranks, summed along the tree.
+
+    After each backward pass of this process except the last, `set_aside` takes the gradients away.
+    After the last, `finish` leaves the average (or sum) over all logical ranks in
+    ``parameter.grad``, the same bits on every process and for every number of processes. A missing
+    gradient counts as +0.0, and stays None only if no logical rank has one.
+
+    Inside `backward`, hooks add a large gradient as soon as it is there, and start to exchange a
+    bucket while the last backward pass still runs. The bits do not depend on whether it is used.
+
+    ``parameter.grad`` is then a view of a buffer that the next step overwrites. So begin each step
+    with ``zero_grad(set_to_none=True)``. Sparse gradients are summed as dense ones.
+
+    Args:
+        named_parameters: All parameters in their order of registration. Which of them take part is
+            decided in each step, by ``requires_grad``. Once trained, they keep their place.
+        blocks: The logical ranks of all processes.
+        process: This process.
+        group: The process group whose ranks are the processes; None is torch's default group.
+        op: ``"average"`` divides the sum once by the number of logical ranks.
+        bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients of float32 and float64 before they
+            are sent, and their sum. It needs a process for each logical rank.
+        adds: Sum also what autograd has added to the gradients of the last step, as DDP does.
+            Otherwise that is an error.
+        on_stray: Called with the name of a parameter that gets a gradient outside `backward`.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
+        self,
+        named_parameters: Iterable[Named],
+        blocks: Blocks,
+        process: int,
+        group: Any = None,
+        *,
+        op: Literal["average", "sum"] = "average",
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        adds: bool = False,
+        on_stray: Callable[[str], None] | None = None,
+    ) -> None:
+        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
+        self._block = block = blocks.of(process)
+        self._next = block.start  # the logical rank whose gradients come in now
+        # The numbers of held sums to which those of each logical rank are added.
+        merges = count_merges(block.start, [rank + 1 for rank in block], blocks.logical_ranks)
+        self._merges = dict(zip(block, merges, strict=True))
+        self._exchange = RootExchange(blocks, process, group)
+        divisor = blocks.logical_ranks if op == "average" else 1
+        self._options = _SumOptions(divisor, adds, _SENT_AS[compression])
+        self._bucket_bytes = bucket_bytes
+        self._on_stray = on_stray
+        # A shared parameter has one gradient, and the first of its names.
+        self._parameters: dict[int, Named] = {}
+        for name, parameter in named_parameters:
+            self._parameters.setdefault(id(parameter), (name, parameter))
+        self._buckets: list[_Bucket] = []
+        self._slots: dict[int, _Slot] = {}
+        self._hooks: list[Any] = []
+        self._launched = 0  # buckets whose exchange has started
+        self._is_inside = False  # whether a backward pass runs inside `backward`
+        self._is_prepared = False  # whether the buckets are known to fit this step
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the gradients of this parameter are summed."""
+        return id(parameter) in self._parameters
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Add and exchange gradients while the backward pass of the next logical rank runs."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    @torch.no_grad()
+    def set_aside(self, logical_rank: int) -> None:
+        """Take the gradients of a logical rank away, which is not the last of this process.
+
+        Raises:
+            SettingError: A gradient is not allowed.
+            RanksDisagreeError: Another process trains other parameters.
+        """
+        assert logical_rank == self._next < self._block[-1], "another logical rank is next"
+        self.prepare()
+        storages: set[int] = set()
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                if not part.is_taken:
+                    part.set_aside(self._merges[logical_rank], storages)
+                part.is_taken = False
+        self._next += 1
+
+    @torch.no_grad()
+    def finish(self, logical_rank: int) -> None:
+        """Take the gradients of the last logical rank; set ``grad`` to the sum over all of them.
+
+        Raises:
+            SettingError: A gradient is not allowed.
+            RanksDisagreeError: Another process trains other parameters.
+        """
+        assert logical_rank == self._next == self._block[-1], "another logical rank is next"
+        self.prepare()
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket)
+        for bucket in self._buckets:
+            bucket.fold()
+        lacking = [pair for bucket in self._buckets for pair in bucket.finish()]
+        # What no logical rank has stays as it is. One process knows that. Several wait for the
+        # flags of the sums, once for all buckets.
+        if self._exchange.group is not None and lacking:
+            device = lacking[0][1].device
+            flags = torch.stack([flag.to(device, torch.float32) for _, flag in lacking]).tolist()
+            for (slot, _), ranks in zip(lacking, flags, strict=True):
+                if ranks:
+                    slot.parameter.grad = slot.view
+        self._end_step()
+
+    def discard(self) -> None:
+        """Forget what was set aside in this step.
+
+        On Gloo, call `close_connections` before: messages use the buffers, and other processes wait
+        for this one. Then a new group is needed.
+        """
+        self.close()
+        self._end_step()
+        for _, parameter in self._parameters.values():
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Remove the hooks and release the buffers; gradients that are views keep theirs."""
+        self._forget()
+        self._exchange.close()
+
+    def _forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._slots, self._buckets = {}, []
+
+    def _end_step(self) -> None:
+        self._next = self._block.start
+        self._launched = 0
+        self._is_prepared = False
+
+    # The buckets
+
+    def prepare(self) -> None:
+        """Lay out the buckets, if a parameter is trained that has no place; all processes must.
+
+        Raises:
+            RanksDisagreeError: Another process trains other parameters.
+        """
+        if self._is_prepared or self._matches():
+            return
+        trained = [
+            named
+            for key, named in self._parameters.items()
+            if named[1].requires_grad or key in self._slots
+        ]
+        self._forget()
+        buckets = _lay_out(trained, self._bucket_bytes, self._exchange, self._options)
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        settings = f"settings {self._options} {self._exchange.flushes}"
+        agree(
+            ranks_of_group(self._exchange.group),
+            f"the sum of the gradients of {len(trained)} parameters",
+            [settings, *(slot.describe() for slot in slots)],
+        )
+        self._buckets, self._slots = buckets, {id(slot.parameter): slot for slot in slots}
+        # Hooks take large gradients, and start those buckets that others follow.
+        starts = self._exchange.group is not None
+        for slot in self._slots.values():
+            is_start = starts and slot.bucket is not self._buckets[-1]
+            if slot.part is not None or is_start or self._on_stray is not None:
+                hook = slot.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks.append(hook)
+        self._is_prepared = True
+
+    def _matches(self) -> bool:
+        """Whether the buckets hold the parameters that are trained now."""
+        self._is_prepared = bool(self._buckets) and all(
+            key in self._slots
+            for key, (_, parameter) in self._parameters.items()
+            if parameter.requires_grad
+        )
+        return self._is_prepared
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Take a large gradient; in the last backward pass also start complete buckets."""
+        slot = self._slots[id(parameter)]
+        if not self._is_inside and self._on_stray is not None:
+            self._on_stray(slot.name)
+        if not self._is_inside or not (self._is_prepared or self._matches()):
+            return
+        if parameter.grad is None:
+            raise SettingError(
+                f"The gradient of {slot.name!r} was removed before the ranks could reduce it. An "
+                "optimizer that steps inside a backward hook works on one rank only: let Lightning "
+                "step it."
+            )
+        bucket, part, merges = slot.bucket, slot.part, self._merges[self._next]
+        if bucket.is_launched or (part is not None and part.is_taken):
+            raise SettingError(
+                f"The parameter {slot.name!r} got a second gradient in one backward pass, after "
+                "its first was added to the sum. Reentrant activation checkpointing of a shared "
+                "parameter does that: pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        if self._next == self._block[-1]:
+            if part is not None:
+                part.pack(merges)
+            bucket.fired.add(slot.position)
+            # In order, in which every process starts these in any case.
+            for each in self._buckets[self._launched :]:
+                if len(each.fired) < len(each.slots):
+                    break
+                self._launch(each)
+        elif part is not None and merges:  # while it is in the cache, and to free its memory
+            part.set_aside(merges)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        """Start the exchange of a bucket, after what it still lacks is packed."""
+        for part in bucket.parts:
+            if not part.is_taken:
+                part.pack(self._merges[self._next])
+        self._launched += 1
+        bucket.start()
+
+
+def check_options(*, op: str, bucket_bytes: int, compression: str | None = None) -> None:
+    """Check the arguments of a sum of gradients.
+
+    Raises:
+        SettingError: A value is not allowed.
+    """
+    if op not in {"average", "sum"}:
+        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise SettingError(
+            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+        )
+    if compression not in _SENT_AS:
+        raise SettingError(
+            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+        )
+
+
+def disable_malloc_trim() -> bool:
+    """Let glibc keep up to 256 MiB of freed memory for later allocations.
+
+    A backward pass allocates each gradient and frees it once it is packed. By default glibc returns
+    such memory to the system and requests it again in each step, and the system clears every page.
+    With the parameters of a ResNet-50 and two ranks on two cores (torch 2.13, glibc 2.36,
+    ``benchmarks/horovod_fusion.py --modes static static-trimming``, two rounds) a step then has
+    29,000 page faults instead of at most 130, and takes 16 % and 38 % more CPU time. Neither the
+    results nor the peak of memory depend on this. The thresholds stay for the rest of the process,
+    because glibc cannot return to its dynamic ones.
+
+    Returns:
+        Whether the thresholds were set: not if the user has set one by a variable, nor with another
+        C library.
+    """
+    if any(name in os.environ for name in _MALLOC_VARIABLES) or "malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim = mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+    return bool(trim and mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))

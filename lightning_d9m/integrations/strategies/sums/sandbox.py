@@ -1,0 +1,532 @@
+"""Changes by the step of a logical rank: put back before the next one, merged at the end."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_d9m.engine.state.parts import (
+    DICT,
+    ITEMS,
+    LONG,
+    MISSING,
+    OPAQUE,
+    QUESTIONS,
+    SET,
+    TABLE,
+    TENSOR,
+    TOLD,
+    Dict,
+    Kind,
+    are_same,
+    equal_bits,
+)
+from lightning_d9m.engine.state.plain_data import encode_plain
+from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch, digest_value
+from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
+
+# The steps in which trained weights are compared by value; later a version tells.
+_COMPARED_STEPS = 2
+# After them long lists and dicts that have not changed are compared in every step of this number;
+# of a vocabulary that takes milliseconds.
+_THOROUGH = 128
+# A larger tensor is digested only if processes must agree on it.
+_SMALL = 1024
+_NUMBERS = (int, float, complex)
+_PAIR = 2
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Of data outside the module only a step that has written to them is looked at closely.
+_WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
+# What others keep, or no program changes.
+_LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
+_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """A value that a step has replaced: a part of a holder, or all that an object holds."""
+
+    path: str
+    node: Node
+    key: Any
+    value: Any
+    token: str
+
+    def put_back(self) -> None:
+        """Restore the value at the start of the step."""
+        node = self.node
+        self._set(node.content if self.key is None else node.content.get(self.key[0], MISSING))
+
+    def apply(self) -> None:
+        """Set the changed value."""
+        self._set(self.value)
+
+    def _set(self, value: Any) -> None:
+        if self.key is None:
+            self.node.kind.write(self.node.owner, value)
+        else:
+            self.node.set_part(self.key[0], value)
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """The changes of one logical rank.
+
+    Attributes:
+        changes: The replaced values by path.
+        added: Each extended list, set or dict, and what was appended to it, by path.
+    """
+
+    changes: dict[str, _Change] = field(default_factory=dict)
+    added: dict[str, tuple[Node, list[Any]]] = field(default_factory=dict)
+
+    def put_back(self) -> None:
+        """Restore the state at the start of the step."""
+        for node, _ in self.added.values():
+            node.kind.write(node.owner, node.content)
+        for change in self.changes.values():
+            change.put_back()
+
+
+class Sandbox:
+    """Lets each logical rank of a step start from the same state, and merges what they change.
+
+    The rules do not depend on the number of processes:
+
+    - What all logical ranks change alike (a momentum encoder, a counter) is kept.
+    - What they append to lists and sets and add to dicts is gathered, in the order of ranks, and
+      so is what they write to different elements of a tensor that is not a buffer.
+    - Of anything else the value of logical rank 0 is kept, as DDP keeps the buffers of process 0.
+      A warning names it, unless it is a buffer.
+
+    Args:
+        module: The user's module.
+        processes: Those that have the logical ranks: the strategy, which has their ``blocks`` and
+            the ``block`` of this one, gathers values, and broadcasts tensors.
+        leave_out: Called with the path and each object that can change; returns whether others
+            keep its state for each logical rank, or a step does not change it.
+        hide: Returns the attributes of an object whose changes do not count.
+        name_owners: Returns what a step may change besides the module, by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        processes: Any,
+        leave_out: LeaveOut,
+        hide: Callable[[Any], Collection[str]] = lambda _: (),
+        name_owners: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._module = module
+        self._processes = processes
+        self._block: range = processes.block
+        self._ranks: int = processes.blocks.logical_ranks
+        self._shared = len(self._block) < self._ranks  # whether other processes have some, too
+        self._given_leave_out = leave_out
+        self._left_out: set[int] = set()
+        self._hide, self._name_owners = hide, name_owners
+        self._outside: tuple[str, ...] = ()
+        self._records: dict[int, _Record] = {}
+        self._buffers: set[int] = set()
+        self._watch: Any = None  # from the first step
+        self._versions: dict[str, Any] = {}
+        self._changing: set[int] = set()
+        self._steps: Counter[str] = Counter()  # of training and of each evaluation
+        self._missing = False  # whether a step has compared lengths alone
+        self._compares = False
+        self._begun = 0
+        self._compared: Any = None  # see ``Watch.find_changed``
+        self._warned: set[str] = set()
+
+    @_disable_current_modes()  # no operation of the training, which probes record
+    def begin(self, stage: str) -> None:
+        """Take the state at the start of a step of a stage, see ``finish``."""
+        self._records, self._buffers = {}, set()
+        if self._ranks == 1:
+            return
+        self._begun += 1
+        early = self._steps[stage] < _COMPARED_STEPS
+        compares = len(self._block) > 1 and self._steps["train"] < _COMPARED_STEPS
+        thorough = early or self._begun % _THOROUGH == 0
+        self._compared = None if thorough else self._changing
+        self._missing |= not thorough
+        if self._watch is None or compares is not self._compares:
+            self._compares = compares
+            others = self._name_owners()
+            self._outside = tuple(f"{name}." for name in others)
+            owners = {"": self._module, **others} | _find_hooks(self._module)
+            self._watch = Watch(
+                owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
+            )
+        else:
+            self._watch.refresh(self._find_changed())
+
+    def start_backward(self) -> None:
+        """Take the versions of the weights, which no backward pass may change."""
+        self._versions = self._read_versions()
+
+    @_disable_current_modes()
+    def end(self, rank: int, *, last: bool = False) -> None:
+        """Note what a logical rank has changed, and put it back unless it is the last one here.
+
+        Raises:
+            SettingError: If it cannot be put back, or the backward pass has changed weights.
+        """
+        versions, self._versions = self._versions, {}
+        now = self._read_versions() if versions else {}
+        for name in now:
+            if versions[name] != now[name]:
+                raise SettingError(
+                    f"The backward pass changes the parameter {name!r}, as an optimizer in a hook "
+                    "of a gradient does, before the gradients of all logical ranks are summed: "
+                    "return the optimizer from configure_optimizers, or train without "
+                    "logical_ranks."
+                )
+        if self._watch is None:
+            return
+        record = self._records[rank] = _Record()
+        for node in self._find_changed():
+            self._note(node, record)
+        if not last:
+            record.put_back()
+
+    def _find_changed(self) -> list[Node]:
+        """Return what has changed; warn of long lists and dicts if earlier steps have missed it."""
+        changed: list[Node] = self._watch.find_changed(self._compared)
+        for node in changed:
+            if not node.size or id(node.owner) in self._changing:
+                continue
+            self._changing.add(id(node.owner))  # compared in each step from now on
+            if self._missing and len(node.owner) == node.size:
+                warnings.warn(
+                    f"{node.path!r}, which has {node.size} items, has changed for the first time "
+                    f"after step {_COMPARED_STEPS}, in a step or a hook, and up to {_THOROUGH} "
+                    "steps ago. If training_step has changed it, logical ranks have seen each "
+                    "other's changes since: change it in the first step already, or in a hook.",
+                    stacklevel=2,
+                )
+        return changed
+
+    @_disable_current_modes()
+    def close(self) -> None:
+        """Look once more for changes of long lists and dicts."""
+        if self._watch is not None:
+            self._compared = None
+            self._find_changed()
+
+    # The state
+
+    def _leave_out(self, path: str, value: object) -> bool:
+        found = self._given_leave_out(path, value)
+        # The id of a freed object may be that of another now.
+        (self._left_out.add if found else self._left_out.discard)(id(value))
+        return found
+
+    def _choose_kind(self, path: str, value: Any, kind: Kind) -> Kind:
+        if id(value) in self._left_out:
+            return _LEFT_OUT
+        if kind is TENSOR and path.startswith(self._outside):
+            return _WRITTEN
+        trained = isinstance(value, nn.Parameter) and value.requires_grad
+        if kind is TENSOR and trained and not self._compares and id(value) not in self._changing:
+            return VERSIONED
+        if kind is OPAQUE and any(hasattr(value.__class__, name) for name in QUESTIONS):
+            return TOLD
+        return OPAQUE if kind is LONG else kind  # compared in every step
+
+    def _read_versions(self) -> dict[str, Any]:
+        return {
+            name: (parameter._version, parameter.data_ptr())  # noqa: SLF001 - torch has no public counter
+            for name, parameter in self._module.named_parameters()
+        }
+
+    # Changes
+
+    def _note(self, node: Node, record: _Record) -> None:
+        owner, kind = node.owner, node.kind
+        if kind in (OPAQUE, TOLD):
+            self._note_opaque(node)
+            return
+        if kind is VERSIONED and len(self._block) > 1:
+            raise SettingError(
+                f"training_step changes the trained parameter {node.path!r} for the first time "
+                f"after step {_COMPARED_STEPS}, and its value is not known any more: change it in "
+                "a hook such as on_train_batch_end, or in the first step already."
+            )
+        if isinstance(kind, Dict):
+            for path, key, first, part in node.find_parts():
+                if key in self._hide(owner):
+                    continue
+                if first is MISSING and kind is DICT:
+                    record.added.setdefault(node.path, (node, []))[1].append((key, part))
+                else:
+                    record.changes[path] = self._make_change(path, node, (key,), part)
+        elif (added := _find_added(node)) is not None:
+            record.added[node.path] = node, added
+        else:
+            if kind in (TENSOR, VERSIONED):
+                self._changing.add(id(owner))
+                kind = TENSOR
+            record.changes[node.path] = self._make_change(node.path, node, None, kind.read(owner))
+
+    def _note_opaque(self, node: Node) -> None:
+        package = type(node.owner).__module__.partition(".")[0]
+        if package not in _LIBRARIES and node.path not in self._warned:
+            self._warned.add(node.path)
+            warnings.warn(
+                f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
+                "whose state is not known: the micro-batches of a process share it, so it may "
+                "depend on the number of processes. Change it in a hook between steps.",
+                stacklevel=2,
+            )
+
+    def _make_change(self, path: str, node: Node, key: Any, value: Any) -> _Change:
+        if value is MISSING:
+            return _Change(path, node, key, value, "removed")
+        if node.kind is TABLE:
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        else:
+            self._buffers = self._buffers or set(map(id, self._module.buffers()))
+            is_buffer = id(node.owner) in self._buffers
+        if is_buffer:
+            token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
+        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
+            token = str(value.dtype)
+        else:
+            token = digest_value(value)
+        return _Change(path, node, key, value, token)
+
+    # The merge
+
+    def finish(self, stage: str, extra: Any = None) -> list[Any]:
+        """Merge what the logical ranks of a step have changed.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            extra: A plain value that is sent along.
+
+        Returns:
+            The extra values of all processes; of predictions, whose numbers may differ by process,
+            only that of this one.
+
+        Raises:
+            SettingError: If a value cannot be merged.
+        """
+        records, self._records = self._records, {}
+        self._steps[stage] += 1
+        if stage == "predict":
+            for record in records.values():
+                for path in record.added:
+                    raise SettingError(
+                        f"predict_step adds to {path!r}, and processes may predict different "
+                        "numbers of batches: return the value from predict_step, or write it in a "
+                        "callback."
+                    )
+                record.put_back()
+            return [extra]
+        if self._watch is None:
+            return [extra]
+        tokens = {
+            rank: {path: change.token for path, change in record.changes.items()}
+            for rank, record in records.items()
+        }
+        added = {
+            rank: {path: items for path, (_, items) in record.added.items()}
+            for rank, record in records.items()
+        }
+        own = [tokens, added, extra]
+        parts = self._processes.gather_values(own) if self._shared else [own]
+        self._merge(records, parts, stage)
+        return [part[-1] for part in parts]
+
+    def _merge(self, records: dict[int, _Record], parts: list[Any], stage: str) -> None:
+        tokens, added = (_turn(part[place] for part in parts) for place in (0, 1))
+        for record in records.values():
+            record.put_back()
+        for change in records[self._block.start].changes.values():
+            change.apply()
+        differing = [
+            path
+            for path, found in sorted(tokens.items())
+            if len(found) < self._ranks or len(set(found.values())) > 1
+        ]
+        if differing:
+            self._keep_first(records, differing, stage)
+        if self._shared:
+            changes = records[self._block.start].changes
+            alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
+            buffers = [
+                change.node.owner if change.key is None else change.node.owner[change.key[0]]
+                for change in alike
+                if change.token.startswith("buffer")
+            ]
+            send_tensors(buffers, self._processes)
+        for path, by_rank in added.items():
+            self._add_all(path, by_rank)
+
+    def _keep_first(self, records: dict[int, _Record], paths: list[str], stage: str) -> None:
+        """Set values that differ to those of logical rank 0, or to those before the step."""
+        own = {
+            path: change for record in records.values() for path, change in record.changes.items()
+        }
+        paths = self._gather_written(records, paths)
+        first = records[0].changes if self._block.start == 0 else {}
+        unknown, received = _make_plain([first[path] for path in paths if path in first])
+        if self._shared:
+            unknown, received = self._processes.gather_values((unknown, received))[0]
+        if unknown:
+            raise SettingError(
+                f"A step changes {unknown!r}, and not alike on all logical ranks, so its value is "
+                "sent to the other processes, but it is none of the numbers, strings, tensors, "
+                "arrays and containers of these that can be sent: keep the parts of the object."
+            )
+        for path in paths:
+            change = own.get(path)
+            if change is None or not change.token.startswith("buffer"):
+                self._report(path, change, stage)
+        for path in paths if self._block.start else ():
+            if path in received:
+                key, place, removed, value = received[path]
+                node = self._watch.paths[place]
+                content = MISSING if removed else move_tensors(value, self._module)
+                _Change(path, node, key, content, "").apply()
+            elif path in own:
+                own[path].put_back()
+
+    def _gather_written(self, records: dict[int, _Record], paths: list[str]) -> list[str]:
+        """Write to tensors what each logical rank wrote to them; return the other paths.
+
+        Raises:
+            SettingError: If logical ranks wrote different values to an element.
+        """
+        own = {rank: dict(_list_written(record, paths)) for rank, record in records.items()}
+        parts = self._processes.gather_values(own) if self._shared else [own]
+        found = _turn(parts).items()
+        written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
+        for path, by_rank in written.items():
+            node = self._watch.paths[path]
+            merged = node.content.flatten().clone()
+            taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
+            for rank in sorted(by_rank):
+                places, values = move_tensors(by_rank[rank], self._module)
+                again = taken[places]
+                if not equal_bits(merged[places][again], values[again]):
+                    raise SettingError(
+                        f"The logical ranks write different values to the same elements of "
+                        f"{path!r}, of which each process of DDP has its own: register it as a "
+                        "buffer, which is that of logical rank 0, append to a list, which gets "
+                        "the values of all, or train without logical_ranks."
+                    )
+                merged[places], taken[places] = values, True
+            node.kind.write(node.owner, merged.reshape(node.content.shape))
+        return [path for path in paths if path not in written]
+
+    def _report(self, path: str, change: _Change | None, stage: str) -> None:
+        value = None if change is None else change.value
+        single = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)
+        if stage != "train" and single:
+            raise SettingError(
+                f"The evaluation changes {path!r}, and not alike on all logical ranks, so it would "
+                "count only some of them: keep the value in a torchmetrics metric, or append the "
+                "value of each batch to a list, which then has those of all logical ranks."
+            )
+        if path not in self._warned:
+            self._warned.add(path)
+            warnings.warn(
+                f"A step changes {path!r} of {type(self._module).__name__}, and not alike on all "
+                "logical ranks: the value of logical rank 0 is kept, as of process 0 in DDP. To "
+                "count all of them, use a torchmetrics metric, or append to a list.",
+                stacklevel=2,
+            )
+
+    def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
+        node = self._watch.paths[path]
+        found = move_tensors(by_rank, self._module)
+        items = [item for rank in sorted(by_rank) for item in found[rank]]
+        if node.kind is SET:
+            node.owner.update(items)
+        elif node.kind is ITEMS:
+            node.owner.extend(items)
+        else:
+            for key, value in items:
+                if isinstance(value, list) and isinstance(node.owner.get(key), list):
+                    node.owner[key].extend(value)
+                else:
+                    node.owner.setdefault(key, value)
+
+
+def _find_hooks(module: nn.Module) -> dict[str, Any]:
+    """Return the hooks of modules and tensors, which a walk does not enter, by name."""
+    tensors = {*module.parameters(), *module.buffers()}
+    tables = [part for own in module.modules() for part in vars(own).items()]
+    tables += [(name, getattr(own, name, None)) for own in tensors for name in _HOOKS_OF_TENSORS]
+    found = [
+        hook for name, table in tables if name.endswith("_hooks") for hook in (table or {}).values()
+    ]
+    return {f"hooks()[{number}]": hook for number, hook in enumerate(found)}
+
+
+def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
+    """Return the path of a value that cannot be sent, or what other processes make of them all."""
+    found = {}
+    for change in changes:
+        removed = change.value is MISSING
+        plain = None if removed else change.value
+        try:
+            if not isinstance(plain, Tensor):
+                encode_plain(plain)
+        except SettingError:
+            return change.path, {}
+        found[change.path] = [change.key, change.node.path, removed, plain]
+    return "", found
+
+
+def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the places and values that a logical rank wrote to tensors, by path.
+
+    Of a change of another kind, or of a single number, they are None.
+    """
+    for path in paths:
+        if (change := record.changes.get(path)) is None:
+            continue
+        now, before = change.value, None if change.key else change.node.content
+        both = [own for own in (now, before) if isinstance(own, Tensor)]
+        forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
+        if len(both) * len(forms) != _PAIR or now.numel() == 1 or change.token[:6] == "buffer":
+            yield path, None
+            continue
+        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in both]
+        places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+        yield path, [places, now.flatten()[places]]
+
+
+def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
+    """Return values by path and logical rank, given those of each process by rank and path."""
+    turned: dict[str, dict[int, Any]] = {}
+    for rank, paths in (entry for part in parts for entry in part.items()):
+        for path, value in paths.items():
+            turned.setdefault(path, {})[rank] = value
+    return turned
+
+
+def _find_added(node: Node) -> list[Any] | None:
+    """Return what was appended to a list or set; None if it was changed otherwise."""
+    owner = node.owner
+    if node.kind is SET:
+        return sorted(owner - node.content, key=repr) if node.content <= owner else None
+    if node.kind is not ITEMS:
+        return None
+    now, before = tuple(owner), node.content
+    # A full deque drops its first items.
+    full = len(now) == getattr(owner, "maxlen", None)
+    for dropped in range(1 + len(before) * full):
+        kept = before[dropped:]
+        if len(now) > len(kept) and are_same(now[: len(kept)], kept):
+            return list(now[len(kept) :])
+    return None

@@ -1,0 +1,129 @@
+"""A Trainer's logical ranks, schedulers, ranks, callbacks and metrics."""
+
+import dis
+import inspect
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.state.parts import is_of_lightning
+from lightning_d9m.errors import SettingError
+
+OPTIMIZERS = "optimizers["
+"""The names of optimizers begin with it, see ``name_program``."""
+KEY = "lightning_d9m"
+"""The key of the state of our callback among those of the callbacks in a checkpoint."""
+
+Trainer: TypeAlias = Any
+"""A Trainer of Lightning, whose annotations lack half of the attributes that we read."""
+
+
+def get_logical_ranks(trainer: Trainer) -> int | None:
+    """Return the number of logical ranks, or None without them."""
+    number: int | None = getattr(trainer.strategy, "logical_ranks", None)
+    return number
+
+
+def list_schedulers(trainer: Trainer) -> list[object]:
+    """Return the schedulers of learning rates."""
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def ranks_of(trainer: Trainer) -> Ranks:
+    """Return the Trainer's ranks, which communicate through its strategy.
+
+    Raises:
+        SettingError: From the gather, if the strategy does not gather from all ranks.
+    """
+    if trainer.world_size == 1:
+        return Ranks(trainer.global_rank)
+
+    def exchange(data: bytes) -> list[bytes]:
+        local = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        gathered = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
+        if gathered.numel() != trainer.world_size * len(local):
+            raise SettingError(
+                f"The Trainer has {trainer.world_size} ranks, but all_gather of "
+                f"{type(trainer.strategy).__name__} returned {gathered.numel()} values for "
+                f"{len(local)} of each rank. Start one process for each rank and initialize "
+                "their process group, or set the number of devices to 1."
+            )
+        return [row.numpy().tobytes() for row in gathered.cpu().reshape(trainer.world_size, -1)]
+
+    return Ranks(trainer.global_rank, exchange)
+
+
+def find_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Return the metrics and collections of the module and of its callbacks, by path."""
+    # Here, so that without Lightning, which brings it, the error is that Lightning is missing.
+    from torchmetrics import Metric, MetricCollection
+
+    kinds, owners = {Metric, MetricCollection}, {"model": trainer.lightning_module}
+    for path, callback in name_callbacks(trainer.callbacks).items():
+        for name, value in getattr(callback, "__dict__", {}).items():
+            if isinstance(value, nn.Module) and value is not trainer.lightning_module:
+                owners[f"{path}.{name}"] = value
+    found: dict[str, Any] = {}
+    for path, owner in owners.items():
+        for name, module in owner.named_modules():
+            # Each base, instead of isinstance: that asks all subclasses of Metric, an abstract one.
+            if kinds & {*type(module).__mro__}:
+                found[f"{path}.{name}" if name else path] = module
+    return found
+
+
+def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
+    """Return the callbacks by names that do not depend on other callbacks."""
+    named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        base = f"callbacks.{type(callback).__name__}"
+        named[f"{base}#{counts[base]}" if counts[base] else base] = callback
+        counts[base] += 1
+    return named
+
+
+def name_program(trainer: Trainer) -> dict[str, Any]:
+    """Return the objects that a program may change in a fit, by name, besides the module."""
+    callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
+    owners = {"datamodule": trainer.datamodule, "trainer": trainer} | name_callbacks(callbacks)
+    owners |= {f"{OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
+    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+    return owners
+
+
+@cache
+def list_stored(kind: Any) -> frozenset[str]:
+    """Return the attributes that Lightning and torch.optim set in objects of a class."""
+    own = [
+        part
+        for base in kind.__mro__
+        if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
+        for part in vars(base).values()
+    ]
+    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
+    functions = filter(inspect.isfunction, own)
+    return frozenset[str]().union(*(find_attributes(each, "STORE_ATTR") for each in functions))
+
+
+@cache
+def find_attributes(function: Any, operation: str) -> frozenset[str]:
+    """Return the attributes on which the code of a function, and of those in it, operates."""
+    codes = [inspect.unwrap(function).__code__]
+    for code in codes:
+        codes += filter(inspect.iscode, code.co_consts)
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    return frozenset(step.argval for step in steps if step.opname == operation)
+
+
+def get_logical_steps(trainer: Trainer) -> Any:
+    """Return the ``LogicalSteps`` of a run, which hold the state of its logical ranks, or None.
+
+    Their module is not imported here: a training without logical ranks does not load it.
+    """
+    return getattr(trainer.strategy, "logical_steps", None)

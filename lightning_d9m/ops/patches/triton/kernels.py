@@ -1,0 +1,329 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+"""The kernels of ``patches/exact_sums.py`` and of ``kernels/separable.py``, with the same bits.
+
+One thread adds the taps of an input. Of exact sums, the first phase raises the exponent of each one
+to that of its greatest term, by maxima of 32-bit integers; the second one cuts the terms and adds
+their pieces in float64; the last one rounds. No addition of pieces rounds, and maxima compare, so
+the order of the threads has no effect. Each phase is a launch; few terms take one launch of a
+single program.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_d9m.ops.patches.triton.launch import prepare_launch
+
+_ALONE = 2**13  # terms and sums that a single program adds
+
+
+@triton.jit
+def read_exponents(values):
+    """Return the biased exponents of float64 numbers."""
+    return ((values.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
+
+
+@triton.jit
+def round_to(values, last):
+    """Round float64 numbers to multiples of ``2**(last - 1023)``, by a constant."""
+    exponents = tl.maximum(last + 52, 1).to(tl.int64)
+    constant = ((exponents << 52) | (1 << 51)).to(tl.float64, bitcast=True)
+    return (values + constant) - constant
+
+
+@triton.jit
+def is_finite(values):
+    """Return which float64 numbers are neither infinite nor NaN."""
+    return read_exponents(values) < 0x7FF
+
+
+_SIZES = ["steps_tap", "steps_batch", "steps_row", "steps_column", "terms", "slots", "count"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "rows", "inner", "group", "size"])
+def accumulate_terms(
+    out,
+    values,
+    weights,
+    index,
+    sums,
+    steps_tap,
+    steps_batch,
+    steps_row,
+    steps_column,
+    terms,
+    slots,
+    count,
+    rows,
+    inner,
+    group,
+    size,
+    TAPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    INCLUDE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Run phases: 0 raises the exponents, 1 adds the pieces of the terms, 2 rounds the sums.
+
+    The terms are the values times their weights, then what is in ``out``. A single program can run
+    all phases, with a barrier before each; several ones run one phase to a launch. What atomics
+    change is read from the L2 cache, where they change it. The exponents follow the sums in memory.
+    """
+    tops = (sums + slots.to(tl.int64) * PIECES).to(tl.pointer_type(tl.int32), bitcast=True)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if WIDE:
+        program = program.to(tl.int64)
+        programs = programs.to(tl.int64)
+        terms = terms.to(tl.int64)  # it may fit into 32 bits where the number of elements does not
+    for phase in tl.static_range(FIRST, LAST + 1):
+        if phase > FIRST:
+            tl.debug_barrier()
+        elements = slots
+        if phase < 2:
+            elements = terms
+            if INCLUDE:
+                elements = terms + slots
+        for begin in range(program * BLOCK, elements, programs * BLOCK):
+            element = begin + tl.arange(0, BLOCK)
+            if phase == 2:
+                round_sums(out, tops, sums, element, slots, PIECES, INCLUDE, BITS, LEAST)
+            else:
+                given = element < terms
+                own = ~given & (element < elements)
+                line = element // inner
+                batch = line // rows
+                # The strides of the index: it may be the same for each batch, channel or column.
+                where = (batch // group) * steps_batch + (line % rows) * steps_row
+                where += (element % inner) * steps_column
+                value = tl.load(values + element, mask=given, other=0.0)
+                kept = tl.load(out + (element - terms), mask=own, other=0.0)
+                for tap in tl.static_range(TAPS):
+                    key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+                    key = tl.where(key < 0, key + count, key)
+                    mask = given & (key >= 0) & (key < count)
+                    term = value.to(tl.float64)
+                    if WEIGHTED:
+                        weight = tl.load(weights + where, mask=mask, other=0.0)
+                        term = (value.to(weight.dtype) * weight).to(tl.float64)
+                    place = (batch * count + key) * inner + element % inner
+                    if tap == 0:
+                        term = tl.where(own, kept.to(tl.float64), term)
+                        place = tl.where(own, element - terms, place)
+                        mask = mask | own
+                    # Half of a -0.0 is negative before the first exponent.
+                    top = tl.load(tops + place, mask=mask, other=0, cache_modifier=".cg")
+                    top = tl.maximum(top, 0)
+                    if phase == 0:
+                        # Exponents only grow: one that was read too early spares an atomic or not.
+                        exponent = read_exponents(term)
+                        higher = mask & (exponent > top)
+                        tl.atomic_max(tops + place, exponent, mask=higher, sem="relaxed")
+                    else:
+                        add_pieces(sums + place, term, top, mask, slots, size, PIECES)
+                    where += steps_tap
+
+
+@triton.jit
+def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
+    """Add the pieces of terms to the sums of pieces, which are ``slots`` apart."""
+    top = tl.minimum(top, 2046)
+    large = top >= 1923
+    term = tl.where(large, term * 5.421010862427522e-20, term)  # 2**-64
+    last = tl.maximum(tl.where(large, top - 64, top), 1) + (size - 52)
+    is_cut = is_finite(term) & (term != 0)
+    rest = term
+    for number in tl.static_range(PIECES):
+        piece = tl.where(is_cut, round_to(rest, last), rest)
+        rest = tl.where(is_cut, rest - piece, -0.0)
+        # The first piece decides the sign of a zero; others that are zero change nothing.
+        needed = mask if number == 0 else mask & (piece != 0)
+        tl.atomic_add(sums, piece, mask=needed, sem="relaxed")
+        last -= 54 - size
+        sums += slots
+
+
+@triton.jit
+def add(left, right):
+    """Return the rounded sum and its error."""
+    total = left + right
+    given = total - left
+    return total, (left - (total - given)) + (right - given)
+
+
+@triton.jit
+def add_to_odd(left, right):
+    """Return a sum whose last bit is 1 unless it is exact."""
+    total, error = add(left, right)
+    bits = total.to(tl.int64, bitcast=True)
+    nearer = tl.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
+    bits = tl.where((error != 0) & ((bits & 1) == 0), nearer, bits)
+    return bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def round_sums(
+    out,
+    tops,
+    sums,
+    element,
+    slots,
+    PIECES: tl.constexpr,
+    INCLUDE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Write the sums of the pieces, rounded once. ``BITS`` is 0 for float64."""
+    mask = element < slots
+    last = sums + (PIECES - 1) * slots.to(tl.int64) + element
+    total = tl.load(last, mask=mask, other=0.0, cache_modifier=".cg")
+    first = total
+    tail = tl.zeros_like(total)
+    for _ in tl.static_range(PIECES - 1):
+        last -= slots
+        first = tl.load(last, mask=mask, other=0.0, cache_modifier=".cg")
+        total, error = add(first, total)
+        tail = add_to_odd(error, tail)
+    zero = (total == 0) & (tail == 0)
+    if BITS == 0:
+        result = tl.where(zero, total, total + tail)
+        top = tl.load(tops + element, mask=mask, other=0, cache_modifier=".cg")
+        result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
+    else:
+        result = tl.where(zero, total, add_to_odd(total, tail))
+        exponents = tl.maximum(read_exponents(result), LEAST + 1023)
+        rounded = round_to(result, exponents - (BITS - 1)).to(tl.int64, bitcast=True)
+        sign = result.to(tl.int64, bitcast=True) & (-1 << 63)
+        result = ((rounded & ~(-1 << 63)) | sign).to(tl.float64, bitcast=True)
+    result = tl.where(is_finite(first), result, tl.where(first == first, first, float("nan")))
+    if INCLUDE:
+        own = tl.load(out + element, mask=mask, other=0.0)
+        mask &= own == own  # a NaN keeps its bits
+    # Exact in float32, from where the rounded number is one of the shorter formats, too.
+    if BITS > 0:
+        result = result.to(tl.float32)
+    tl.store(out + element, result.to(out.dtype.element_ty), mask=mask)
+
+
+@lru_cache(maxsize=4096)
+def _prepare(layout, pieces, form, include, weighted, *_dtypes):
+    """Return the size of the memory for the sums of pieces and the exponents, and the launches."""
+    terms = layout.batch * layout.group * layout.rows * layout.inner
+    slots = layout.batch * layout.group * layout.places * layout.inner
+    added = terms + (slots if include else 0)
+    alone = max(added, slots) <= _ALONE
+    sizes = (layout.taps, layout.batch, layout.rows, layout.inner)
+    reach = sum(max(size - 1, 0) * step for size, step in zip(sizes, layout.steps, strict=True))
+    offsets = max(terms, pieces.number * slots, reach)
+    rows, size = max(layout.rows, 1), pieces.size
+    numbers = (*layout.steps, terms, slots, layout.places, rows, layout.inner, layout.group, size)
+    constants = (layout.taps, pieces.number, weighted, include, *form)
+    phases = {(0, 2): max(added, slots)} if alone else {(0, 0): added, (1, 1): added, (2, 2): slots}
+    launches = [
+        prepare_launch(accumulate_terms, some, offsets, *numbers, *constants, *phase, alone=alone)
+        for phase, some in phases.items()
+        if some
+    ]
+    return pieces.number * slots + (slots + 1) // 2, launches
+
+
+def accumulate(out, index, values, weights, layout, pieces, form, include):
+    """Write into each place of ``out`` the sum of the terms that go to it."""
+    factors = values if weights is None else weights
+    kinds = (weights is not None, out.dtype, index.dtype, values.dtype, factors.dtype)
+    size, launches = _prepare(layout, pieces, form, include, *kinds)
+    # One launch fills both; a half of -0.0 is 0 or negative, and raised by any exponent.
+    start = -0.0 if include else 0.0
+    sums = out.new_full((size,), start, dtype=torch.float64)
+    for launch in launches:
+        launch(out, values, factors, index, sums)
+
+
+_SIDES = ["depth", "height", "width", "planes", "lines", "columns", "elements"]
+
+
+@triton.jit
+def read_range(begins, side, mask):
+    """Return the position of an input's first tap, and the number of its taps."""
+    begin = tl.load(begins + side, mask=mask, other=0)
+    return begin, tl.load(begins + side + 1, mask=mask, other=0) - begin
+
+
+@triton.jit(do_not_specialize=_SIDES)
+def apply_taps(
+    source,
+    out,
+    begins,
+    places,
+    weights,
+    depth,
+    height,
+    width,
+    planes,
+    lines,
+    columns,
+    elements,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write into each input the weighted sum of its outputs, along three adjacent dimensions.
+
+    A dimension of one input and one output has one tap, of weight 1. Of the tables those of the
+    dimensions follow each other.
+    """
+    first = tl.program_id(0)
+    if WIDE:
+        first = first.to(tl.int64)
+    element = first * BLOCK + tl.arange(0, BLOCK)
+    mask = element < elements
+    x = element % width
+    y = element // width % height
+    z = element // width // height % depth
+    outer = element // width // height // depth
+    begin_z, number_z = read_range(begins, z, mask)
+    begin_y, number_y = read_range(begins + depth + 1, y, mask)
+    begin_x, number_x = read_range(begins + depth + height + 2, x, mask)
+    total = tl.zeros([BLOCK], weights.dtype.element_ty)
+    for turn_z in range(tl.max(number_z)):
+        tap_z = begin_z + turn_z
+        here_z = turn_z < number_z
+        plane = outer * planes + tl.load(places + tap_z, mask=here_z, other=0)
+        plane_sum = tl.zeros([BLOCK], total.dtype)
+        for turn_y in range(tl.max(number_y)):
+            tap_y = begin_y + turn_y
+            here_y = here_z & (turn_y < number_y)
+            line = plane * lines + tl.load(places + tap_y, mask=here_y, other=0)
+            line_sum = tl.zeros([BLOCK], total.dtype)
+            for turn_x in range(tl.max(number_x)):
+                tap_x = begin_x + turn_x
+                here = here_y & (turn_x < number_x)
+                place = line * columns + tl.load(places + tap_x, mask=here, other=0)
+                value = tl.load(source + place, mask=here, other=0.0)
+                weight = tl.load(weights + tap_x, mask=here, other=0.0)
+                line_sum = tl.where(here, line_sum + value.to(total.dtype) * weight, line_sum)
+            weight = tl.load(weights + tap_y, mask=here_y, other=0.0)
+            plane_sum = tl.where(here_y, plane_sum + line_sum * weight, plane_sum)
+        weight = tl.load(weights + tap_z, mask=here_z, other=0.0)
+        total = tl.where(here_z, total + plane_sum * weight, total)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
+
+
+@lru_cache(maxsize=4096)
+def _prepare_taps(elements, given, inputs, outputs, *_dtypes):
+    return prepare_launch(apply_taps, elements, given, *inputs, *outputs, elements)
+
+
+def add_taps(out, source, taps):
+    """Write into ``out`` the weighted sums of ``source``, along the dimensions of the taps."""
+    sizes = (out.numel(), source.numel(), taps.inputs, taps.outputs)
+    launch = _prepare_taps(*sizes, source.dtype, out.dtype, taps.weights.dtype)
+    launch(source, out, taps.begins, taps.places, taps.weights)

@@ -1,0 +1,425 @@
+"""Rules for arithmetic, choices, elementary functions, sums, and sums at places."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.ops.patches.kernels.updates import add_rows
+from lightning_d9m.ops.patches.registration import accumulation_dtype
+from lightning_d9m.ops.portability import kernels
+from lightning_d9m.ops.portability.definitions import divide as divide_by
+from lightning_d9m.ops.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability.kernels import add, widen
+from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
+from lightning_d9m.ops.portability.roots import find_root
+
+
+def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Apply a function element by element.
+
+    Args:
+        name: One of ``FUNCTIONS``.
+        inputs: Broadcast against each other.
+        dtype: The result's, by default the inputs' or else torch's default.
+    """
+    if dtype is None:
+        dtype = inputs[0].dtype if len(inputs) == 1 else torch.result_type(*inputs)
+    if not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    given = [one.to(working) for one in inputs]
+    if len(given) > 1:
+        given = [*torch.broadcast_tensors(*given)]
+    return kernels.apply(name, *given).to(dtype)
+
+
+RULES |= {name: partial(evaluate, name) for name in FUNCTIONS.keys() - {"normal", "pow", "gelu"}}
+
+
+@rule("gelu")
+def gelu(values: Tensor, *, approximate: str = "none") -> Any:
+    """The Gaussian error linear unit; torch takes its approximation apart."""
+    return NotImplemented if approximate != "none" else evaluate("gelu", values)
+
+
+@rule("gelu_backward")
+def gelu_backward(gradient: Tensor, values: Tensor, *, approximate: str = "none") -> Any:
+    """The gradient of ``gelu``."""
+    return NotImplemented if approximate != "none" else evaluate("gelu_backward", gradient, values)
+
+
+# These round once, or not at all; complex numbers are refused.
+_ONE_ROUNDING = "mul abs sgn _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_"
+RULES |= {name: getattr(torch.ops.aten, name) for name in _ONE_ROUNDING.split()}
+RULES |= {
+    "mul_": Tensor.mul_,
+    "rsqrt": lambda values: RULES["reciprocal"](RULES["sqrt"](values)),
+    "relu": lambda values: torch.threshold(values, 0, 0),
+    "floor_divide": lambda left, right: RULES["div"](left, right, rounding_mode="floor"),
+    # Processors make NaNs of different signs.
+    "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
+    "copysign": lambda values, signs: torch.copysign(
+        values, torch.where(torch.as_tensor(signs).isnan(), 0.0, signs)
+    ),
+}
+
+
+def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Show the bits of numbers; NaN gets one pattern first."""
+    if values.is_floating_point() and not dtype.is_floating_point:
+        values.masked_fill_(values.isnan(), math.nan)
+    return torch.ops.aten.view.dtype(values, dtype)  # type: ignore[no-any-return]
+
+
+def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Bring numbers that are converted to integers into their range, as processors do not."""
+    if dtype in (None, torch.bool) or not values.is_floating_point():
+        return values
+    if dtype.is_floating_point or dtype.is_complex:
+        return values
+    limits = torch.iinfo(dtype)
+    wide = torch.where(values.isnan(), 0.0, values.double())
+    return wide.clamp_(float(limits.min), min(float(limits.max), 2.0**63 - 1024))
+
+
+@rule("_to_copy")
+def to_copy(values: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Convert numbers."""
+    bounded = _bound_to(values, dtype)
+    return torch.ops.aten._to_copy(bounded, dtype=dtype, **kwargs)  # type: ignore[no-any-return]  # noqa: SLF001
+
+
+@rule("copy_")
+def copy_in_place(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy numbers into a tensor."""
+    return target.copy_(_bound_to(source, target.dtype), non_blocking=non_blocking)
+
+
+# One rounding for each operation: a machine with fused operations rounds `a + alpha * b` once.
+def _add(function: Callable[..., Tensor], left: Any, right: Any, alpha: float = 1) -> Tensor:
+    return function(left, right if alpha == 1 else right * alpha)
+
+
+RULES |= {"add": partial(_add, torch.add), "add_": partial(_add, Tensor.add_)}
+RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
+
+
+@rule("div")
+def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
+    """The quotient; CUDA multiplies by the reciprocal of a number, so it gets a tensor."""
+    if rounding_mode is None:
+        if isinstance(right, Tensor) or not left.is_floating_point():
+            return torch.div(left, right)
+        return divide_by(left.to(accumulation_dtype(left.dtype)), right).to(left.dtype)
+    dtype = torch.result_type(left, right)
+    # A quotient of float32 numbers is never rounded to a whole number in float64.
+    quotient = torch.div(*_widen(left, right))
+    return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
+
+
+def _widen(*values: Any) -> list[Tensor]:
+    """Return numbers and tensors as float64 tensors."""
+    (like,) = [one for one in values if isinstance(one, Tensor)][:1]
+    tensors = (one if isinstance(one, Tensor) else like.new_full((), one) for one in values)
+    return [one.double() for one in tensors]
+
+
+def _remainder(mode: str, left: Any, right: Any) -> Tensor:
+    wide, other = _widen(left, right)
+    result = wide - divide(wide, other, mode) * other
+    result = torch.where(other.isinf() & wide.isfinite(), wide, result)
+    return result.to(torch.result_type(left, right))
+
+
+RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
+
+
+def _add_scaled(
+    add: Rule, combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
+) -> Tensor:
+    term = combine(left, right)
+    if value != 1:
+        term = term.mul_(value) if term.is_floating_point() else term * value
+    return add(start, term)  # type: ignore[no-any-return]
+
+
+for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
+    RULES[_name] = partial(_add_scaled, torch.add, _combine)
+    RULES[f"{_name}_"] = partial(_add_scaled, Tensor.add_, _combine)
+
+
+@rule("lerp")
+def lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Linear interpolation, from the nearer end."""
+    gap = end - start
+    if isinstance(weight, Tensor):
+        near = start + gap * weight
+        return torch.where(weight.abs() < 0.5, near, end - gap * (1 - weight))
+    if abs(weight) < 0.5:
+        return gap.mul_(weight).add_(start)
+    return end - gap.mul_(1 - weight)
+
+
+@rule("reciprocal")
+def reciprocal(values: Tensor) -> Tensor:
+    """1 / x."""
+    return torch.div(torch.ones((), device=values.device), values)
+
+
+@rule("pow")
+def power(base: Any, exponent: Any) -> Tensor:
+    """The power; whole exponents up to 3 are products."""
+    if not isinstance(base, Tensor):
+        base = torch.full((), base, dtype=torch.result_type(exponent, base), device="cpu").to(
+            exponent.device
+        )
+    dtype = torch.result_type(base, exponent)
+    if not isinstance(exponent, Tensor):
+        simple: dict[float, Rule] = {0.5: RULES["sqrt"], 1.0: torch.clone, 2.0: lambda x: x * x}
+        simple[3.0] = lambda x: x * x * x
+        if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
+            found: Tensor = simple[abs(float(exponent))](base)
+            return found if exponent > 0 else reciprocal(found)
+        exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    wide = torch.float64 if torch.float64 in (dtype, exponent.dtype) else None
+    pair = [one.to(wide) if wide else one for one in (base, exponent)]
+    return evaluate("pow", *pair).to(dtype)
+
+
+def _choose(function: Rule, *given: Any, **more: Any) -> Any:
+    """Let torch choose among numbers; processors disagree on the greater one of 0.0 and -0.0."""
+    return function(*(one + 0 if isinstance(one, Tensor) else one for one in given), **more)
+
+
+for _name in ("amax", "amin", "fmax", "fmin", "max", "maximum", "min", "minimum"):
+    RULES[_name] = partial(_choose, getattr(torch.ops.aten, _name))
+
+
+# Our patches find the medians along a dimension.
+RULES |= {
+    name: lambda values, *along, find=find: NotImplemented if along else find(values + 0)
+    for name, find in (("median", torch.median), ("nanmedian", torch.nanmedian))
+}
+
+
+# An unstable order of equal numbers is not the same everywhere.
+@rule("sort")
+@along_dim
+def sort(
+    values: Tensor, dim: int = -1, descending: bool = False, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """The stable order."""
+    return torch.sort(values, stable=True, dim=dim, descending=descending)
+
+
+@rule("topk")
+@along_dim
+def topk(
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, first: int = 0
+) -> tuple[Tensor, ...]:
+    """Return k elements of the stable order."""
+    return tuple(one.narrow(dim, first, k).contiguous() for one in sort(values, dim, largest))
+
+
+@rule("kthvalue")
+@along_dim
+def kthvalue(values: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
+    """The k-th of the stable order."""
+    found: tuple[Tensor, ...] = topk(values, 1, dim, largest=False, first=k - 1)
+    return found if keepdim else tuple(one.squeeze(dim) for one in found)
+
+
+def _converting(torchs: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
+    """Convert numbers to the dtype of the result first; leave whole numbers to torch."""
+
+    def wrap(function: Rule) -> Rule:
+        @wraps(function)
+        def call(values: Tensor, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> Any:
+            if dtype is not None and dtype != values.dtype:
+                values = to_copy(values, dtype=dtype)
+            if values.is_floating_point():
+                return function(values, *args, **more)
+            return torchs(values, *args, dtype=dtype, **more)
+
+        return call
+
+    return wrap
+
+
+def _list_dims(values: Tensor, dim: Any) -> list[int]:
+    """Return the dimensions that an argument names, from 0; None and [] name all."""
+    count = values.dim()
+    given = [dim] if isinstance(dim, int) else dim or range(count)
+    return sorted({one % count for one in given}) if count else []
+
+
+def _count(values: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(values.shape[one] for one in dims)
+
+
+@rule("sum")
+@_converting(torch.sum)
+def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """The sum over dimensions."""
+    return add(widen(values), _list_dims(values, dim), keepdim=keepdim).to(values.dtype)
+
+
+@rule("mean")
+@_converting(torch.mean)
+def mean(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """The sum over the number of its terms."""
+    dims = _list_dims(values, dim)
+    total = add(widen(values), dims, keepdim=keepdim)
+    return divide_by(total, _count(values, dims)).to(values.dtype)
+
+
+@rule("var")
+def variance(
+    values: Tensor,
+    dim: Sequence[int] | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Tensor:
+    """The variance; torch takes standard deviations and means apart."""
+    if isinstance(dim, bool):  # the overload without dimensions
+        dim, unbiased = None, dim
+    wide, dims = widen(values), _list_dims(values, dim)
+    center = divide_by(add(wide, dims), _count(values, dims))
+    total = add(wide, dims, keepdim=keepdim, kind="deviations", center=center)
+    freedom = _count(values, dims) - (unbiased if correction is None else correction)
+    return divide_by(total, max(freedom, 0)).to(values.dtype)
+
+
+@rule("linalg_vector_norm")
+def vector_norm(
+    values: Tensor,
+    ord: float = 2,  # noqa: A002 - torch's
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The root of the sum of squares; torch takes other norms apart."""
+    if ord != 2:
+        return NotImplemented
+    wide = widen(values.to(dtype or values.dtype))
+    total = add(wide, _list_dims(values, dim), keepdim=keepdim, kind="squares")
+    return find_root(total).to(dtype or values.dtype)
+
+
+@rule("cumsum")
+@along_dim
+@_converting(torch.cumsum)
+def cumsum(values: Tensor, dim: int) -> Tensor:
+    """The sum of the values up to each one, in order."""
+    return kernels.add_running(widen(values), dim % values.dim()).to(values.dtype)
+
+
+@rule("cumprod")
+@along_dim
+@_converting(torch.cumprod)
+def cumprod(values: Tensor, dim: int) -> Tensor:
+    """The product of the values up to each one, by doubling."""
+    result, step, length = values.clone(), 1, values.shape[dim]
+    while step < length:
+        later = result.narrow(dim, step, length - step)
+        later.copy_(later * result.narrow(dim, 0, length - step))
+        step *= 2
+    return result
+
+
+@rule("prod")
+@along_dim
+@_converting(torch.prod)
+def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The last one of the products of the values up to each one."""
+    rows, axis = (values.reshape(-1), 0) if dim is None else (values, dim)
+    last: Tensor = cumprod(rows, axis).select(axis, -1).clone()
+    return last.unsqueeze(axis) if keepdim else last
+
+
+@rule("arange")
+def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Whole numbers; torch makes others from these."""
+    if any(isinstance(one, float) for one in given) if dtype is None else dtype.is_floating_point:
+        return NotImplemented
+    return torch.arange(*given, dtype=dtype, **kwargs)
+
+
+composed("addbmm")(
+    lambda start, left, right, **factors: torch.addmm(
+        start, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **factors
+    )
+)
+
+
+def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Add values to places of a flattened tensor."""
+    out = out.clone(memory_format=torch.contiguous_format)
+    terms = values.expand(places.shape).reshape(-1).to(out.dtype)
+    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
+    return out.add_(0.0)
+
+
+def _number(values: Tensor) -> Tensor:
+    """Return the place of each element: what torch selects from them are the selected places."""
+    return torch.arange(values.numel(), device=values.device).view(values.shape)
+
+
+@rule("scatter_add")
+def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Add to chosen places."""
+    used = source[tuple(slice(size) for size in index.shape)]
+    return _add_at(values, _number(values).gather(dim, index), used)
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    values: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """Reduce the terms of each place."""
+    if reduce == "prod":
+        return NotImplemented
+    if reduce in ("amax", "amin"):
+        given = (values, dim, index, src, reduce)
+        return torch.scatter_reduce(*given, include_self=include_self) + 0
+    start = values if include_self else values.scatter(dim, index, 0)
+    total = scatter_add(start, dim, index, src)
+    if reduce == "sum":
+        return total
+    ones = (torch.ones_like(values), dim, index, torch.ones_like(src), "sum")
+    counts = torch.scatter_reduce(*ones, include_self=include_self).clamp(min=1)
+    return torch.div(total, counts)
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(
+    values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
+) -> Tensor:
+    """Write to, or add to, indexed places."""
+    if not accumulate:
+        return torch.index_put(values, list(indices), source)
+    return _add_at(values, torch.ops.aten.index(_number(values), list(indices)), source)
+
+
+def _pool_backward(
+    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
+) -> Tensor:
+    """Add the gradients of windows to their places."""
+    stride, _, dilation, _, indices = given
+    flat = values.new_zeros(values.shape).flatten(-dims)
+    given = (flat, -1, indices.flatten(-dims), gradient.flatten(-dims))
+    apart = max(dilation) == 1 and min(stride or kernel) >= max(kernel)
+    found = torch.scatter(*given) if apart else scatter_add(*given)
+    return found.view(values.shape)
+
+
+for _dims in (2, 3):
+    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)

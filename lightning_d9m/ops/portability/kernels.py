@@ -1,0 +1,331 @@
+"""Computations with a fixed sequence of operations: by compiled kernels, or by their definitions.
+
+Inputs are float32 or float64 tensors (``widen`` converts others); results have their dtype.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.ops.portability import definitions
+from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
+
+_KINDS = ("values", "squares", "deviations", "products", "normalized")
+_COLUMNS = 64  # that a kernel adds at a time
+_FEW = 16  # columns of a product that are too few for a kernel
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return numbers of 16 bits as float32 numbers, and others unchanged."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def apply(name: str, *inputs: Tensor) -> Tensor:
+    """Apply an elementary function of ``functions.FUNCTIONS`` to tensors of one shape and dtype."""
+    kernel = find_kernel(name, inputs[0])
+    if kernel is None:
+        return definitions.apply(name, *inputs)
+    x, *others = (one.contiguous() for one in inputs)
+    out = torch.empty_like(x)
+    run(kernel, x.numel(), 32 * x.numel(), x, others[0] if others else None, out)
+    return out
+
+
+class Offsets(NamedTuple):
+    """Places of the elements of matrices in memory: ``rows[i] + columns[j] + batch[b]``."""
+
+    rows: Tensor
+    columns: Tensor
+    batch: Tensor
+
+
+@lru_cache(maxsize=512)
+def count_steps(count: int, step: int) -> Tensor:
+    """Return the offsets of elements in even steps."""
+    return (
+        torch.arange(0, count * step, step, device="cpu")
+        if step
+        else torch.zeros(count, dtype=torch.int64, device="cpu")
+    )
+
+
+def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> Tensor:
+    """Write products of matrices, whose elements are where offsets say, into a tensor.
+
+    Args:
+        left: Of shape ``[batch, rows, terms]`` by its offsets.
+        right: Of shape ``[batch, terms, columns]``.
+        out: Of shape ``[batch, rows, columns]``.
+        *places: The offsets of the three tensors.
+    """
+    of_left, of_right, of_out = places
+    rows, columns, terms = len(of_left.rows), len(of_right.columns), len(of_left.columns)
+    batch = len(of_left.batch)
+    if not rows * columns * batch:
+        return out
+    if columns < min(_FEW, rows):
+        places = tuple(Offsets(one.columns, one.rows, one.batch) for one in places)
+        left, right, rows, columns = right, left, columns, rows
+        of_right, of_left, of_out = places
+    kernel = find_kernel("product", out)
+    if kernel is None:
+        factors = [_gather(*pair) for pair in ((left, of_left), (right, of_right))]
+        result = definitions.multiply(*factors)
+        _flatten(out, of_out)[_number(of_out).flatten()] = result.flatten()
+        return out
+    tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms
+    numbers = (
+        *of_left[:2],
+        *of_right[:2],
+        *of_out[:2],
+        of_left.batch,
+        of_right.batch,
+        of_out.batch,
+    )
+    run(kernel, tiles, cost // 16, rows, columns, terms, left, right, out, *numbers)
+    return out
+
+
+def _number(places: Offsets) -> Tensor:
+    return places.batch.view(-1, 1, 1) + places.rows.unsqueeze(1) + places.columns
+
+
+def _flatten(values: Tensor, places: Offsets) -> Tensor:
+    size = 1 + sum(int(one.max()) for one in places)
+    return values.as_strided((size,), (1,))
+
+
+def _gather(values: Tensor, places: Offsets) -> Tensor:
+    return _flatten(values, places)[_number(places).to(values.device)]
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return products of matrices: ``[batch, rows, terms]`` and ``[batch, terms, columns]``."""
+    shape = (left.shape[0], left.shape[1], right.shape[2])
+    if not left.shape[2]:
+        return left.new_zeros(shape)
+    out = left.new_empty(shape)
+    places = (
+        Offsets(
+            count_steps(one.shape[1], one.stride(1)),
+            count_steps(one.shape[2], one.stride(2)),
+            count_steps(one.shape[0], one.stride(0)),
+        )
+        for one in (left, right, out)
+    )
+    return multiply_at(left, right, out, *places)
+
+
+def add(
+    x: Tensor,
+    dims: Sequence[int],
+    *,
+    keepdim: bool = False,
+    kind: str = "values",
+    y: Tensor | None = None,
+    center: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Return sums over dimensions: of values, their squares, or products with others.
+
+    Args:
+        x: The values.
+        dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
+        keepdim: Whether they remain, with size 1.
+        kind: ``values``, ``squares``, ``deviations`` (squares of x - center), ``products`` (x * y)
+            or ``normalized`` (x * (y - center) * factor).
+        y: Of the shape of ``x``.
+        center: One number for each sum.
+        factor: One number for each sum.
+    """
+    kept = [dim for dim in range(x.dim()) if dim not in dims]
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    shape = shape if keepdim else [x.shape[dim] for dim in kept]
+    dims = sorted(dims)
+    kernel = find_kernel("row_sums", x)
+    if not x.numel():
+        return x.new_zeros(shape)
+    if kernel is None:
+        length = prod(x.shape[dim] for dim in dims)
+        order = (*kept, *dims)
+        rows, others = (
+            None if one is None else one.permute(order).reshape(-1, length) for one in (x, y)
+        )
+        more = (None if one is None else one.reshape(-1, 1) for one in (center, factor))
+        return definitions.add_rows(definitions.find_terms(kind, rows, others, *more)).view(shape)
+    if y is not None and y.stride() != x.stride():
+        x, y = x.contiguous(), y.contiguous()
+    out = x.new_empty(shape)
+    center, factor = (one if one is None else one.contiguous() for one in (center, factor))
+    _run_sums(kernel, _KINDS.index(kind), x, y, center, factor, out, kept, dims)
+    return out
+
+
+def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sizes and strides of dimensions, those joined that follow each other in memory."""
+    found: list[tuple[int, int]] = []
+    for dim in dims:
+        size, stride = x.shape[dim], x.stride(dim)
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            size *= found.pop()[0]
+        found.append((size, stride))
+    return found
+
+
+def _run_sums(
+    kernel: Kernel,
+    kind: int,
+    x: Tensor,
+    y: Tensor | None,
+    center: Tensor | None,
+    factor: Tensor | None,
+    out: Tensor,
+    kept: list[int],
+    dims: list[int],
+) -> None:
+    results, terms = _merge(x, kept), _merge(x, dims)
+    cost, more = x.numel(), (x, y, center, factor, out)
+    if results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
+        columns = results[-1][0]
+        matrices, step = results[0] if len(results) == 2 else (1, 0)
+        count, row_step = terms[0] if terms else (1, 0)
+        if columns >= _FEW or count == 1:
+            items = matrices * -(-columns // _COLUMNS)
+            if wide := find_kernel("column_sums", x):
+                run(wide, items, cost, kind, count, columns, step, row_step, *more)
+                return
+    if len(results) > 1 or len(terms) > 2:
+        order = (*kept, *dims)
+        x, y = x.permute(order).contiguous(), None if y is None else y.permute(order).contiguous()
+        more = (x, y, center, factor, out)
+        results, terms = [(out.numel(), x.numel() // out.numel())], [(x.numel() // out.numel(), 1)]
+    (count, step) = results[0] if results else (1, 0)
+    terms = [(1, 0)] * (2 - len(terms)) + terms
+    run(kernel, count, cost, kind, step, *terms[0], *terms[1], *more)
+
+
+def add_running(x: Tensor, dim: int) -> Tensor:
+    """Return the sum up to each element along a dimension, which is not negative."""
+    kernel = find_kernel("running_sums", x)
+    if kernel is None:
+        return definitions.add_running(x, dim)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    count, columns = x.shape[dim], prod(x.shape[dim + 1 :])
+    run(kernel, x.numel() // max(count, 1), x.numel(), count, columns, x, out)
+    return out
+
+
+def softmax(x: Tensor, *, logarithm: bool) -> Tensor:
+    """Return the softmax of rows, or its logarithm."""
+    kernel = find_kernel("softmax", x)
+    if kernel is None:
+        return definitions.softmax(x, logarithm)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    run(kernel, len(x), 32 * x.numel(), logarithm, x.shape[1], x, out)
+    return out
+
+
+def softmax_backward(gradient: Tensor, y: Tensor, *, logarithm: bool) -> Tensor:
+    """Return the gradient of ``softmax`` with the result ``y``."""
+    kernel = find_kernel("softmax_backward", y)
+    if kernel is None:
+        return definitions.softmax_backward(gradient, y, logarithm)
+    gradient, y = gradient.contiguous(), y.contiguous()
+    out = torch.empty_like(y)
+    run(kernel, len(y), 4 * y.numel(), logarithm, y.shape[1], gradient, y, out)
+    return out
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return normalized rows, their means, and the factors by which they were scaled."""
+    kernel = find_kernel("layer_norm", x)
+    if kernel is None:
+        return definitions.layer_norm(x, weight, bias, eps)
+    x = x.contiguous()
+    out, means, scales = torch.empty_like(x), x.new_empty(len(x)), x.new_empty(len(x))
+    run(kernel, len(x), 8 * x.numel(), x.shape[1], eps, x, weight, bias, out, means, scales)
+    return out, means, scales
+
+
+def layer_norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of ``layer_norm`` for x, and the terms of that for the weight."""
+    kernel = find_kernel("layer_norm_backward", x)
+    if kernel is None:
+        return definitions.layer_norm_backward(gradient, x, weight, means, scales)
+    gradient, x, means, scales = (one.contiguous() for one in (gradient, x, means, scales))
+    out, products = torch.empty_like(x), torch.empty_like(x)
+    given = (gradient, x, weight, means, scales, out, products)
+    run(kernel, len(x), 8 * x.numel(), x.shape[1], *given)
+    return out, products
+
+
+def batch_norm(x: Tensor, *given: Tensor | None) -> Tensor:
+    """Return normalized planes ``[batch, channels, area]``: by means, scales, weight and bias."""
+    kernel = find_kernel("batch_norm", x)
+    if kernel is None:
+        return definitions.batch_norm(x, *given)  # type: ignore[arg-type]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    run(kernel, x.shape[0] * x.shape[1], 4 * x.numel(), x.shape[1], x.shape[2], x, *given, out)
+    return out
+
+
+def batch_norm_backward(gradient: Tensor, x: Tensor, *given: Tensor) -> Tensor:
+    """Return the gradient of ``batch_norm`` for x; see ``definitions.batch_norm_backward``."""
+    kernel = find_kernel("batch_norm_backward", x)
+    if kernel is None:
+        return definitions.batch_norm_backward(gradient, x, *given)
+    gradient, x = gradient.contiguous(), x.contiguous()
+    out, planes = torch.empty_like(x), x.shape[0] * x.shape[1]
+    run(kernel, planes, 4 * x.numel(), x.shape[1], x.shape[2], gradient, x, *given, out)
+    return out
+
+
+def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in [0, 1), float32 or float64, on the CPU."""
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    kernel = find_kernel("draw", out)
+    if kernel is None:
+        return definitions.draw(key, out.numel(), dtype, "cpu").view(out.shape)
+    each = definitions.COUNTERS * (4 if dtype == torch.float32 else 2)
+    run(kernel, -(-out.numel() // each), 16 * out.numel(), key, out.numel(), out)
+    return out
+
+
+def _are_contiguous(*tensors: Tensor | None) -> bool:
+    return all(one is None or one.is_contiguous() for one in tensors)
+
+
+def take_adam_step(x: Tensor, gradient: Tensor, state: Any, **given: Any) -> None:
+    """Take a step of Adam or AdamW; see ``definitions.take_adam_step``."""
+    kernel = find_kernel("adam", x)
+    if kernel is None or not _are_contiguous(x, gradient, *state):
+        definitions.take_adam_step(x, gradient, state, **given)
+        return
+    order = ("maximize", "decoupled", "decay", "factors", "step", "root", "eps")
+    maximize, decoupled, decay, factors, *rest = (given[name] for name in order)
+    numbers = map(float, (decay, *factors, *rest))
+    run(kernel, x.numel(), 16 * x.numel(), maximize, decoupled, *numbers, gradient, x, *state)
+
+
+def take_sgd_step(x: Tensor, gradient: Tensor, momenta: Tensor | None, **given: Any) -> None:
+    """Take a step of SGD; see ``definitions.take_sgd_step``."""
+    kernel = find_kernel("sgd", x)
+    if kernel is None or not _are_contiguous(x, gradient, momenta):
+        definitions.take_sgd_step(x, gradient, momenta, **given)
+        return
+    flags = (given[name] for name in ("maximize", "nesterov", "starts"))
+    numbers = (float(given[name]) for name in ("decay", "momentum", "added", "step"))
+    run(kernel, x.numel(), 4 * x.numel(), *flags, *numbers, gradient, x, momenta)

@@ -1,0 +1,132 @@
+"""The compiled kernels: found in the package, or built once by the compiler that is there.
+
+The file name has a hash of the sources and the flags, so a library never belongs to other sources.
+Vector width follows torch's CPU capability when the program runs.
+"""
+
+import ctypes
+import os
+import struct
+import subprocess
+import warnings
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.errors import NotPortableError
+from lightning_d9m.ops.portability.compiler import FOLDER, build, list_widths, name_library
+
+_DIGEST = "1deaab8207fc5f09"  # of a few results, on every machine
+_ALONE = 2**16  # operations that one thread computes sooner than several
+_KERNELS: dict[tuple[str, torch.dtype], "Kernel | None"] = {}
+_TYPES = {torch.float32: "float", torch.float64: "double"}
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """Return the library for this processor; None, with a warning, without a compiler."""
+    width = torch.backends.cpu.get_cpu_capability()
+    width = width if width in list_widths() else "DEFAULT"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_d9m"
+    places = (FOLDER / name_library(width), base / name_library(width))
+    try:
+        path = next((one for one in places if one.exists()), None) or build(width, base)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
+        warnings.warn(
+            f"The kernels of portable bits cannot be compiled ({reason}). Torch operations compute "
+            "the same bits, many times slower. Install a C compiler (cc), or name one by CC.",
+            stacklevel=3,
+        )
+        return None
+    library.d9m_share.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_long]
+    library.d9m_share.restype = None
+    _check(library)
+    return library
+
+
+def _check(library: ctypes.CDLL) -> None:
+    """Raise an error unless the kernels give the bits that every machine must give.
+
+    A compiler that fuses or reorders operations would change them, as ``-ffast-math`` in CC does.
+    """
+    x = (torch.arange(640, dtype=torch.float32, device="cpu") * 37 % 101 - 50) * 2.0**-7
+    places = torch.arange(25, device="cpu")
+    total = sha256()
+    for kind, values in (("float", x), ("double", x.double() / 3)):
+        out = torch.zeros(625, dtype=values.dtype, device="cpu")
+        nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
+        matrix = (values, values, out, places * 24, places, places * 24, places, places * 25)
+        more = (places, nothing, nothing, nothing)
+        for name, count, *given in (
+            ("product", 2 - (ctypes.c_long.in_dll(library, f"wide_{kind}").value > 24), 25, 25, 25,
+             *matrix, *more),
+            ("row_sums", 20, 4, 30, 1, 0, 30, 1, values, values, out[300:], out[330:], out),
+            ("tanh", 600, values, None, out),
+        ):  # fmt: skip
+            address = ctypes.cast(getattr(library, f"{name}_{kind}"), ctypes.c_void_p).value
+            run(Kernel(library.d9m_share, address or 0, 0), count, 0, *given)
+            total.update(out.numpy().tobytes())
+    if total.hexdigest()[:16] != _DIGEST:
+        raise NotPortableError(
+            f"The compiled kernels of portable bits give {total.hexdigest()[:16]} instead of "
+            f"{_DIGEST}: the compiler changes the order or the number of roundings, or this "
+            "processor flushes subnormal numbers. Unset CC and CFLAGS, remove the files kernels-* "
+            "in ~/.cache/lightning_d9m, and try again.",
+            op="kernels",
+            source=None,
+        )
+
+
+class Kernel(NamedTuple):
+    """A compiled function, and what shares its results out among threads.
+
+    Attributes:
+        share: The function of the library that does.
+        address: That of the compiled function.
+        width: The columns of a product that are one result of its kernel.
+    """
+
+    share: Any
+    address: int
+    width: int
+
+
+def find_kernel(name: str, values: Tensor) -> Kernel | None:
+    """Return the kernel for tensors like this one; None if torch operations serve."""
+    key = name, values.dtype
+    if values.device.type != "cpu":
+        return None
+    if key not in _KERNELS:
+        library = load()
+        if library is None:
+            _KERNELS[key] = None
+        else:
+            function = getattr(library, f"{name}_{_TYPES[values.dtype]}")
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            width = ctypes.c_long.in_dll(library, f"wide_{_TYPES[values.dtype]}").value
+            _KERNELS[key] = Kernel(library.d9m_share, address or 0, width)
+    return _KERNELS[key]
+
+
+def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
+    """Compute all results of a kernel.
+
+    Args:
+        kernel: One of :func:`find_kernel`.
+        count: The number of results.
+        cost: About how many operations all of them take.
+        *given: The members of the kernel's struct: whole numbers, floats, tensors, None for NULL.
+    """
+    form, members = "", list[Any]()
+    for one in given:
+        form += "d" if type(one) is float else "q"
+        is_tensor = isinstance(one, Tensor)
+        members.append(one.data_ptr() if is_tensor else 0 if one is None else one)
+    threads = torch.get_num_threads() if cost > _ALONE else 1
+    kernel.share(kernel.address, struct.pack(form, *members), count, threads)

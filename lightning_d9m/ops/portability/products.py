@@ -1,0 +1,341 @@
+"""Rules for linear operations: products of matrices, convolutions, interpolation, pooling.
+
+A convolution is a product of matrices whose elements are where offsets say, so its columns are
+never written to memory. Its sums run over channels first, then over the taps of the kernel; those
+of the gradient for the weight over samples, then over windows. The gradient for the input has one
+product for each remainder of a position by the stride, with the taps that reach it: no term
+multiplies a zero between strides. Positions beside the image are zeros.
+
+Interpolation and average pooling act on one dimension after the other. The matrix of one dimension
+is what torch's own operation does to the identity matrix, in float64, rounded to a multiple of
+``2**-30``: machines may differ in its last places. The gradient is a product with the transposed
+matrix.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_d9m.ops.patches.kernels.separable import (
+    Side,
+    adaptive_sides,
+    pool_sides,
+    resize_sides,
+    run_side,
+)
+from lightning_d9m.ops.portability.kernels import Offsets, add, count_steps, multiply_at, widen
+from lightning_d9m.ops.portability.kernels import multiply as multiply_batches
+from lightning_d9m.ops.portability.registry import RULES, rule
+
+_GRID = 2.0**30
+
+
+@rule("mm", "bmm")
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """The product of matrices, or of batches of them."""
+    one, other = widen(left), widen(right)
+    if one.dim() == 3:
+        return multiply_batches(one, other).to(left.dtype)
+    return multiply_batches(one.unsqueeze(0), other.unsqueeze(0))[0].to(left.dtype)
+
+
+RULES |= {
+    "mv": lambda matrix, vector: multiply(matrix, vector.unsqueeze(1)).squeeze(1),
+    "dot": lambda left, right: multiply(left.unsqueeze(0), right.unsqueeze(1)).view(()),
+}
+
+
+@rule("addmm")
+def add_product(start: Tensor, left: Tensor, right: Tensor, **factors: float) -> Any:
+    """A product and its start, which is added last."""
+    if any(factor != 1 for factor in factors.values()):
+        return NotImplemented
+    return multiply(left, right).add_(start)
+
+
+def _grid(steps: Sequence[int], *places: Sequence[int]) -> Tensor:
+    """Return the offsets of a grid of places, by the step of each dimension in memory."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for step, own in zip(steps, places, strict=True):
+        total = total.unsqueeze(-1) + torch.tensor(own, dtype=torch.int64, device="cpu") * step
+    return total.flatten()
+
+
+def _join(first: Tensor, second: Tensor) -> Tensor:
+    return (first.unsqueeze(1) + second).flatten()
+
+
+def _steps(sizes: Sequence[int]) -> list[int]:
+    return [prod(sizes[place + 1 :]) for place in range(len(sizes))]
+
+
+class Geometry:
+    """The places that a convolution reads, all but those of its batch.
+
+    Args:
+        image: The sizes of the side that windows read.
+        windows: The numbers of windows.
+        taps: The sizes of the kernel.
+        stride: The arguments of the operation.
+        padding: As above.
+        dilation: As above.
+    """
+
+    def __init__(self, image: Any, windows: Any, taps: Any, *given: Any) -> None:
+        self.image, self.windows, self.taps = image, windows, taps
+        self.stride, self.padding, self.dilation = given
+        # What windows read beside the image, at the end as much as the last one needs.
+        self.padded = [
+            max(size + pad, (count - 1) * step + (tap - 1) * apart + 1)
+            for size, pad, count, step, tap, apart in zip(
+                [s + p for s, p in zip(image, self.padding, strict=True)],
+                self.padding, windows, self.stride, taps, self.dilation, strict=True,
+            )
+        ]  # fmt: skip
+        self.area, self.count = prod(self.padded), prod(windows)
+        steps = _steps(self.padded)
+        starts = (range(0, n * s, s) for n, s in zip(windows, self.stride, strict=True))
+        self.of_windows = _grid(steps, *map(list, starts))
+        reads = (range(0, n * s, s) for n, s in zip(taps, self.dilation, strict=True))
+        self.of_taps = _grid(steps, *map(list, reads))
+
+    def pad(self, image: Tensor) -> Tensor:
+        """Return an image with zeros beside it, contiguous."""
+        sides = [
+            one
+            for size, before, whole in zip(self.image, self.padding, self.padded, strict=True)
+            for one in (whole - size - before, before)
+        ]
+        return pad(image, sides[::-1]).contiguous() if any(sides) else image.contiguous()
+
+    @cached_property
+    def phases(self) -> tuple[list[int], list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+        """Places for the gradient for the image.
+
+        Zeros before and after the windows of each dimension, for ``pad``; and for each remainder by
+        the strides the numbers of the taps that reach it, and the offsets of windows by tap, of
+        windows by position, and of positions.
+        """
+        shape = zip(self.image, self.windows, self.taps, strict=True)
+        given = zip(self.stride, self.padding, self.dilation, strict=True)
+        sides, lists, wide = list[int](), [], list[int]()
+        for (size, count, taps), (step, before, apart) in zip(shape, given, strict=True):
+            low = max(0, -((before - (taps - 1) * apart) // step))
+            high = max(0, (before + size - 1) // step - (count - 1))
+            sides, wide = [low, high, *sides], [*wide, low + count + high]
+            own = []
+            for rest in range(step):
+                used = [tap for tap in range(taps) if tap * apart % step == rest]
+                first = -((rest - before) // step)
+                turns = range(first, (before + size - 1 - rest) // step + 1)
+                reads = [(rest - tap * apart) // step + low for tap in used]
+                own.append((used, reads, [*turns], [rest + step * t - before for t in turns]))
+            lists.append(own)
+        steps = (_steps(self.taps), _steps(wide), _steps(wide), _steps(self.image))
+        phases = [
+            tuple(_grid(steps[n], *(own[n] for own in phase)) for n in range(4))
+            for phase in product(*lists)
+        ]
+        return sides, [phase for phase in phases if all(map(len, phase))]  # type: ignore[misc]
+
+
+@lru_cache(maxsize=128)
+def _find_geometry(*given: tuple[int, ...]) -> Geometry:
+    return Geometry(*given)
+
+
+def _convolve(image: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
+    """Return the sums over the windows of an image."""
+    batch, channels = image.shape[:2]
+    count, inner = len(weight) // groups, prod(weight.shape[1:])
+    area, windows = geometry.area, geometry.count
+    read, weight = geometry.pad(image), weight.contiguous()
+    out = image.new_empty((batch, len(weight), *geometry.windows))
+    of_weight = Offsets(
+        count_steps(count, inner), count_steps(inner, 1), count_steps(groups, count * inner)
+    )
+    of_image = Offsets(
+        _join(count_steps(weight.shape[1], area), geometry.of_taps),
+        _join(count_steps(batch, channels * area), geometry.of_windows),
+        count_steps(groups, weight.shape[1] * area),
+    )
+    of_out = Offsets(
+        count_steps(count, windows),
+        _join(count_steps(batch, len(weight) * windows), count_steps(windows, 1)),
+        count_steps(groups, count * windows),
+    )
+    return multiply_at(weight, read, out, of_weight, of_image, of_out)
+
+
+def _convolve_back(gradient: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
+    """Return the gradient for the image; also a transposed convolution."""
+    batch, rows = gradient.shape[:2]
+    columns, taps = weight.shape[1], prod(geometry.taps)
+    sides, phases = geometry.phases
+    read, weight = pad(gradient, sides).contiguous(), weight.contiguous()
+    area, size, inner = prod(read.shape[2:]), prod(geometry.image), rows // groups
+    out = gradient.new_zeros((batch, columns * groups, *geometry.image))
+    for used, reads, turns, places in phases:
+        of_weight = Offsets(
+            count_steps(columns, taps),
+            _join(count_steps(inner, columns * taps), used),
+            count_steps(groups, inner * columns * taps),
+        )
+        of_gradient = Offsets(
+            _join(count_steps(inner, area), reads),
+            _join(count_steps(batch, rows * area), turns),
+            count_steps(groups, inner * area),
+        )
+        of_out = Offsets(
+            count_steps(columns, size),
+            _join(count_steps(batch, columns * groups * size), places),
+            count_steps(groups, columns * size),
+        )
+        multiply_at(weight, read, out, of_weight, of_gradient, of_out)
+    return out
+
+
+def _differentiate_by_weight(
+    gradient: Tensor, image: Tensor, shape: Sequence[int], geometry: Geometry, groups: int
+) -> Tensor:
+    """Return the gradient for the weight."""
+    batch, rows = gradient.shape[:2]
+    count, channels, area, windows = rows // groups, shape[1], geometry.area, geometry.count
+    read, gradient, inner = geometry.pad(image), gradient.contiguous(), prod(shape[1:])
+    out = gradient.new_empty(tuple(shape))
+    of_gradient = Offsets(
+        count_steps(count, windows),
+        _join(count_steps(batch, rows * windows), count_steps(windows, 1)),
+        count_steps(groups, count * windows),
+    )
+    of_image = Offsets(
+        _join(count_steps(batch, image.shape[1] * area), geometry.of_windows),
+        _join(count_steps(channels, area), geometry.of_taps),
+        count_steps(groups, channels * area),
+    )
+    of_out = Offsets(
+        count_steps(count, inner), count_steps(inner, 1), count_steps(groups, count * inner)
+    )
+    return multiply_at(gradient, read, out, of_gradient, of_image, of_out)
+
+
+def _lay_out(image: Any, windows: Any, taps: Any, given: Any) -> Geometry:
+    dims = len(image)
+    given = (tuple(one) * (dims if len(one) == 1 else 1) for one in given[:3])
+    return _find_geometry(tuple(image), tuple(windows), tuple(taps), *given)
+
+
+@rule("convolution", "_convolution", "convolution_overrideable")
+def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """A convolution, and its bias, which is added last."""
+    if values.dim() == weight.dim() - 1:
+        return convolve(values.unsqueeze(0), weight, bias, *arguments)[0]
+    given, transposed, groups = arguments[:3], arguments[3], arguments[5]
+    more = (*given, transposed, arguments[4], groups)
+    shapes = (one.to("meta") for one in (values, weight))
+    sizes = torch.ops.aten.convolution(*shapes, None, *more).shape[2:]
+    image, windows = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)
+    geometry = _lay_out(image, windows, weight.shape[2:], given)
+    function = _convolve_back if transposed else _convolve
+    result = function(widen(values), widen(weight), geometry, groups).to(values.dtype)
+    return result if bias is None else result.add_(bias.view(-1, *[1] * len(sizes)))
+
+
+@rule("convolution_backward")
+def convolve_backward(
+    gradient: Tensor, values: Tensor, weight: Tensor, _bias_sizes: Any, *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a convolution for its input, its weight and its bias."""
+    *given, transposed, _, groups, mask = arguments
+    wide, image, factors = widen(gradient), widen(values), widen(weight)
+    small, large = (image, wide) if transposed else (wide, image)
+    geometry = _lay_out(large.shape[2:], small.shape[2:], weight.shape[2:], given)
+    back = _convolve if transposed else _convolve_back
+    dims = (0, *range(2, gradient.dim()))
+    return (
+        back(wide, factors, geometry, groups).to(values.dtype) if mask[0] else None,
+        _differentiate_by_weight(small, large, weight.shape, geometry, groups).to(weight.dtype)
+        if mask[1]
+        else None,
+        add(wide, dims).to(gradient.dtype) if mask[2] else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _read_matrix(size: int, *side: Any) -> Tensor:
+    """Return the matrix ``[outputs, inputs]`` of an operation along one dimension."""
+    found = run_side(*side, torch.eye(size, dtype=torch.float64, device="cpu"))
+    return found.t().mul(_GRID).round_().div_(_GRID).contiguous()
+
+
+def _apply(
+    sides: Sequence[Side], sizes: Sequence[int], values: Tensor, *, turned: bool = False
+) -> Tensor:
+    """Multiply each of the last dimensions by its matrix, or by the transposed one."""
+    for axis, size, side in zip(range(-len(sides), 0), sizes[-len(sides) :], sides, strict=True):
+        matrix, moved = _read_matrix(size, *side), values.movedim(axis, 0)
+        factor = (matrix.t() if turned else matrix).to(values)
+        found = multiply(factor, moved.reshape(moved.shape[0], -1))
+        values = found.view(-1, *moved.shape[1:]).movedim(0, axis)
+    return values.contiguous()
+
+
+def _resize(name: str, out: Sequence[int], *given: Any, **named: Any) -> list[Side]:
+    given = (*given, *named.values())
+    corners = () if "nearest" in name else given[:1]
+    if not ("cubic" in name or name.endswith("_aa")):
+        name = f"{re.sub('(bi|tri)?linear', 'linear', name)[:-2]}1d"
+    return resize_sides(name, out, given[len(corners) :], *corners)
+
+
+def _register(
+    dims: int, name: str, find: Callable[..., list[Side]], *, forward: bool = True
+) -> None:
+    """Register an operation on the last dimensions, and its gradient.
+
+    Args:
+        dims: The number of the dimensions.
+        name: That of the operation.
+        find: Returns the sides for the operation's arguments.
+        forward: Whether the operation itself does not only move values.
+    """
+
+    def apply(values: Tensor, *given: Any, **named: Any) -> Tensor:
+        return _apply(find(*given, **named), values.shape, values)
+
+    def differentiate(gradient: Tensor, *given: Any, **named: Any) -> Tensor:
+        if "upsample" in name:
+            out, sizes, *more = given
+            more = [out, *more]
+        else:
+            values, *more = given
+            sizes, more = values.shape, more or [gradient.shape[-dims:]]  # if adaptive
+        return _apply(find(*more, **named), sizes, gradient, turned=True)
+
+    RULES[f"{name}_backward"] = differentiate
+    if forward:
+        RULES[name] = apply
+
+
+_RESIZED = {
+    1: ("upsample_linear1d",),
+    2: (
+        *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"),
+        *("_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+    ),
+    3: ("upsample_trilinear3d",),
+}
+for _dims, _names in _RESIZED.items():
+    for _name in _names:
+        _register(_dims, _name, partial(_resize, _name))
+    for _name in (f"upsample_nearest{_dims}d", f"_upsample_nearest_exact{_dims}d"):
+        _register(_dims, _name, partial(_resize, _name), forward=False)
+    _register(_dims, f"avg_pool{_dims}d", partial(pool_sides, _dims))
+    _register(_dims, f"_adaptive_avg_pool{_dims}d", adaptive_sides)

@@ -1,0 +1,157 @@
+"""The report of ``d9m audit ops``: for a terminal, as JSON and Markdown."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_d9m.text import pluralize
+from lightning_d9m.tools.output.columns import Column, format_markdown_table, short
+
+CONDITIONS = ("oracle", "default", "deterministic", "patched")
+_DOCUMENTED = ["As documented."]
+_INTRODUCTION = """\
+Each case ran {runs} times (fewer if its time was over) in four conditions: torch as it is; torch
+with `use_deterministic_algorithms(True)`; patched, which is a session with `patch_ops`; and the
+oracle, which is one thread in float64. *outputs* is the number of distinct outputs; Vs, Vermv and
+Vc are means over the runs against the first run in the same condition; *error* is Vermv against
+the oracle; *time* is the ratio to torch as it is."""
+
+
+def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the audit as one JSON object: settings, one entry for each op, and all rows."""
+    by_op: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_op[row["op"]].append(row)
+    ops = [
+        {
+            "op": op,
+            "cases": len(cases),
+            "findings": judge_op(cases),
+            "varied": {
+                name: any(varies(row["conditions"][name]) for row in cases) for name in CONDITIONS
+            },
+        }
+        for op, cases in by_op.items()
+    ]
+    return {"settings": dict(settings), "ops": ops, "rows": list(rows)}
+
+
+def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the cases whose patched op gave more than one output."""
+    return [row["key"] for row in rows if varies(row["conditions"]["patched"])]
+
+
+def render_findings(summary: Mapping[str, Any]) -> str:
+    """Return the findings for a terminal, the ops that vary first."""
+    ops, broken = summary["ops"], find_broken(summary["rows"])
+    varied = [entry for entry in ops if entry["varied"]["default"]]
+    steady = [entry for entry in ops if entry not in varied]
+    odd = [entry for entry in steady if entry["findings"] != _DOCUMENTED]
+    verdict = f"{pluralize(len(broken), 'case')} of patched ops" if broken else "No patched op"
+    head = (
+        f"{verdict} varied. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
+        f"{len(varied)}; neither varied nor documented to vary: {len(steady) - len(odd)}."
+    )
+    lines = [
+        head,
+        *(f"the patched op varied: {key}" for key in broken),
+        "",
+        *(f"{entry['op']}: varies. {' '.join(entry['findings'])}" for entry in varied),
+        *(f"{entry['op']}: steady. {' '.join(entry['findings'])}" for entry in odd),
+    ]
+    return "\n".join(lines)
+
+
+def render_markdown(summary: Mapping[str, Any]) -> str:
+    """Return the whole audit as a page."""
+    settings = summary["settings"]
+    facts = ", ".join(f"{name} {settings[name]}" for name in ("torch", "device", "threads"))
+    figures = [(row, name) for row in summary["rows"] for name in CONDITIONS]
+    parts = [
+        *("# Audit of ops", f"{facts}.", _INTRODUCTION.format(runs=settings["runs"])),
+        *("## Findings", format_markdown_table(_OPS, summary["ops"])),
+        *("## Cases", format_markdown_table(_CASES, figures)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _read(*path: str) -> Callable[[Any], str]:
+    """Return what reads a figure of (row, condition); nothing where the case did not run."""
+
+    def read(case: tuple[Mapping[str, Any], str]) -> str:
+        found: Any = case[0]["conditions"][case[1]]
+        if found["outcome"] != "ran":
+            return f"{found['outcome']}: {found['reason']}" if path[-1] == "distinct" else ""
+        for key in path:
+            found = found.get(key)
+        return short(found)
+
+    return read
+
+
+def _varied(condition: str) -> Callable[[Any], str]:
+    return lambda entry: "yes" if entry["varied"][condition] else "no"
+
+
+_OPS: tuple[Column[Any], ...] = (
+    Column("op", lambda entry: f"`{entry['op']}`"),
+    Column("varies", _varied("default")),
+    Column("with the flag", _varied("deterministic")),
+    Column("patched varies", _varied("patched")),
+    Column("finding", lambda entry: " ".join(entry["findings"])),
+)
+_CASES: tuple[Column[Any], ...] = (
+    Column("case", lambda case: f"`{case[0]['key']}`" if case[1] == CONDITIONS[0] else ""),
+    Column("condition", lambda case: case[1]),
+    Column("outputs", _read("spread", "distinct")),
+    Column("runs", _read("spread", "runs")),
+    Column("Vs", _read("spread", "vs")),
+    Column("Vermv", _read("spread", "vermv")),
+    Column("Vc", _read("spread", "vc")),
+    Column("error", _read("error")),
+    Column("µs", _read("microseconds")),
+    Column("time", _read("ratio")),
+)
+
+
+def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Compare the measured behavior of one op on one device with the documentation.
+
+    Args:
+        rows: The rows of the op; each has ``conditions``, and in ``documented`` the kinds of its
+            lines.
+
+    Returns:
+        The findings as sentences. Without a difference the only one is ``"As documented."``.
+    """
+    kinds = {kind for row in rows for kind in row["documented"]}
+    default = [row["conditions"]["default"] for row in rows]
+    ran = [entry for entry in default if entry["outcome"] == "ran"]
+    if not ran:
+        reasons = sorted({entry["reason"] for entry in default})
+        return [f"Not measured: {'; '.join(reasons)}"]
+    flagged = [row["conditions"]["deterministic"] for row in rows]
+    raised = [row for row in rows if row["conditions"]["deterministic"]["outcome"] == "raised"]
+    varied = any(map(varies, ran))
+    findings = []
+    if varied and not kinds:
+        findings.append("Varies, and torch does not document it.")
+    if kinds and not varied:
+        findings.append("Documented as nondeterministic, and did not vary here.")
+    if any(map(varies, flagged)):
+        findings.append("Varies although deterministic algorithms are on, and does not raise.")
+    if raised and "raises" not in kinds:
+        findings.append("Raises, and torch does not document it.")
+    if "raises" in kinds and any(entry["outcome"] == "ran" for entry in flagged) and not raised:
+        findings.append("Documented as raising, and ran.")
+    patched = [row["conditions"]["patched"] for row in raised]
+    if any(entry["outcome"] == "ran" and not varies(entry) for entry in patched):
+        findings.append(
+            "Raises, although a deterministic version exists: the patched op gave one output."
+        )
+    return findings or _DOCUMENTED
+
+
+def varies(entry: Mapping[str, Any]) -> bool:
+    """Return whether a case gave more than one output in a condition."""
+    return bool(entry["outcome"] == "ran" and entry["spread"]["distinct"] > 1)

@@ -1,0 +1,177 @@
+"""The description of a command's arguments, and arguments that several commands share.
+
+The module of a command has ``ARGUMENTS``, the text of its arguments, and ``EXAMPLE``, a call that
+works; or ``COMMANDS``, those below it with their summaries. It may have ``SETTINGS``, what the text
+cannot say, by the name of an argument.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning_d9m.errors import SettingError
+
+# Most runs of one command: their folders are numbered with three digits.
+MOST_RUNS = 1000
+
+
+def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return an argparse ``type`` that accepts whole numbers within bounds, both inclusive.
+
+    >>> whole_number(2, 9)("3")
+    3
+    """
+    allowed = f"a whole number from {minimum}" + (f" to {maximum}" if maximum is not None else "")
+
+    def parse(text: str) -> int:
+        with suppress(ValueError):
+            value = int(text)
+            if minimum <= value and (maximum is None or value <= maximum):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: {allowed}.")
+
+    return parse
+
+
+def positive_seconds(text: str) -> float:
+    """Parse a duration; an argparse ``type``.
+
+    >>> positive_seconds("1.5")
+    1.5
+    """
+    with suppress(ValueError):
+        if (value := float(text)) > 0:  # not NaN
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
+
+
+_PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|OLD|NEW|REFERENCE|THIS_RUN")
+_FORM = re.compile(
+    r"(?P<names>(?:-\S+ ?)*)(?:(?P<dest>\w+):)?(?P<value>\S*?)(?P<nargs>[?*+]?)"
+    r"(?: (?P<second>[A-Z]+))?(?P<again> \.\.\.)?"
+)
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "EPOCH": whole_number(0),
+    "N": whole_number(1),
+    "SECONDS": positive_seconds,
+}
+FORMAT = """
+--format {text,json,markdown}  text for a terminal, one JSON object, or Markdown, for example for
+    the summary of a CI job (default: text)
+| --json  short for --format json
+"""
+LEDGERS = """
+expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that holds exactly one,
+    or one file rank-N.jsonl. Alone: a folder, whose last two ledgers are compared (default:
+    the working folder)
+actual:THIS_RUN?  ledger of the later run, in the same forms
+"""
+TIMEOUT = """
+--timeout SECONDS  stop a run that takes longer and treat it as hanging
+"""
+# The command that a run starts comes last: it has words of any kind.
+TRAINING = """
+-- COMMAND  a training, such as: python train.py
+"""
+COMMAND = f"""{TIMEOUT}
+--json  print the result as one JSON object
+{TRAINING}"""
+
+
+def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Declare the arguments of a command's module, or of the commands below it."""
+    if not hasattr(command, "COMMANDS"):
+        declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
+        parser.set_defaults(run=command.run, parser=parser)
+        parser.epilog = f"example: {command.EXAMPLE}"
+        return
+    below = parser.add_subparsers(metavar="WHAT", required=True)
+    for name, summary in command.COMMANDS.items():
+        child = below.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        declare_command(child, import_module(f"{command.__name__}.{name}"))
+        parser.epilog = child.epilog
+
+
+def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str, Any]) -> None:
+    """Declare the arguments that a text describes: for each a form, two blanks, and the help.
+
+    The forms are ``-o, --output DIR`` for an option with a value, ``--json`` for a flag,
+    ``name:PATH`` for a positional argument, and ``-- COMMAND`` for all words behind ``--``. Behind
+    the value, ``?`` stands for at most one, ``*`` and ``+`` for several, and ``...`` for an option
+    that may be given again; ``{a,b}`` is a choice. The name of a value decides its type. An
+    argument after ``| `` excludes the one before.
+
+    Args:
+        parser: The parser of a command.
+        text: The description; further lines of an argument are indented.
+        settings: Further settings of an argument, by its name.
+    """
+    blocks = re.split(r"\n+(?=\S)", text.strip("\n"))
+    group: Any = parser
+    parser.set_defaults(format="text")
+    short = {"action": "store_const", "dest": "format", "default": argparse.SUPPRESS}
+    formats = {name: {**short, "const": name} for name in ("json", "markdown")}
+    settings = {"format": {"default": "text"}, **formats, **settings}
+    for number, block in enumerate(blocks):
+        form, _, described = block.removeprefix("| ").partition("  ")
+        if not block.startswith("| "):
+            excluded = blocks[number + 1 : number + 2]
+            alone = not any(other.startswith("| ") for other in excluded)
+            group = parser if alone else parser.add_mutually_exclusive_group()
+        if form == "-- COMMAND":
+            parser.add_argument("argv", nargs=argparse.REMAINDER, metavar=form, help=described)
+            usage = parser.format_usage().removeprefix("usage: ").rstrip()
+            parser.usage = usage.replace(" ...", " -- COMMAND ...")
+            continue
+        found = _FORM.fullmatch(form)
+        assert found is not None, form
+        names = found["names"].replace(",", "").split() or [found["dest"]]
+        given = _read_value(found) | {"help": " ".join(described.split())}
+        given |= settings.get(names[-1].lstrip("-").replace("-", "_"), {})
+        group.add_argument(*names, **given)
+
+
+def _read_value(found: re.Match[str]) -> dict[str, Any]:
+    """Return what argparse needs to know of the values of an argument."""
+    value, second = found["value"], found["second"]
+    if not value:
+        return {"action": "store_true"}
+    given: dict[str, Any] = {"type": Path if _PATH.fullmatch(value) else _TYPES.get(value)}
+    if value.startswith("{"):
+        given["choices"] = value.strip("{}").split(",")
+    elif second:
+        given |= {"nargs": 2, "metavar": (value, second)}
+    else:
+        given |= {"nargs": found["nargs"] or None, "metavar": value}
+    return given | ({"action": "append"} if found["again"] else {})
+
+
+def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the two ledgers: those that were named, or the last two under a folder.
+
+    Raises:
+        LedgerError: If fewer than two were named, and the folder holds fewer than two.
+    """
+    from lightning_d9m.engine.ledger.folder import find_last_pair  # not for `d9m --help`
+
+    if arguments.actual is not None:
+        return arguments.expected, arguments.actual
+    return find_last_pair(arguments.expected or Path())
+
+
+def get_command(arguments: argparse.Namespace) -> list[str]:
+    """Return the training's command.
+
+    Raises:
+        SettingError: If no command was given.
+    """
+    argv: list[str] = arguments.argv
+    if not argv:
+        example = arguments.parser.epilog.removeprefix("example: ")
+        raise SettingError(f"There is no command to run. Give it after `--`: {example}")
+    return argv

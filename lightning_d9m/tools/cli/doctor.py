@@ -1,0 +1,65 @@
+"""``d9m doctor``: settings of this machine that make runs nondeterministic, and their fixes."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from lightning_d9m.text import pluralize, printable
+from lightning_d9m.tools.output.columns import print_result
+from lightning_d9m.tools.output.terminal import make_table, render, style, terminal_width
+
+if TYPE_CHECKING:
+    from lightning_d9m.engine.control.doctor import CheckResult
+
+ARGUMENTS = """
+--json  print findings and the whole stack as one JSON object
+"""
+EXAMPLE = "d9m doctor"
+# The marks of the three statuses, in the order of findings, and what stands for them where they
+# cannot be printed.
+_MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
+_ASCII_MARKS = {"problem": "x", "note": "!", "ok": "+"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings; return 0 if there is no problem, else 1."""
+    # These load torch, which `d9m --help` must not.
+    import torch
+
+    from lightning_d9m.engine.control.doctor import find_problems
+    from lightning_d9m.engine.ledger.stack import capture_stack
+    from lightning_d9m.integrations.strategies.horovod.environment import check_installation
+    from lightning_d9m.tools.audit.device import try_device
+
+    findings = [*find_problems(), *check_installation()]
+    findings += [try_device(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
+    findings.sort(key=lambda finding: [*_MARKS].index(finding.status))
+    facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
+    statuses = [finding.status for finding in findings]
+    found = "No problems found"
+    if problems := statuses.count("problem"):
+        found = f"{pluralize(problems, 'problem')} found"
+    elif notes := statuses.count("note"):
+        found += f", but {pluralize(notes, 'note')}"
+    print_result(arguments.format, facts, [f"{found}.", "", *_list_lines(findings)])
+    return int("problem" in statuses)
+
+
+def _list_lines(findings: Sequence["CheckResult"]) -> list[str]:
+    """Return a table of findings: a mark, then what was found, why it matters and the fix."""
+    encoding = sys.stdout.encoding or "ascii"
+    marks = _MARKS if "✓".encode(encoding, "ignore") else _ASCII_MARKS
+    rows = [
+        (
+            style(finding.status, marks[finding.status]),
+            "\n".join(filter(None, [
+                printable(f"{finding.name}: {finding.found}"),
+                finding.reason,
+                finding.fix and f"Fix: {finding.fix}",
+            ])),
+        )
+        for finding in findings
+    ]  # fmt: skip
+    return render(make_table(["", ""], rows), terminal_width()).splitlines()

@@ -1,0 +1,266 @@
+"""``d9m locate``: run a command several times and narrow down where its runs diverge.
+
+It narrows from the whole run to the steps of the epoch that differs, the modules of the step and
+the operations of the module. Each look is a pair of runs that environment variables control, so
+the program is not edited. A divergence that does not occur again in a narrower look is reported as
+far as it was narrowed down.
+"""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from lightning_d9m.engine.control.settings import RECORD_SAVES
+from lightning_d9m.engine.ledger.differences import Divergence
+from lightning_d9m.engine.ledger.kinds import STATE
+from lightning_d9m.text import escape, pluralize, printable
+from lightning_d9m.tools.cli.arguments import COMMAND, get_command
+from lightning_d9m.tools.history.bundle import LOCATE_JSON
+from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.lint.rules import Finding
+from lightning_d9m.tools.locate.search import (
+    Runner,
+    RunPair,
+    Search,
+    SearchResult,
+    describe_place,
+    explains,
+    find_cause_lines,
+)
+from lightning_d9m.tools.output.columns import print_result
+from lightning_d9m.tools.output.comparison_text import format_field, list_one_sided
+from lightning_d9m.tools.output.terminal import make_table, measure, print_lines, render, wrap
+
+if TYPE_CHECKING:
+    from lightning_d9m.tools.comparison.numeric_difference import Magnitude
+    from lightning_d9m.tools.locate.op_evidence import OpFinding
+
+_MOST_SUSPECTS = 5
+_INDENT = " " * 10
+_MOST_ULPS = 2**16
+_EXAMPLES = 3
+_PAIR = 2
+_MISSED = 0.05
+# A line of the program, with its file's path, is shown in full.
+_LONGEST = 400
+ARGUMENTS = f"""
+--no-determinism  seed and record, but leave the determinism settings alone: shows what differs
+    without lightning_d9m
+--tries N  most pairs of runs for each look (default: 2)
+-o, --output DIR  new folder for ledgers, logs and dumps
+-v, --verbose  show more values that differ, and their bits
+{COMMAND}"""
+EXAMPLE = "d9m locate -- python train.py"
+SETTINGS = {"tries": {"default": 2}}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Locate; return 0 if no runs differ, 1 if something was found."""
+    command = get_command(arguments)
+    variables = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
+    variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
+    if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
+        variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
+    output = make_output(arguments.output)
+    runner = Runner(Runs(command, output, arguments.timeout), variables)
+    suspects = find_cause_lines(command, "")
+    if suspects and arguments.format == "text":
+        # What the source shows already, before the first of many trainings ends.
+        print("Lines that can make runs differ; the first look tests whether they do:")
+        for one in suspects[:_MOST_SUSPECTS]:
+            print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
+        print(flush=True)
+    found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
+    lines = list(
+        describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
+    )
+    # For `d9m bundle`.
+    facts = found.as_json() | {"report": lines}
+    if found.pair is not None:
+        ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
+        facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
+    (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    shown = found.as_json() | {"output": str(output)}
+    print_result(arguments.format, shown, [*lines, f"ledgers:  {output}"])
+    return 1 if found.cause is not None else 0
+
+
+def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -> Iterator[str]:
+    """Yield the lines of the report: the cause, where it is, the evidence, the advice."""
+    if found.cause is None:
+        yield "equal: no two runs differ."
+        yield from wrap(describe_power(2 * found.tries))
+        if determinism:
+            yield "To see what differs without the determinism settings, add --no-determinism."
+    else:
+        yield from wrap(f"different: {found.cause.kind}. {found.cause.text}")
+        yield ""
+        yield from _describe_moment(found)
+        named = [finding for finding in found.lines if explains(finding.rule, found.explained)]
+        yield from _describe_lines(found, named)
+        if found.op is not None:
+            yield from describe_op(found.op)
+        magnitude = found.magnitude if found.op is None else found.op.magnitude
+        if magnitude is not None:
+            yield from _describe_magnitude(magnitude, verbose=verbose)
+        if found.op is not None and found.op.inputs_equal and found.op.generator_equal:
+            yield from _describe_fix(found.op)
+        if found.left:
+            yield from _label("files", printable(found.left))
+        # What is certain was found: the advice to look for it would not help.
+        if found.cause.advice and not any(one.certainty == "certain" for one in named):
+            yield from _label("advice", found.cause.advice)
+    for number, look in enumerate(found.looks):
+        yield from _label("" if number else "looks", look)
+
+
+def describe_power(runs: int) -> str:
+    """Return how rare a difference may be that so many equal runs show with 95%.
+
+    If one run in ``1 / q`` ends otherwise, n runs all agree with the probability ``(1 - q) ** n``.
+
+    >>> describe_power(4)
+    'A difference in more than 53% of the runs would have shown with 95%; --tries 15 shows 10%.'
+    """
+    rate, rare = 1 - _MISSED ** (1 / runs), 0.1
+    tries = math.ceil(math.log(_MISSED) / math.log(1 - rare) / 2)
+    more = f"; --tries {tries} shows {rare:.0%}" if rate > rare else ""
+    return f"A difference in more than {rate:.0%} of the runs would have shown with 95%{more}."
+
+
+def _label(label: str, text: str) -> Iterator[str]:
+    """Yield a text beside its label; without one, below the text of the label before."""
+    yield from wrap(text, _INDENT, f"{label}:".ljust(len(_INDENT)) if label else None)
+
+
+def _describe_moment(found: SearchResult) -> Iterator[str]:
+    """Yield where the runs diverge, and the fields that make them incomparable."""
+    pair = found.pair
+    if found.divergences:
+        first = found.divergences[0]
+        yield from _label("where", describe_place(found.divergences))
+        if found.ranks > 1:
+            reference = found.reference_rank
+            compared = "" if reference is None else f", compared with rank {reference} (reference)"
+            ranks = ", ".join(str(entry.rank) for entry in found.divergences)
+            named = f"{ranks} of {found.ranks}{compared}"
+            if reference is not None and found.ranks == _PAIR:
+                named = "0 and 1 differ from each other; two ranks do not show which one is wrong"
+            yield from _label("rank", named)
+        yield from _label("fit", _describe_fit(pair)) if pair is not None and pair.fits > 1 else ()
+        differ = f"{first.count:,} of {first.compared:,} values recorded there"
+        yield from _label("differ", differ)
+        yield from _label("samples", found.samples) if found.samples else ()
+        if written := _describe_writing(found, first):
+            yield from _label("written", written)
+    if pair is None:
+        return
+    if not found.divergences and pair.fits > 1:
+        yield from _label("fit", _describe_fit(pair))
+    for entry in (*pair.comparison.refusals, *pair.comparison.stack):
+        yield from format_field(entry, len(pair.comparison.ranks))
+    for sentence in () if found.divergences else list_one_sided(pair.comparison):
+        yield from wrap(sentence, "  ")
+
+
+def _describe_lines(found: SearchResult, named: Sequence[Finding]) -> Iterator[str]:
+    """Yield the lines of the program that a scan found, and those that read from outside.
+
+    ``named`` are those of a rule that explains the cause: their fix is shown.
+    """
+    for finding in found.lines:
+        label = "line" if finding in named else "suspect"
+        place = escape(finding.location, _LONGEST)
+        yield from _label(label, f"{place}: {escape(finding.code)}")
+        yield from _label("", f"{finding.rule}: {finding.reason}")
+        yield from _label("fix", finding.fix) if finding in named else ()
+    if found.outside:
+        yield "read from outside before it differed, the nearest first:"
+    for read in found.outside:
+        yield from _label("", f"{escape(read.location, _LONGEST)}: {escape(read.code)}")
+        yield from _label("", escape(str(read), _LONGEST))
+
+
+def _describe_fit(pair: RunPair) -> str:
+    before = pluralize(pair.equal_fits, "fit")
+    equal = f"; the {before} before it agree" if pair.equal_fits else ""
+    return f"{escape(pair.fit)}, one of {pair.fits}{equal}"
+
+
+def _describe_writing(found: SearchResult, first: Divergence) -> str:
+    """Return when the state that differs at the beginning of a batch was written."""
+    if found.writer:
+        return escape(found.writer, _LONGEST)
+    if first.moment != "batch" or first.kind not in STATE or found.reference_rank is not None:
+        return ""
+    if first.call:
+        return f"in step {first.step}, before the optimizer's step"
+    before = f"in step {first.step - 1}, or by a hook or thread before this one"
+    return before if first.step else ""
+
+
+def describe_op(found: "OpFinding") -> Iterator[str]:
+    """Yield an operation, the line that calls it, and the evidence."""
+    called = "in the backward pass of" if found.backward else "called at"
+    source = f", {called} {escape(found.source, _LONGEST)}" if found.source else ""
+    yield from _label("op", f"{found.op}{source}")
+    if not found.inputs_equal:
+        yield from _label("", "Its inputs differed, although no recorded operation wrote them.")
+        return
+    state = "" if found.generator_equal else ", but not the state of its generator"
+    yield from _label("", f"Its inputs were equal in both runs{state}.")
+    runs = f"alone {found.replays} times on these inputs, it"
+    if found.obstacle:
+        said = f"It could not be run alone: {escape(found.obstacle, _LONGEST)}"
+    elif found.outcomes > 1:
+        said = f"Confirmed: run {runs} gave {found.outcomes} different outputs."
+    elif not found.generator_equal:
+        said = (
+            f"Confirmed: run alone {found.replays} times from one state of its generator, it "
+            "always gave the same output."
+        )
+    else:
+        said = (
+            f"Run {runs} always gave the same output: the operation alone does not show why it "
+            "differs."
+        )
+    yield from _label("", said)
+
+
+def _describe_fix(found: "OpFinding") -> Iterator[str]:
+    """Yield the catalog's entry of an operation, and the fix."""
+    patch = found.patch
+    if patch is not None:
+        yield from _label("known", f"{patch.name} ({patch.status}). {patch.cause}")
+        yield from _label("", f"With deterministic algorithms on, torch: {patch.torch_does}")
+        fix = "On a CUDA machine, patch_ops=True (LIGHTNING_D9M_PATCH_OPS=1) replaces it."
+        fix = fix if patch.status == "patched" else patch.reason
+        yield from _label("fix", f"{fix} See `d9m ops {patch.name}`.")
+    elif found.outcomes > 1:
+        yield from _label(
+            "fix",
+            "torch.use_deterministic_algorithms(True), which lightning_d9m enables, picks "
+            "a deterministic kernel or raises; --no-determinism leaves it off.",
+        )
+
+
+def _describe_magnitude(found: "Magnitude", *, verbose: bool) -> Iterator[str]:
+    # Of values that have little in common, the number says nothing.
+    close = found.ulps is not None and found.ulps < _MOST_ULPS
+    ulps = f", {found.ulps:,} ulps" if close else ""
+    yield from _label(
+        "values",
+        f"{found.count:,} of {found.total:,} elements differ, by at most {found.absolute:.3g} "
+        f"({found.relative:.3g} relative{ulps})",
+    )
+    rows = []
+    for at, expected, actual in found.examples[: None if verbose else _EXAMPLES]:
+        rows.append((str(list(at)), repr(expected), repr(actual)))
+        if verbose:
+            rows.append(("", expected.hex(), actual.hex()))
+    table = make_table(("index", "reference", "this run"), rows)
+    for line in render(table, measure(table), plain=True).splitlines():
+        yield f"{_INDENT}{line}"

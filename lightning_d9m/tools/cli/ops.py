@@ -1,0 +1,54 @@
+"""``d9m ops``: the ops that torch leaves nondeterministic, and their replacements."""
+
+import argparse
+import sys
+
+from lightning_d9m.ops.patches.catalog.catalog import OPS, Op, search_op
+from lightning_d9m.tools.output.columns import print_result
+from lightning_d9m.tools.output.terminal import make_table, measure, render, style, terminal_width
+
+ARGUMENTS = """
+name:NAME?  print all facts about this op; a name in torch's message, or a part of it, finds it, too
+--json  print JSON
+"""
+EXAMPLE = "d9m ops index_add_"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the catalog, or one entry of it."""
+    # In a pipe, each row is one line.
+    on_terminal = sys.stdout.isatty()
+    steps = []
+    if arguments.name is None:
+        records: object = [op.as_record() for op in OPS]
+        table = make_table(
+            ["op", "status", "instead, or why not"],
+            [(op.name, style(op.status), op.instead or op.reason) for op in OPS],
+        )
+        width = terminal_width(200) if on_terminal else measure(table)
+        if on_terminal:
+            steps = [("d9m ops NAME", "prints all facts about an op")]
+    else:
+        op = search_op(arguments.name)
+        facts = [("name", op.name), ("status", op.status), *list_op_facts(op)]
+        records, width = op.as_record(), terminal_width()
+        table = make_table(["", ""], [(f"{label}:", text) for label, text in facts])
+    lines = render(table, width).splitlines()
+    print_result(arguments.format, records, lines, steps=steps)
+    return 0
+
+
+def list_op_facts(op: Op) -> list[tuple[str, str]]:
+    """Return the facts about an op, as pairs of a label and a sentence."""
+    facts = [
+        ("torch's name", ", ".join(op.documented)),
+        ("in messages", ", ".join(op.alerts)),
+        ("with the flag on, torch", op.torch_does),
+        ("why", op.cause),
+        ("instead", op.instead),
+        ("bits", op.bits),
+        ("no patch because", op.reason),
+        ("needed", f"from torch {op.since}" + (f" until {op.until}" if op.until else "")),
+        ("overloads", ", ".join(f"aten::{overload}" for overload in sorted(op.kernels))),
+    ]
+    return [(label, text) for label, text in facts if text]

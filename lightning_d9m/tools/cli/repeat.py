@@ -1,0 +1,282 @@
+"""``d9m repeat``: run a command several times and compare the runs bit for bit.
+
+With ``--processes`` it runs on several numbers of processes; with logical ranks (see
+docs/logical-ranks.md) all runs have the same bits.
+
+With ``--interrupt``, runs that are killed and resumed are compared with a straight run. The user's
+program is not changed: variables control the callback in it (see ``lightning.callback``) or
+the recorder of its loop (``recording.interruption_points``). The straight run reports the points at
+which it can be interrupted. For each chosen point, one run is killed there, and another resumes
+from its checkpoint.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_d9m.engine.control.settings import RECORD_SAVES
+from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
+from lightning_d9m.engine.recording.interruption_points import (
+    CHECKPOINT,
+    FOLDER,
+    INTERRUPT,
+    LAST_BITS,
+    MARK,
+    RESUME,
+    SURVEY,
+    InterruptionPoint,
+    choose_points,
+    read_survey,
+)
+from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
+from lightning_d9m.text import pluralize
+from lightning_d9m.tools.cli.arguments import (
+    FORMAT,
+    MOST_RUNS,
+    TIMEOUT,
+    TRAINING,
+    get_command,
+    whole_number,
+)
+from lightning_d9m.tools.comparison.printed_output import compare_printed
+from lightning_d9m.tools.launch.left_files import FileWatch
+from lightning_d9m.tools.launch.run import Run, Runs, count_threads, make_output
+from lightning_d9m.tools.output.repeat_text import RepeatReport
+
+_FEWEST_RUNS = 2
+# What changes the bits of a training on one machine, unless they are portable.
+_PORTABLE = {"LIGHTNING_D9M_PORTABLE": "1", "OMP_NUM_THREADS": "1"}
+_STACKS = (
+    ("one thread", _PORTABLE),
+    ("two threads", _PORTABLE | {"OMP_NUM_THREADS": "2"}),
+    ("no vector instructions", _PORTABLE | {"ATEN_CPU_CAPABILITY": "default"}),
+)
+_THREADS = "OMP_NUM_THREADS"
+# A word of the command that stands for the number of processes.
+_PLACEHOLDER = "{processes}"
+_MOST_PROCESSES = 1024
+ARGUMENTS = f"""
+-n, --runs RUNS  number of runs (default: 2)
+| --portable  compute portable bits, and run with one thread, with two, and without vector
+    instructions
+| --processes P,P,...  numbers of processes, such as 1,2,4: run once on each, started as torchrun
+    starts them; a command that contains {{processes}} starts them itself
+| --interrupt  kill runs at several points, resume them, and compare them with a straight run
+--last-bits  change the last bit of each weight at the beginning of all runs but the first, to see
+    what noise does; the runs then differ. For d9m compare --noise
+--allow-objects  with --interrupt: resume also from checkpoints that hold Python objects, as
+    fit(..., weights_only=False) does
+-o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
+-v, --verbose  show whole digests and the bits of losses
+{FORMAT}{TIMEOUT}{TRAINING}"""
+EXAMPLE = "d9m repeat -n 3 -- python train.py"
+# torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
+# as Lightning does, and raises if the second is set beside it.
+_ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+_OBJECTS = "Weights only load failed"
+_UNSAVED = "so it cannot be saved and resumed"  # see StepRecorder
+# By words in the log of a run that cannot resume.
+_REMEDIES = {
+    "InexactResumeError": (
+        "To resume anyway and compare the result, set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before "
+        "the command."
+    ),
+    _OBJECTS: (
+        "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
+        "fit(..., weights_only=False) in the program."
+    ),
+    "from run.next_epoch": (
+        "The program begins at epoch 0 again. Let its loop count from the recorder's next_epoch: "
+        "for epoch in range(run.next_epoch, epochs)."
+    ),
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and print the comparison.
+
+    Returns:
+        0 if all runs are equal, 1 if some differ, 3 if none differs but some failed.
+    """
+    argv = get_command(arguments)
+    _check_arguments(arguments)
+    output = make_output(arguments.output)
+    runs = Runs(argv, output, arguments.timeout)
+    if arguments.interrupt:
+        report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
+    else:
+        watch = FileWatch(argv, output)
+        made: dict[int, Run] = {}
+        plan = list(_plan_runs(argv, arguments))
+        for number, (title, count, options) in enumerate(plan, start=1):
+            try:
+                done = runs.run(f"run-{number:03d}", title, later=len(plan) - number, **options)
+                made[number] = replace(done, processes=count)
+                watch.note_run()
+            except CommandError as error:
+                before = f" (run {number - 1} succeeded)" if made else ""
+                raise CommandError(f"In {title}{before}: {error}") from error
+        if arguments.last_bits:
+            _check_last_bits(made)
+        printed = "" if arguments.processes else compare_printed(output)
+        report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
+    report.print_out(arguments.format, verbose=arguments.verbose)
+    return {"equal": 0, "different": 1, "incomplete": 3}[report.verdict]
+
+
+def _plan_runs(
+    argv: list[str], arguments: argparse.Namespace
+) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+    """Yield the title of each run, its number of processes if it was chosen, and its options.
+
+    If a word of the command contains ``{processes}``, the command is started once with the number
+    in its place, and starts the processes itself; otherwise it is started so many times, as
+    torchrun does.
+    """
+    if arguments.portable:
+        for title, variables in _STACKS:
+            yield title, None, {"variables": variables}
+    elif arguments.processes is None:
+        runs = arguments.runs or _FEWEST_RUNS
+        for number in range(1, runs + 1):
+            changed = number > 1 and arguments.last_bits
+            changes = {LAST_BITS: str(number - 1)} if changed else {}
+            saves = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
+            yield f"run {number} of {runs}", None, {"variables": changes | saves}
+    else:
+        counts = arguments.processes
+        starts_itself = any(_PLACEHOLDER in word for word in argv)
+        # Sums depend on the number of threads, so all runs have the same.
+        threads = {_THREADS: os.environ.get(_THREADS) or str(count_threads(max(counts)))}
+        for number, count in enumerate(counts, start=1):
+            title = f"run {number} of {len(counts)}, on {pluralize(count, 'process', 'processes')}"
+            command = [word.replace(_PLACEHOLDER, str(count)) for word in argv]
+            processes = None if starts_itself else count
+            yield title, count, {"command": command, "processes": processes, "variables": threads}
+
+
+def _check_last_bits(runs: Mapping[int, Run]) -> None:
+    """Raise if a run did not change the last bits of weights."""
+    for number, run in runs.items():
+        for name, ledger in run.fits.items():
+            is_changed_fit = number > 1 and name.startswith("fit-")
+            if is_changed_fit and LAST_BITS_SETTING not in ledger.header.settings:
+                raise CommandError(
+                    f"The training of {ledger.path} left the last bits of its weights alone: "
+                    "--last-bits needs a Trainer of Lightning with DeterminismCallback."
+                )
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.last_bits and (arguments.portable or arguments.processes or arguments.interrupt):
+        raise SettingError(
+            "--last-bits is given with --portable, --processes or --interrupt, whose runs should "
+            "be equal. Leave one of them out."
+        )
+    if arguments.allow_objects and not arguments.interrupt:
+        raise SettingError(
+            "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
+            "add --interrupt."
+        )
+
+
+def _read_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of processes, separated by commas; an argparse ``type``.
+
+    >>> _read_counts("1,2,4")
+    (1, 2, 4)
+    """
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if not all(1 <= count <= _MOST_PROCESSES for count in counts):
+        problem = f"allowed: whole numbers from 1 to {_MOST_PROCESSES}, separated by commas."
+    elif len(set(counts)) < len(counts):
+        problem = "a number occurs twice. Give each number once."
+    elif len(counts) < _FEWEST_RUNS:
+        problem = "one run cannot be compared. Give at least two numbers, such as 1,2,4."
+    else:
+        return tuple(counts)
+    raise argparse.ArgumentTypeError(f"{text} is not valid; {problem}")
+
+
+SETTINGS = {
+    "runs": {"type": whole_number(_FEWEST_RUNS, MOST_RUNS)},
+    "processes": {"type": _read_counts},
+}
+
+
+def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -> RepeatReport:
+    """Run the command straight, and once for each point at which it can be interrupted.
+
+    Returns:
+        The straight run compared with those that were resumed. A point whose runs fail is part of
+        it and stops no other.
+
+    Raises:
+        CommandError: When the straight run fails or has no point at which it can be interrupted.
+    """
+    folder = runs.output / "run-001"
+    survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
+    try:
+        straight = runs.run(folder.name, "run 1, straight", variables=survey)
+    except CommandError as error:
+        if _UNSAVED in _read_log(folder):
+            raise CommandError(
+                "--interrupt needs a training that can be saved and resumed, and this loop has "
+                "neither a Trainer nor a Recorder: its steps are recorded by its optimizers alone. "
+                "Add lightning_d9m.Recorder to the loop; see docs/loops.md."
+            ) from error
+        raise
+    made = {1: replace(straight, label="straight")}
+    points = list(choose_points(read_survey(folder)))
+    if not points:
+        raise CommandError(
+            "The command's first fit has no point at which it can be interrupted: it has one epoch "
+            "of one batch, and no validation. Train for more batches."
+        )
+    for number, (point, label) in enumerate(points, start=2):
+        title, name = f"run {number} of {len(points) + 1}", f"run-{number:03d}"
+        try:
+            later = len(points) + 1 - number
+            checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed", later + 1)
+            variables = {RESUME: str(checkpoints / CHECKPOINT)}
+            variables |= _ALLOW_OBJECTS if allow_objects else {}
+            resumed = runs.run(name, f"{title}, resumed", later=later, variables=variables)
+            run = replace(resumed, label=f"{label}, resumed")
+            if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
+                # A checkpoint that leads to a different run is kept.
+                shutil.rmtree(checkpoints, ignore_errors=True)
+            made[number] = run
+        except (CommandError, LedgerError) as error:
+            said = _read_log(runs.output / name)
+            remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
+            failure = CommandError("\n".join([str(error), *remedies]))
+            made[number] = Run({}, f"{label}, failed", failure=failure)
+            if _OBJECTS in said:  # as in the checkpoints of all other points
+                break
+    return RepeatReport(made, runs.output, argv, resumed=True)
+
+
+def _read_log(folder: Path) -> str:
+    log = folder / "output.log"
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str, later: int) -> Path:
+    """Run the command until it is killed at a point; return the folder with its checkpoint."""
+    checkpoints = runs.output / name / "checkpoints"
+    with file_errors(LedgerError, f"The folder {checkpoints} cannot be made"):
+        checkpoints.mkdir(parents=True)
+    mark = checkpoints / MARK
+    variables = {INTERRUPT: str(point), FOLDER: str(checkpoints)}
+    options: dict[str, Any] = {"variables": variables, "killed_when": mark.exists, "later": later}
+    killed = runs.run(name, title, may_fail=True, **options)
+    if not mark.exists():
+        raise killed.failure or CommandError(
+            "The command ended without reaching the point at which it should be killed, which the "
+            f"straight run had reached: its runs differ. Log: {checkpoints.parent / 'output.log'}."
+        )
+    return checkpoints

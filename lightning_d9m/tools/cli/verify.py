@@ -1,0 +1,181 @@
+"""``d9m verify CHECKPOINT [LEDGER]``: check offline that a checkpoint is what was saved.
+
+It runs on the CPU and loads only plain values, unless ``--allow-objects`` is given. The verdict is
+``damaged``; ``whole`` if all that was saved is as it was; ``found`` or ``not found`` if its weights
+were searched for in a ledger; ``between records`` if the ledger has no record of that step, but all
+records before it.
+"""
+
+import argparse
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
+from lightning_d9m.text import describe_names, escape, pluralize
+from lightning_d9m.tools.output.columns import print_result
+from lightning_d9m.tools.output.terminal import wrap_on_terminal
+
+if TYPE_CHECKING:
+    from lightning_d9m.integrations.lightning.saved_state import SavedState
+
+ARGUMENTS = """
+checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
+    .safetensors) or under the key state_dict
+ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists)
+--allow-objects  also load Python objects, which can run code from the file: use it only for files
+    that you trust
+--json  print the result as one JSON object
+"""
+EXAMPLE = "d9m verify checkpoints/last.ckpt"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify a checkpoint.
+
+    Returns:
+        0 if it is whole and, where a ledger has a record for it, holds the weights of that record;
+        else 1.
+
+    Raises:
+        SettingError: When there is nothing to check it by, or it holds objects.
+        LedgerError: When the ledger that was named cannot be read.
+    """
+    path: Path = arguments.checkpoint
+    if not path.exists():  # before the imports, which take seconds
+        raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
+    if path.is_dir():
+        raise SettingError(
+            f"{path} is a folder. Give the path of a checkpoint in it, or write a sharded one "
+            "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{path} whole.pt`, and give that."
+        )
+    from lightning_d9m.integrations.lightning.saved_state import (
+        SavedState,
+        check_checkpoint,
+        load_checkpoint,
+    )
+
+    unknown = dict.fromkeys(("tensors", "seed", "epoch", "step", "ledger"))
+    facts: dict[str, Any] = {"checkpoint": str(path), "verdict": "damaged", **unknown}
+    facts |= {"records": []}
+    try:
+        checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
+        has_manifest = check_checkpoint(checkpoint, path)
+    except CheckpointError as error:
+        lines = [f"damaged: {error}"]
+    else:
+        state = SavedState.from_checkpoint(checkpoint)
+        ledger = None
+        if arguments.ledger is not None:
+            ledger = read_ledger(arguments.ledger)
+        elif not isinstance(state, str) and (position := state.ranks[0].ledger):
+            with suppress(LedgerError):  # it was moved
+                ledger = read_ledger(position["folder"])
+        if not has_manifest and ledger is None:
+            raise SettingError(
+                f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
+                "Name the ledger of the run that saved it, or save checkpoints with "
+                "DeterminismCallback."
+            )
+        lines = _describe(checkpoint, state, facts)
+        if ledger is not None:
+            found = _search(ledger, checkpoint, state, facts)
+            lines = [f"{facts['verdict']}: {found}", *lines, f"ledger: {ledger.path}"]
+        else:
+            lines[0] += f" in {path}"
+            lines.append("no ledger to find its weights in; name one to search it")
+    is_ok = facts["verdict"] in ("whole", "found", "between records")
+    facts = {"ok": is_ok, **facts, "lines": lines}
+    print_result(arguments.format, facts, wrap_on_terminal(lines))
+    return 0 if is_ok else 1
+
+
+def _describe(
+    checkpoint: Mapping[str, Any], state: "SavedState | str", facts: dict[str, Any]
+) -> list[str]:
+    """Return sentences on a whole checkpoint; note what it holds in ``facts``."""
+    from lightning_d9m.integrations.lightning.saved_state import find_manifest
+
+    facts["verdict"], lines = "whole", ["it has no manifest of lightning_d9m"]
+    manifest = find_manifest(checkpoint)
+    if manifest is not None:
+        facts["tensors"] = len(manifest["tensors"])
+        count = pluralize(facts["tensors"], "tensor")
+        lines = [f"whole: {count} and all other values are as saved"]
+    if not isinstance(state, str):
+        at = state.position
+        facts |= {"seed": state.seed, "epoch": at.epoch, "step": at.step}
+        place = f"before epoch {at.epoch} at step {at.step}"
+        if at.phase != "epoch":
+            place = f"within epoch {at.epoch} after {at.batch} of its batches, at step {at.step}"
+        lines.append(f"saved {place}, seed {state.seed}")
+    elif manifest is not None:
+        lines.append(state)
+    return lines
+
+
+def _search(
+    ledger: Ledger,
+    checkpoint: Mapping[str, Any],
+    state: "SavedState | str",
+    facts: dict[str, Any],
+) -> str:
+    """Find the records of a ledger that have the checkpoint's weights; return what was found."""
+    from lightning_d9m.engine.ledger.format.reader import holds_record
+
+    path, rank = facts["checkpoint"], min(ledger.files)
+    digests = _digest_weights(checkpoint)
+    count = 0
+    nearest: list[tuple[int, str]] = []
+    for record in ledger.line_records(rank):
+        if not isinstance(record, Digests) or not record.groups.get("weights"):
+            continue
+        count += 1
+        # All weights of the record, and the buffers that both have.
+        buffers = record.groups.get("buffers", {})
+        expected = {**record.groups["weights"]} | {n: buffers[n] for n in buffers if n in digests}
+        differing = [name for name, value in expected.items() if digests.get(name) != value]
+        where = f"{record.moment} {record.epoch} (step {record.step})"
+        if not differing:
+            facts["records"].append(where)
+        elif isinstance(state, str) or record.step == state.position.step:
+            named = describe_names(differing[:4], len(differing))
+            nearest.append((len(differing), f"; of {where} differ {named}"))
+    last = None  # the record that was the last one when the checkpoint was saved
+    if not isinstance(state, str) and state.position.phase != "epoch" and rank < len(state.ranks):
+        last = state.ranks[rank].ledger
+    facts["ledger"] = str(ledger.path)
+    if facts["records"]:
+        facts["verdict"] = "found"
+        shown = ", ".join(map(escape, facts["records"][:8]))
+        return f"the weights of {path} are those of {shown}"
+    if last is not None and holds_record(ledger.files[rank], last["check"]):
+        facts["verdict"] = "between records"
+        return (
+            f"none of the {count} records of weights was taken where {path} was "
+            "saved, but the ledger has the record that was its last at that time"
+        )
+    facts["verdict"] = "not found"
+    differ = min(nearest)[1] if nearest else ""
+    return f"none of the {count} records holds the weights of {path}{differ}"
+
+
+def _digest_weights(checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Digest the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
+    from torch import Tensor
+
+    from lightning_d9m.engine.hashing.digest import digest_many
+    from lightning_d9m.engine.hashing.training_state import plain_name
+
+    weights = checkpoint
+    if not all(isinstance(value, Tensor) for value in checkpoint.values()):
+        # The first is of a sharded checkpoint that was written to one file.
+        keys = ("current_model_state", "state_dict", "model")
+        tables = (checkpoint.get(key) for key in keys)
+        weights = next((own for own in tables if isinstance(own, Mapping) and own), {})
+    tensors = {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
+    return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))

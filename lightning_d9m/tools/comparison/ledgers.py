@@ -1,0 +1,563 @@
+"""Compare two ledgers, or the ranks of one, as streams.
+
+First differences in stack and settings, then the divergences of the records of each rank.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lightning_d9m.engine.ledger.differences import (
+    KIND_OF_GROUP,
+    Divergence,
+    FieldDifference,
+    find_difference,
+    header_differences,
+    name_call,
+    run_refusals,
+)
+from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
+from lightning_d9m.engine.ledger.format.reader import Break, RankReader
+from lightning_d9m.engine.ledger.format.records import (
+    Batch,
+    Digests,
+    End,
+    Header,
+    ProbeLayout,
+    RankDrift,
+    RunFacts,
+)
+from lightning_d9m.engine.ledger.keys import (
+    LEDGER_START,
+    Item,
+    Key,
+    LedgerPosition,
+    describe_record,
+    record_key,
+    record_place,
+)
+from lightning_d9m.engine.ledger.kinds import ENDS
+from lightning_d9m.engine.ledger.stack import (
+    SEEDED,
+    SHARDED_PARAMETERS,
+    are_portable,
+    same_logical_ranks,
+    stack_differences,
+)
+from lightning_d9m.errors import DriftError
+from lightning_d9m.text import escape
+
+# Groups of digests and kinds of probes and records that hold logged values, and evaluations.
+LOGGED = frozenset({"scalar", "scalars"})
+EVALUATED = LOGGED | {"evaluation"}
+_TICK = 2**16
+_Fields: TypeAlias = dict[str, FieldDifference]
+RecordPair: TypeAlias = tuple[Item | None, Item | None]
+
+RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence | None], None]
+
+
+@dataclass(slots=True)
+class Side:
+    """One of two runs: what only its file of a rank has, and how the file ends.
+
+    Attributes:
+        records: Number of records that the other run does not have.
+        first_record: Description of the first of them; empty if there is none.
+        places: Number of places, in batches of both, that the other run does not have.
+        first_place: Description of the first of them; empty if there is none.
+        complete: Whether the run wrote its last record; a killed run does not.
+        truncated: Whether its last record is torn and was skipped.
+        breaks: Where the run was interrupted and resumed.
+        reason: What ended it; empty if that is not known.
+    """
+
+    records: int = 0
+    first_record: str = ""
+    places: int = 0
+    first_place: str = ""
+    complete: bool = False
+    truncated: bool = False
+    breaks: tuple[Break, ...] = ()
+    reason: str = ""
+
+    def note_end(self, item: Item | None) -> None:
+        """Keep what ended the run, if this is its last record."""
+        if isinstance(item, End):
+            self.reason = item.reason or (item.error or "").partition("\n")[0]
+
+    @property
+    def alone(self) -> int:
+        """Number of records and places that the other run does not have."""
+        return self.records + self.places
+
+
+@dataclass(slots=True)
+class RankComparison:
+    """The comparison of one rank's files.
+
+    Attributes:
+        rank: The rank.
+        records: Number of pairs of records that were compared.
+        digests: Number of these that hold digests of the training's state.
+        epochs: Number of these that are the end of an epoch.
+        differing: Number of pairs that differ.
+        expected: What only the earlier run has.
+        actual: What only the later run has.
+        batches: Number of batches whose probes were compared.
+        differing_batches: Number of them that differ.
+        uncompared_batches: Number of batches whose probes were not compared, because logical ranks
+            ran on different numbers of processes.
+        error: The exception that ended both runs; empty if they finished, or only one did.
+        sees_end: Whether the last state of both runs was compared.
+        places: Number of places (probes) that were compared.
+        differing_places: Number of them that differ.
+        groups: The groups of digests, kinds of probes and of records in which something differs, as
+            long as no state of the training does.
+        divergence: The first divergence; None if all pairs agree.
+        trained: The first one in more than logged values and evaluations; None without one.
+    """
+
+    rank: int
+    records: int = 0
+    digests: int = 0
+    epochs: int = 0
+    differing: int = 0
+    expected: Side = field(default_factory=Side)
+    actual: Side = field(default_factory=Side)
+    batches: int = 0
+    differing_batches: int = 0
+    uncompared_batches: int = 0
+    error: str = ""
+    sees_end: bool = False
+    places: int = 0
+    differing_places: int = 0
+    groups: tuple[str, ...] = ()
+    divergence: Divergence | None = None
+    trained: Divergence | None = None
+
+    def count(self, item: Item, found: Divergence | None) -> None:
+        """Count a pair of counterparts, of which one is given, and how they differ."""
+        differing = 0 if found is None else found.count
+        if not isinstance(item, Batch):
+            self.records += 1
+            self.differing += bool(differing)
+            self.digests += isinstance(item, Digests)
+            self.epochs += isinstance(item, Digests) and item.moment == "epoch"
+            self.sees_end |= isinstance(item, Digests) and item.moment in ENDS
+            if isinstance(item, End) and item.status == "failed" and found is None:
+                self.error = (item.error or "").partition(":")[0] or "an exception"
+                # It is raised by the record whose state it is about.
+                self.sees_end |= self.error == DriftError.__name__
+        else:
+            self.batches += 1
+            self.places += item.size if found is None else found.compared
+            self.differing_places += differing
+            self.differing_batches += bool(differing)
+        if found is None:
+            return
+        for side, run in ((self.expected, "actual"), (self.actual, "expected")):
+            if places := [place for place in found.one_sided if getattr(place, run) is None]:
+                name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
+                side.places += len(places)
+                side.first_place = side.first_place or f"{escape(name)} in {found.where}"
+        if differing and self.trained_alike:
+            self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
+        if differing and self.divergence is None:
+            self.divergence = found.keep(self.rank)
+        if differing and self.trained is None and not EVALUATED.issuperset(found.by_kind):
+            self.trained = found.keep(self.rank)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the comparison as JSON types; the names are those of the attributes."""
+        found = {"divergence": self.divergence, "trained": self.trained}
+        facts = asdict(replace(self, divergence=None, trained=None))
+        return facts | {name: own and own.as_json() for name, own in found.items()}
+
+    @property
+    def trained_alike(self) -> bool:
+        """True if only logged values and evaluations differ."""
+        return EVALUATED.issuperset(self.groups)
+
+    @property
+    def cut_off(self) -> bool:
+        """True if one file is the beginning of the other: its run ended early."""
+        both = self.expected.alone and self.actual.alone
+        if self.differing or self.differing_places or both:
+            return False
+        return not (self.actual if self.expected.alone else self.expected).complete
+
+    @property
+    def equal(self) -> bool:
+        """True if both files have the same contents."""
+        differing = self.differing or self.differing_places
+        return not (differing or self.expected.alone or self.actual.alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The comparison of two ledgers.
+
+    Attributes:
+        expected: The earlier run's ledger.
+        actual: The later run's ledger.
+        stack: Fields in which the stacks differ.
+        settings: Settings that differ without making the runs incomparable.
+        refusals: Fields that make the runs incomparable: seed, model, dataset, world size, ...
+        ranks: One entry for each rank that both ledgers have; empty if the headers alone make the
+            runs incomparable.
+        ranks_only_expected: Ranks that only the earlier ledger has.
+        ranks_only_actual: Ranks that only the later ledger has.
+        portable: Whether both runs computed portable bits, so that no stack explains a difference.
+        probes: The kinds of probes that both runs recorded.
+        varying_ops: Ops that one of the runs allowed although they may vary.
+        seeded: The last calls with which each run seeded torch before the fit.
+    """
+
+    expected: Path
+    actual: Path
+    stack: tuple[FieldDifference, ...]
+    settings: tuple[FieldDifference, ...]
+    refusals: tuple[FieldDifference, ...]
+    ranks: tuple[RankComparison, ...]
+    ranks_only_expected: tuple[int, ...]
+    ranks_only_actual: tuple[int, ...]
+    portable: bool = False
+    probes: frozenset[str] = frozenset()
+    varying_ops: tuple[str, ...] = ()
+    seeded: tuple[str, str] = ("", "")
+
+    def as_json(self) -> dict[str, object]:
+        """Return the comparison as JSON types; the names are those of the attributes."""
+        paths = {"expected": str(self.expected), "actual": str(self.actual)}
+        ranks = [rank.as_json() for rank in self.ranks]
+        facts = asdict(replace(self, ranks=())) | {"probes": sorted(self.probes)}
+        return {"verdict": self.verdict, **facts, **paths, "ranks": ranks}
+
+    @property
+    def verdict(self) -> Literal["equal", "different", "incomplete", "not comparable"]:
+        """``"equal"`` only if something was compared and no record differs or is missing.
+
+        ``"incomplete"`` if one run was ended early, or an exception ended both at a state that was
+        not recorded, and all that was recorded is equal.
+        """
+        if self.refusals or not self.ranks:
+            return "not comparable"
+        whole = not (self.ranks_only_expected or self.ranks_only_actual)
+        if not whole or not all(rank.equal or rank.cut_off for rank in self.ranks):
+            return "different"
+        # Without digests to compare, nothing is proven.
+        if not all(rank.digests or rank.places for rank in self.ranks):
+            return "not comparable"
+        whole = all(rank.equal and (rank.sees_end or not rank.error) for rank in self.ranks)
+        return "equal" if whole else "incomplete"
+
+    @property
+    def extent(self) -> Literal["logged values", "evaluations", "training"]:
+        """The most that differs: the first two only if the runs have the same records."""
+        alone = (self.ranks_only_expected, self.ranks_only_actual)
+        sides = [side for rank in self.ranks for side in (rank.expected, rank.actual)]
+        longer = any(side.records for side in sides)
+        if any(alone) or longer or not all(rank.trained_alike for rank in self.ranks):
+            return "training"
+        logged = all(LOGGED.issuperset(rank.groups) for rank in self.ranks)
+        return "logged values" if logged else "evaluations"
+
+    @property
+    def equal(self) -> bool:
+        """True if the ledgers prove that the runs are bit-exact."""
+        return self.verdict == "equal"
+
+    @property
+    def first(self) -> Divergence | None:
+        """The first divergence of the rank that diverges first."""
+        return next(iter(self.divergences), None)
+
+    @property
+    def divergences(self) -> list[Divergence]:
+        """The first divergence of each rank that has one, earliest first.
+
+        If the training differs, it is that of the training: logged values and evaluations may
+        differ earlier by nature, see ``logged``. Within a rank the order of execution decides: that
+        of the records in the file, and within a batch that of the places in the earlier run. Places
+        that only one run has do not count.
+        """
+        found = [rank.trained for rank in self.ranks if rank.trained is not None]
+        return sorted(found or self._all, key=lambda entry: entry.when)
+
+    @property
+    def _all(self) -> list[Divergence]:
+        return [rank.divergence for rank in self.ranks if rank.divergence is not None]
+
+    @property
+    def logged(self) -> Divergence | None:
+        """The first logged value or evaluation that differs before the training does, or None."""
+        found = min(self._all, key=lambda entry: entry.when, default=None)
+        is_first = found is not None and EVALUATED.issuperset(found.by_kind)
+        return found if is_first and found not in self.divergences else None
+
+
+def compare(
+    expected: Ledger | str | os.PathLike[str], actual: Ledger | str | os.PathLike[str]
+) -> Comparison:
+    """Compare the ledgers of two runs, as ``d9m compare`` does.
+
+    Args:
+        expected: The earlier run: a ledger, or the path of one; see ``read_ledger``.
+        actual: The later run, likewise.
+
+    Returns:
+        The comparison. ``verdict`` is ``"equal"`` only if every record of both runs agrees;
+        ``divergences`` holds the first difference of each rank that has one, the earliest first.
+
+    Raises:
+        LedgerError: If a ledger cannot be read, or a record is malformed or was edited.
+    """
+    one, other = (
+        run if isinstance(run, Ledger) else read_ledger(run) for run in (expected, actual)
+    )
+    return compare_ledgers(one, other)
+
+
+def compare_ledgers(
+    expected: Ledger,
+    actual: Ledger,
+    *,
+    progress: Callable[[int], None] | None = None,
+    watch: RecordObserver | None = None,
+) -> Comparison:
+    """Compare two ledgers rank by rank.
+
+    Records are paired by kind, moment, epoch, step and name, so runs that stop at different epochs
+    or record different things are compared in what they have in common. With the same logical
+    ranks, runs on different numbers of processes are compared on the ranks that both have.
+
+    Args:
+        expected: The earlier run.
+        actual: The later run.
+        progress: Called from time to time with the number of records and places compared so far.
+        watch: Called for each pair with (rank, record, its counterpart, their difference). The
+            counterpart is None if only one run has the record; the difference, if they are equal.
+            Equal records are one object.
+
+    Raises:
+        LedgerError: If a record of either is malformed or was edited.
+    """
+    both = (expected, actual)
+    common = [rank for rank in expected.files if rank in actual.files]
+    headers: list[tuple[tuple[int, ...], Header, Header]]
+    headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
+    stack: _Fields = {}
+    settings: _Fields = {}
+    refusals: _Fields = {}
+    for where, one, other in headers or [((), expected.header, actual.header)]:
+        differing = stack_differences(one.stack, other.stack)
+        _add_fields(stack, [FieldDifference(*entry) for entry in differing], where)
+        refused, others = header_differences(one, other)
+        _add_fields(settings, others, where)
+        _add_fields(refusals, refused, where)
+    any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
+    same_size = expected.header.world_size == actual.header.world_size
+    ranks: list[RankComparison] = []
+    for rank in () if refusals else common:
+        done = sum(entry.records + entry.places for entry in ranks)
+        with expected.open(rank) as one_file, actual.open(rank) as other_file:
+
+            def tick(records: int, done: int = done) -> None:
+                if progress is not None:
+                    progress(done + records)
+
+            files = (one_file, other_file)
+            comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
+        ranks.append(comparison)
+        _add_fields(refusals, found_in_run, (rank,))
+    alone = [
+        () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
+        for one, other in ((expected, actual), (actual, expected))
+    ]
+    return Comparison(
+        expected=expected.path,
+        actual=actual.path,
+        stack=tuple(stack.values()),
+        settings=tuple(settings.values()),
+        refusals=tuple(refusals.values()),
+        ranks=tuple(ranks),
+        ranks_only_expected=alone[0],
+        ranks_only_actual=alone[1],
+        portable=are_portable(expected.header.settings, actual.header.settings),
+        seeded=(_list_seeds(expected), _list_seeds(actual)),
+        probes=frozenset.intersection(
+            *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in both)
+        ),
+        varying_ops=tuple(
+            sorted(
+                {
+                    op
+                    for ledger in (expected, actual)
+                    for op in str(ledger.header.settings.get("varying_ops", "")).split()
+                }
+            )
+        ),
+    )
+
+
+def _list_seeds(ledger: Ledger) -> str:
+    return str(ledger.header.program.get(SEEDED, ""))
+
+
+def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:
+    """Add the fields that differ on some ranks; those that differ in the same way are one."""
+    for entry in fields:
+        known = table.setdefault(repr(entry), entry)
+        table[repr(entry)] = replace(known, ranks=(*known.ranks, *ranks))
+
+
+def _compare_rank(
+    rank: int,
+    files: tuple[RankReader, RankReader],
+    progress: Callable[[int], None],
+    watch: RecordObserver | None,
+    *,
+    probes: bool,
+) -> tuple[RankComparison, list[FieldDifference]]:
+    """Compare two files; stop if they are incomparable."""
+    result = RankComparison(rank)
+    refusals: list[FieldDifference] = []
+    ticked = 0
+    for one, other in align_records(*files):
+        item = other or one
+        assert item is not None, "one run has it"
+        result.expected.note_end(one)
+        result.actual.note_end(other)
+        found = None
+        if isinstance(item, Batch) and not probes:
+            result.uncompared_batches += 1
+            continue
+        if one is None or other is None:
+            side = result.actual if one is None else result.expected
+            side.records += 1
+            side.first_record = side.first_record or describe_record(item)
+        elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
+            result.records += 1
+            if refusals := run_refusals(one, other):
+                break
+        else:
+            found = find_difference(one, other)
+            result.count(item, found)
+        if watch is not None:
+            watch(rank, one, other, found)
+        done = result.records + result.places
+        if done - ticked > _TICK:
+            ticked = done
+            progress(done)
+    for side, file in zip((result.expected, result.actual), files, strict=True):
+        side.complete, side.truncated = file.complete, file.truncated
+        side.breaks = tuple(file.breaks)
+    return result, refusals
+
+
+def find_rank_drift(ledger: Ledger) -> Divergence | None:
+    """Return where the entry that ended a run with a ``DriftError`` first differs between ranks.
+
+    The run has compared its ranks: the end of its ledger names the entry and the rank. Probes show
+    the step, and whether the gradient differs before the weight.
+
+    ``expected`` of the ``Divergence`` is the value on ``reference_rank``. None if no ``DriftError``
+    ended the run, or the ledger does not show the entry.
+
+    Raises:
+        LedgerError: If a record is malformed or was edited.
+    """
+    ends = (ledger.outcome(rank).end for rank in ledger.files)
+    known = next((end.drift for end in ends if end is not None and end.drift is not None), None)
+    if known is None or not {known.rank, reference_rank(known)} <= ledger.files.keys():
+        return None
+    kinds = {KIND_OF_GROUP.get(known.group)}
+    with ledger.open(reference_rank(known)) as one_file, ledger.open(known.rank) as other_file:
+        for one, other in align_records(one_file, other_file):
+            # Probes hold the digests of shards, which differ.
+            shards = isinstance(other, Batch) and ledger.header.stack.get(SHARDED_PARAMETERS)
+            if one is None or shards or not isinstance(other, Digests | Batch):
+                continue
+            found = find_difference(one, other)
+            places = () if found is None else found.places
+            if isinstance(other, Digests):
+                own = [p for p in places if (p.kind, p.name) == (known.group, known.name)]
+            else:
+                named = [p for p in places if f"{p.name}:".startswith(f"{known.name}:")]
+                own = [place for place in named if place.kind in kinds]
+                # Ranks may hold parts of the gradients: these count once all of them were equal.
+                if all(place.kind != "gradient" for place in places):
+                    kinds.add("gradient")
+            if own and found is not None:
+                return replace(found, places=own, count=len(own)).keep(known.rank)
+    return None
+
+
+def reference_rank(drift: RankDrift | Divergence) -> int:
+    """Return the rank whose values a drift has as expected."""
+    return 1 if drift.rank == 0 else 0
+
+
+def align_records(*readers: RankReader) -> Iterator[RecordPair]:
+    """Pair the records of two runs, as streams: memory is bounded by one step's records.
+
+    The run that is behind (by epoch and step) advances. Within one step, records are paired by
+    their keys, in any order. Layouts are not paired: they are part of the probes that name them.
+
+    Yields:
+        (record, its counterpart), the same object twice if they are equal; (record, None) or
+        (None, record) if only one run has it. The probes of a batch come as one ``Batch``.
+    """
+    streams = [_place_records(reader) for reader in readers]
+    heads = [next(stream, None) for stream in streams]
+    waiting: dict[Key, deque[tuple[int, Item]]] = {}  # records of one run, by key
+    floor = LEDGER_START
+    while present := [head for head in heads if head is not None]:
+        lowest = min(place for place, _, _ in present)
+        alike = len(present) > 1 and present[0][1] == present[1][1]
+        if lowest > floor and not alike:  # what waits has no counterpart any more
+            yield from _list_alone(waiting)
+            waiting, floor = {}, lowest
+        for side, head in enumerate(tuple(heads)):
+            if head is None or not (alike or head[0] == lowest):
+                continue
+            heads[side] = next(streams[side], None)
+            _, key, item = head
+            queue = waiting.setdefault(key, deque())
+            if not queue or queue[0][0] == side:
+                queue.append((side, item))
+                continue
+            _, found = queue.popleft()
+            if not queue:
+                del waiting[key]
+            one, other = (found, item) if side else (item, found)
+            yield (one, one) if one == other else (one, other)
+    yield from _list_alone(waiting)
+
+
+def _list_alone(waiting: Mapping[Key, Iterable[tuple[int, Item]]]) -> Iterator[RecordPair]:
+    for side, item in chain.from_iterable(waiting.values()):
+        yield (None, item) if side else (item, None)
+
+
+def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, Item]]:
+    """Yield (place, key, record) of a run, sorted by place; the parts of a batch are joined."""
+
+    def name(item: Item) -> object:
+        return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else object()
+
+    place = LEDGER_START
+    records = (item for item in reader.records() if not isinstance(item, ProbeLayout))
+    for _, group in groupby(records, key=name):
+        item, *others = group
+        if isinstance(item, Batch):
+            parts = [item, *(part for part in others if isinstance(part, Batch))]
+            layouts = tuple(chain.from_iterable(part.layouts for part in parts))
+            item = replace(item, layouts=layouts, digests=b"".join(part.digests for part in parts))
+        place = record_place(item, place)
+        yield place, record_key(item), item

@@ -1,0 +1,238 @@
+"""Numeric differences between tensors: ulps, Vs, Vermv, Vc, distinct outputs.
+
+Vs, Vermv and Vc are those of Shanmugavelu et al. 2024 (arXiv 2408.05148, section II). Where their
+formulas leave a case open, the rule makes a metric zero exactly if all bits agree.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+import torch
+from torch import Tensor
+
+from lightning_d9m.engine.hashing.digest import digest_many
+
+Output = Tensor | Sequence[Tensor]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_ULPS = 2**63 - 1
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The difference between two tensors.
+
+    Attributes:
+        count: Number of elements whose bytes differ.
+        total: Number of elements.
+        ulps: The largest distance in representable numbers, as in ``Variation``; None unless all
+            elements are real, finite floating-point numbers.
+        absolute: The largest absolute difference of finite elements.
+        relative: The largest difference of finite elements, relative to the larger of the two.
+        examples: (index, expected, actual) of the first elements that differ.
+    """
+
+    count: int
+    total: int
+    ulps: int | None
+    absolute: float
+    relative: float
+    examples: tuple[tuple[tuple[int, ...], float, float], ...]
+
+    def as_record(self) -> Mapping[str, object]:
+        """Return the figures for JSON; floats as ``float.hex()``."""
+        return {
+            "count": self.count,
+            "total": self.total,
+            "ulps": self.ulps,
+            "absolute": self.absolute.hex(),
+            "relative": self.relative.hex(),
+            "examples": [[list(at), a.hex(), b.hex()] for at, a, b in self.examples],
+        }
+
+
+def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
+    """Measure the difference of two tensors by their bytes.
+
+    Returns:
+        None if shape, dtype or layout do not match.
+
+    >>> one = torch.ones(3)
+    >>> other = one.clone()
+    >>> other[1] += 2**-23
+    >>> found = measure_difference(one, other)
+    >>> found.count, found.ulps, found.examples[0][0]
+    (1, 1, (1,))
+    """
+    one, other = (value.detach().resolve_conj().cpu() for value in (expected, actual))
+    forms = {(value.shape, value.dtype, value.layout) for value in (one, other)}
+    if forms != {(one.shape, one.dtype, torch.strided)}:
+        return None
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    differing = (_bits(one) != _bits(other)).any(-1)
+    places = [tuple(at) for at in differing.nonzero()[:_EXAMPLES].tolist()]
+    old, new = one[differing], other[differing]
+    x, y = old.double(), new.double()
+    finite = x.isfinite() & y.isfinite()
+    gap = (x - y)[finite].abs()
+    scale = torch.maximum(x.abs(), y.abs())[finite]
+    relative = torch.where(scale > 0, gap / scale, gap)
+    ordered = one.is_floating_point() and bool(finite.all())
+    return Magnitude(
+        count=len(old),
+        total=one.numel(),
+        ulps=(_ulps(old, new) if places else 0) if ordered else None,
+        absolute=float(gap.max()) if gap.numel() else 0.0,
+        relative=float(relative.max()) if gap.numel() else 0.0,
+        examples=tuple((at, float(one[at]), float(other[at])) for at in places),
+    )
+
+
+@dataclass(frozen=True)
+class Variation:
+    """The difference of an output from a reference.
+
+    Attributes:
+        vs: Vs = |A - B| / |A| of an output B that is one number, with the reference A. The paper
+            writes 1 - |B / A|, which is the same up to its sign unless the signs of A and B differ,
+            and which rounding can make zero. None for an output of several numbers.
+        vermv: Vermv = (1 / D) * sum over the D elements of |A_i - B_i| / |A_i|, in float64. An
+            element whose bits differ counts as 1 if its quotient is not positive and finite (A_i is
+            zero, one of the two is NaN or infinite, -0.0 and 0.0).
+        vc: Vc = (1 / D) * number of elements whose bits differ: -0.0 is not 0.0, and one NaN
+            payload is not another.
+        ulps: The greatest distance of two elements in representable numbers of their dtype, in the
+            total order of IEEE 754 (-0.0 next below 0.0, NaNs beyond infinity); for integers their
+            difference. At most 2**63 - 1.
+    """
+
+    vs: float | None
+    vermv: float
+    vc: float
+    ulps: int
+
+
+def measure_variation(reference: Output, output: Output) -> Variation:
+    """Compare an output with a reference. Several tensors count as one long tensor.
+
+    If shapes or dtypes differ, every element counts as changed entirely.
+    """
+    expected, actual = _as_list(reference), _as_list(output)
+    elements = sum(tensor.numel() for tensor in expected)
+    one, other = ([(part.shape, part.dtype) for part in own] for own in (expected, actual))
+    if one != other:
+        return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
+    changed, relative, ulps = 0, 0.0, 0
+    for pair in zip(expected, actual, strict=True):
+        left, right = (part.resolve_conj().resolve_neg().cpu() for part in pair)
+        differing = (_bits(left) != _bits(right)).any(-1)
+        if bool(differing.any()):
+            old, new = left[differing], right[differing]
+            changed += len(old)
+            relative += float(_relative(old, new).sum())
+            ulps = max(ulps, _ulps(old, new))
+    scale = max(elements, 1)
+    vermv = relative / scale
+    return Variation(vermv if elements == 1 else None, vermv, changed / scale, ulps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Variation):
+    """The differences of several outputs from a reference: means over the runs, greatest ulps.
+
+    Attributes:
+        runs: Number of outputs.
+        distinct: Number of distinct outputs by their digests.
+    """
+
+    runs: int
+    distinct: int
+
+
+class SpreadMeter:
+    """Measures outputs one after the other; keeps only the reference.
+
+    With a given reference, no figure depends on the order of the runs.
+
+    Args:
+        reference: The output that others are compared with; None for the first run.
+    """
+
+    def __init__(self, reference: Output | None = None) -> None:
+        self._reference = None if reference is None else _keep(reference)
+        self._digests: set[tuple[str, ...]] = set()
+        self._found: list[Variation] = []
+
+    def add(self, output: Output) -> None:
+        """Add an output."""
+        tensors = _as_list(output)
+        if self._reference is None:
+            self._reference = _keep(tensors)
+        self._digests.add(tuple(digest_many(tensors)))
+        self._found.append(measure_variation(self._reference, tensors))
+
+    def spread(self) -> Spread:
+        """Return the figures of all outputs so far."""
+        found = self._found or [Variation(None, 0.0, 0.0, 0)]
+
+        def mean(figures: Iterable[float]) -> float:
+            return fsum(figures) / len(found)  # such a sum does not depend on the order
+
+        return Spread(
+            runs=len(self._found),
+            distinct=len(self._digests),
+            vs=None if found[-1].vs is None else mean(run.vs or 0.0 for run in found),
+            vermv=mean(run.vermv for run in found),
+            vc=mean(run.vc for run in found),
+            ulps=max(run.ulps for run in found),
+        )
+
+
+def _as_list(output: Output) -> list[Tensor]:
+    return [output.detach()] if isinstance(output, Tensor) else [t.detach() for t in output]
+
+
+def _keep(output: Output) -> list[Tensor]:
+    """Copy an output: the next call may write into the same memory."""
+    return [tensor.clone() for tensor in _as_list(output)]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the bits of elements as integers, in a last dimension: two of a complex number."""
+    parts = torch.view_as_real(values) if values.is_complex() else values.unsqueeze(-1)
+    return parts.contiguous().view(_INTEGERS[parts.element_size()])
+
+
+def _relative(old: Tensor, new: Tensor) -> Tensor:
+    """Return |A - B| / |A| of elements whose bits differ; 1 unless it is positive and finite."""
+    wide = torch.complex128 if old.is_complex() else torch.float64
+    left = old.to(wide)
+    difference = (left - new.to(wide)).abs()
+    if old.dtype in (torch.int64, torch.uint64):
+        # Neighbors above 2**53 are equal in float64; they are so close that this is exact.
+        near = (old.view(torch.int64) - new.view(torch.int64)).to(wide).abs()
+        difference = torch.where(difference == 0, near, difference)
+    quotient = difference / left.abs()
+    return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
+
+
+def _ulps(old: Tensor, new: Tensor) -> int:
+    """Return the greatest distance of two elements in representable numbers."""
+    left, right = _order(old), _order(new)
+    low, high = torch.minimum(left, right), torch.maximum(left, right)
+    overflows = (low < 0) & (high > _MOST_ULPS + low)
+    return int(torch.where(overflows, _MOST_ULPS, high - low).max())
+
+
+def _order(part: Tensor) -> Tensor:
+    """Map elements to int64 so that neighbours differ by one."""
+    if part.is_floating_point() or part.is_complex():
+        bits = _bits(part)
+        # Sign and magnitude become two's complement, with -0.0 at -1.
+        return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).to(torch.int64)
+    if part.dtype == torch.uint64:
+        return part.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    return part.to(torch.int64)

@@ -1,0 +1,499 @@
+"""The search for the commit, or the package, that changed the bits of a training.
+
+Each commit is checked out in a worktree, trained and compared with the training of a good commit,
+or with a golden ledger. A training that has a reference ends at its first epoch that differs. The
+user's folder, index and branches stay as they are.
+
+The packages that differ between two lists become commits of a temporary repository, one package
+each, in the order of their names. The search is then that for a commit; each training runs in an
+environment with the packages of its commit.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.tools.comparison.timeline import DistanceSeries
+from lightning_d9m.tools.launch.progress import EpochCounter
+from lightning_d9m.tools.launch.run import Run, Runs
+
+_REFERENCE = "LIGHTNING_D9M_REFERENCE"
+_FORMAT = "%H%x00%s%x00%an%x00%as"
+# Variables that would point git at the user's folder instead of the worktree.
+_LOCATIONS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+_LIST = "requirements.txt"
+_PACKAGE = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])? *(?:===?|@) *\S+")
+_EDITABLE = re.compile(r"(?:-e|--editable)\b *(.*)")
+_LAST_LINES = 3
+_AUTHOR = ("-c", "user.name=d9m", "-c", "user.email=d9m@localhost", "-c", "commit.gpgsign=false")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit.
+
+    Attributes:
+        sha: Its full name.
+        subject: The first line of its message.
+        author: The author's name; empty for a list of packages.
+        date: The day on which it was written, as ``YYYY-MM-DD``.
+    """
+
+    sha: str
+    subject: str
+    author: str
+    date: str
+
+    @property
+    def short(self) -> str:
+        """The first ten digits of its name; the subject of a list of packages."""
+        return self.sha[:10] if self.author else self.subject
+
+
+# Returns the folder in which a commit trains, and further variables of the training.
+CheckOut: TypeAlias = Callable[[Commit], tuple[Path, Mapping[str, str]]]
+
+
+class Repository:
+    """The repository that holds a folder.
+
+    Args:
+        folder: Any folder in its working tree.
+
+    Attributes:
+        root: The top of the working tree.
+        noun: What is searched for.
+        side: What is trained.
+        equal_advice: A reason for which the bad training may be equal to the good one.
+
+    Raises:
+        SettingError: If the folder is not in a git repository, or git is missing.
+    """
+
+    noun = "commit"
+    side = "commit"
+    equal_advice = (
+        "If the command imports the project from where it is installed (pip install -e), each "
+        "commit trains the same code: set PYTHONPATH=."
+    )
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            top = run_git(folder, "rev-parse", "--show-toplevel")
+        except CommandError as error:
+            raise SettingError(
+                f"The folder {folder} is not in the working tree of a git repository. Run d9m "
+                f"bisect where the training's commits are. ({error})"
+            ) from None
+        self.root = Path(top.strip())
+
+    def find_commit(self, revision: str) -> Commit:
+        """Return the commit that a revision names.
+
+        Raises:
+            SettingError: If there is none.
+        """
+        words = ("log", "-1", f"--format={_FORMAT}", "--end-of-options", revision)
+        try:
+            return Commit(*run_git(self.root, *words).rstrip("\n").split("\0"))
+        except CommandError:
+            raise SettingError(
+                f"{revision!r} does not name a commit of {self.root}. Give a hash, a tag, a branch "
+                "or an expression such as HEAD~20."
+            ) from None
+
+    def list_commits(self, last: Commit, *words: str) -> list[str]:
+        """Return the names of a commit and its ancestors, as options of ``git rev-list`` say."""
+        lines = run_git(self.root, "rev-list", last.sha, *words).splitlines()
+        return [line.partition(" ")[0] for line in lines]
+
+    def show(self, commit: Commit) -> str:
+        """Return what a commit changed, as a patch below a list of files."""
+        return run_git(
+            self.root, "show", "--format=", "--stat", "--patch", "--no-color", commit.sha
+        )
+
+    @contextmanager
+    def open_checkout(self, links: Sequence[str]) -> Iterator[CheckOut]:
+        """Yield a function that checks out a commit in a worktree, which is removed at the end.
+
+        It removes the files that an earlier training left, ignored ones too, and returns the folder
+        in the worktree that stands for the working folder, and further variables of a training.
+
+        Args:
+            links: Paths below the root that git does not track, such as a folder of data; each
+                commit finds a symbolic link to the user's.
+
+        Raises:
+            SettingError: If a path does not exist.
+        """
+        for link in links:
+            if not (self.root / link).exists():
+                raise SettingError(f"--link is {link!r}, and {self.root / link} does not exist.")
+        with tempfile.TemporaryDirectory(prefix="d9m-bisect-") as parent:
+            top = Path(parent, self.root.name)
+            folder = top / Path.cwd().resolve().relative_to(self.root.resolve())
+
+            def check_out(commit: Commit) -> tuple[Path, Mapping[str, str]]:
+                run_git(top, "clean", "-ffdxq")
+                run_git(top, "checkout", "--quiet", "--force", "--detach", commit.sha)
+                for path in (top / link for link in links if not (top / link).exists()):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.symlink_to(self.root / path.relative_to(top))
+                if not folder.is_dir():
+                    raise CommandError(f"The commit does not have the folder {folder}.")
+                return folder, {}
+
+            run_git(self.root, "worktree", "add", "--detach", "--quiet", str(top), "HEAD")
+            try:
+                yield check_out
+            finally:
+                run_git(self.root, "worktree", "remove", "--force", str(top))
+
+
+def run_git(folder: Path, *words: str) -> str:
+    """Run git in a folder and return what it printed.
+
+    Raises:
+        CommandError: If it fails.
+    """
+    variables = {name: text for name, text in os.environ.items() if name not in _LOCATIONS}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            env={**variables, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise CommandError(f"git cannot be started: {error.strerror}. Install git.") from error
+    if done.returncode:
+        raise CommandError(f"The git command `git {' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+class PackageHistory(Repository):
+    """A repository whose commits are lists of packages."""
+
+    noun = "package"
+    side = "package list"
+    equal_advice = (
+        "The command must start the python of PATH, and both lists must hold lightning_d9m."
+    )
+
+    def find_commit(self, revision: str) -> Commit:
+        """Return the commit that a revision names; its subject says which package it changes."""
+        return replace(super().find_commit(revision), author="", date="")
+
+    @contextmanager
+    def open_checkout(self, links: Sequence[str]) -> Iterator[CheckOut]:
+        """Yield a function that installs the packages of a commit.
+
+        It returns the working folder, and variables with which a command finds their python first.
+        """
+        del links
+        environment = self.root.with_name("environment")
+        path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+
+        def check_out(commit: Commit) -> tuple[Path, Mapping[str, str]]:
+            run_git(self.root, "checkout", "--quiet", "--detach", commit.sha)
+            install_packages(environment, self.root / _LIST)
+            return Path.cwd(), {"PATH": path, "VIRTUAL_ENV": str(environment)}
+
+        yield check_out
+
+
+def install_packages(environment: Path, path: Path) -> None:
+    """Install exactly what a list holds, with uv if it is on PATH, otherwise with venv and pip.
+
+    Args:
+        environment: The folder of the virtual environment; only pip makes an existing one again.
+        path: The list.
+
+    Raises:
+        CommandError: If it cannot be made or filled.
+    """
+    python = str(environment / "bin" / "python")
+    if uv := shutil.which("uv"):
+        if not environment.exists():
+            _run(uv, "venv", "--quiet", "--python", sys.executable, str(environment))
+        _run(uv, "pip", "sync", "--quiet", "--python", python, str(path))
+    else:
+        _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment))
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+        _run(*pip, "install", "--quiet", "--no-deps", "-r", str(path))
+
+
+def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the line of each package by name, and the options, such as the URL of an index.
+
+    Raises:
+        SettingError: If the file cannot be read, or is not a list as `pip freeze` prints it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"The list of packages {path} cannot be read: {error}. Give two files with the output "
+            "of pip freeze."
+        ) from error
+    packages: dict[str, str] = {}
+    options = []
+    for full in text.splitlines():
+        line = re.sub(r"(^|\s)#.*", "", full).strip()
+        if line.startswith("-") and not _EDITABLE.match(line):
+            options.append(line)
+        elif found := _PACKAGE.match(line) or _EDITABLE.match(line):
+            packages[re.sub(r"[-_.]+", "-", found[1]).lower()] = line
+        elif line:
+            raise SettingError(
+                f"{path} holds {line!r}, not a package with its version. Give the "
+                "output of pip freeze, with lines such as numpy==2.1.0."
+            )
+    return packages, options
+
+
+@contextmanager
+def open_package_history(old: Path, new: Path) -> Iterator[tuple[PackageHistory, Commit, Commit]]:
+    """Yield a repository of lists, and the commits of the first and of the last.
+
+    Raises:
+        SettingError: If the lists cannot be read, or hold the same.
+        CommandError: If git or the environment fails.
+    """
+    (before, options), (after, further) = read_packages(old), read_packages(new)
+    changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
+    if not changed:
+        raise SettingError(
+            f"{old} and {new} hold the same packages, so none of them changed the bits. Give the "
+            "output of pip freeze from before and after."
+        )
+    header = list(dict.fromkeys([*options, *further]))
+    with tempfile.TemporaryDirectory(prefix="d9m-packages-") as name:
+        folder = Path(name, "lists")
+        folder.mkdir()
+        run_git(folder, "init", "--quiet")
+        current = dict(before)
+        for package in ("", *changed):
+            subject = " -> ".join(one.get(package, "nothing") for one in (before, after))
+            current.pop(package, None)
+            current |= {package: after[package]} if package in after else {}
+            text = "\n".join([*header, *current.values(), ""])
+            (folder / _LIST).write_text(text, encoding="utf-8")
+            run_git(folder, "add", _LIST)
+            run_git(folder, *_AUTHOR, "commit", "--quiet", "--no-verify", "-m", subject)
+        history = PackageHistory(folder)
+        good = replace(history.find_commit(f"HEAD~{len(changed)}"), subject=old.name)
+        yield history, good, replace(history.find_commit("HEAD"), subject=new.name)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).strip().splitlines()[-_LAST_LINES:])
+        raise CommandError(f"The packages cannot be installed: {said} ({' '.join(words)})")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The training of one commit.
+
+    Attributes:
+        commit: The commit.
+        verdict: How it compares with the reference; ``"skipped"`` if it did not run.
+        seconds: How long it took.
+        reason: Why it was skipped.
+        comparison: Of a training that differs: its first fit that does. None if it has other fits.
+        distance: How far the weights are apart where they first differ, relative to their norm;
+            None if that is not known.
+    """
+
+    commit: Commit
+    verdict: Literal["equal", "different", "skipped"]
+    seconds: float
+    reason: str = ""
+    comparison: Comparison | None = None
+    distance: float | None = None
+
+
+@dataclass
+class Bisection:
+    """The search for the first commit that differs.
+
+    Attributes:
+        repository: The repository.
+        runs: The trainings; the first one is the reference, unless a golden ledger is.
+        until: The epoch after which a training is ended; None to train to the end.
+        links: Paths of the user's working tree that each commit needs.
+        trials: The trainings so far.
+        commits: How many commits were in question.
+        candidates: The first commit that differs; several if skipped commits hide which one it is.
+    """
+
+    repository: Repository
+    runs: Runs
+    until: int | None = None
+    links: Sequence[str] = ()
+    trials: list[Trial] = field(default_factory=list)
+    commits: int = 0
+    candidates: Sequence[Commit] = ()
+
+    @property
+    def guilty(self) -> Trial | None:
+        """The training of the commit that was found; None if there are several candidates."""
+        found = [trial for trial in self.trials if trial.commit.sha == self.candidates[0].sha]
+        return found[-1] if found and len(self.candidates) == 1 else None
+
+    @property
+    def patch(self) -> str:
+        """The changes of the commit; empty for a package, or if there are several candidates."""
+        first, *others = self.candidates
+        return self.repository.show(first) if first.author and not others else ""
+
+    def search(self, good: Commit | None, bad: Commit) -> None:
+        """Find the first commit after ``good`` that differs from it.
+
+        Args:
+            good: A commit with the right bits; None if a golden ledger has them.
+            bad: A later commit whose training differs.
+
+        Raises:
+            CommandError: If ``good`` or ``bad`` does not run.
+            SettingError: If ``good`` differs from itself, or ``bad`` is equal.
+        """
+        side, noun = self.repository.side, self.repository.noun
+        with self.repository.open_checkout(self.links) as self._check_out:
+            if good is not None and any(
+                self._train("good", good).verdict == "different" for _ in range(2)
+            ):
+                raise SettingError(
+                    f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
+                    "be blamed. Find the cause first: d9m locate -- COMMAND"
+                )
+            if self._train("bad", bad).verdict == "equal":
+                until = "" if self.until is None else f" until epoch {self.until}"
+                raise SettingError(
+                    f"The training of the bad {side} {bad.short} is equal to the good one{until}. "
+                    f"Give a later epoch or another {side}. {self.repository.equal_advice}"
+                )
+            if good is None:
+                good, bad = self._find_good(bad)
+            self.commits = len(self.repository.list_commits(bad, f"^{good.sha}"))
+            self.candidates = list(map(self.repository.find_commit, self._narrow(good, bad)))
+
+    def _narrow(self, good: Commit, bad: Commit) -> list[str]:
+        """Train commits in between until those that are left cannot be told apart."""
+        known, tested, skips = [f"^{good.sha}"], {bad.sha}, 0
+        while left := [
+            sha
+            for sha in self.repository.list_commits(bad, "--bisect-all", *known)
+            if sha not in tested
+        ]:
+            # Neighbors of a commit that does not run often do not run either.
+            commit = self.repository.find_commit(left[min(skips**2, len(left) - 1)])
+            verdict = self._try(commit).verdict
+            tested.add(commit.sha)
+            skips = skips + 1 if verdict == "skipped" else 0
+            if verdict == "equal":
+                known.append(f"^{commit.sha}")
+            elif verdict == "different":
+                bad = commit
+        return self.repository.list_commits(bad, *known)
+
+    def _train(self, role: str, commit: Commit) -> Trial:
+        """Train a commit that must run."""
+        trial = self._try(commit)
+        if trial.verdict == "skipped":
+            raise CommandError(
+                f"The {role} {self.repository.side} {commit.short} must train, and it does not: "
+                f"{trial.reason}"
+            )
+        return trial
+
+    def _find_good(self, bad: Commit) -> tuple[Commit, Commit]:
+        """Return an ancestor that agrees with the golden ledger, and the next one that does not.
+
+        The steps back are 1, 2, 4, 8, ... commits along first parents.
+        """
+        ancestors = self.repository.list_commits(bad, "--first-parent")
+        last = len(ancestors) - 1
+        powers = range(last.bit_length() + 1) if last else ()
+        for step in dict.fromkeys(min(2**power, last) for power in powers):
+            commit = self.repository.find_commit(ancestors[step])
+            verdict = self._try(commit).verdict
+            if verdict == "equal":
+                return commit, bad
+            if verdict == "different":
+                bad = commit
+        raise SettingError(
+            f"No ancestor of {bad.short} that was tried agrees with the golden ledger. Give a good "
+            "commit: d9m bisect GOOD..BAD -- COMMAND"
+        )
+
+    def _try(self, commit: Commit) -> Trial:
+        """Train a commit, compare it, and keep the result."""
+        number = len(self.trials) + 1
+        name = f"{number:03d}-{commit.sha[:10]}"
+        epochs, start = EpochCounter(self.runs.output / name), time.monotonic()
+
+        def has_reached_end() -> bool:
+            return self.until is not None and epochs.count() > self.until
+
+        # A program with one fit then ends as soon as it differs.
+        paths = [str(ledger.path) for ledger in self.runs.fits.values()]
+        reference = {_REFERENCE: paths[0]} if len(paths) == 1 else {}
+        try:
+            folder, variables = self._check_out(commit)
+            run = self.runs.run(
+                name,
+                f"training {number}, {commit.short}",
+                may_fail=True,
+                working_folder=folder,
+                variables={**reference, **variables},
+                killed_when=has_reached_end,
+            )
+        except CommandError as error:  # the commit cannot be checked out
+            run = Run({}, failure=error)
+        seconds = round(time.monotonic() - start, 3)
+        trial = self._judge(commit, run, seconds, is_cut=has_reached_end())
+        self.trials.append(trial)
+        return trial
+
+    def _judge(self, commit: Commit, run: Run, seconds: float, *, is_cut: bool) -> Trial:
+        """Compare the ledgers of a training with the reference."""
+        reference = self.runs.fits
+        for name in (name for name in reference if name in run.fits):
+            distances = DistanceSeries()
+            found = compare_ledgers(reference[name], run.fits[name], watch=distances.watch)
+            if found.verdict == "different" or found.refusals:
+                # The greatest of a layer at the first epoch that differs.
+                layers = [
+                    [
+                        layer.relative
+                        for layer in distances.moments[step].values()
+                        if layer.differing
+                    ]
+                    for step in sorted(distances.moments)
+                ]
+                distance = next((max(relative) for relative in layers if relative), None)
+                return Trial(commit, "different", seconds, "", found, distance)
+        if run.failure is not None:
+            return Trial(commit, "skipped", seconds, str(run.failure).partition("\n")[0])
+        if not is_cut and run.fits.keys() != reference.keys():
+            return Trial(commit, "different", seconds)
+        return Trial(commit, "equal", seconds)

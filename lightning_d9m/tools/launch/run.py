@@ -1,0 +1,619 @@
+"""Runs of the user's command in subprocesses, and the ledgers that each leaves in its folder.
+
+Killing a process group reaches neither a daemon nor a process in a new session. On Linux this
+process becomes the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER, prctl(2)), so
+that all of them are found below it, and none outlives the run.
+
+Several processes are the ranks of one training. They get the variables that torchrun sets, which
+Lightning's ``TorchElasticEnvironment`` and ``torch.distributed.init_process_group`` read, so that
+the Trainer starts no processes itself.
+
+Processes that fit in parallel (joblib, Ray, Optuna) take the numbers of their ledgers in any order,
+so the content pairs the fits of two runs: seed, ordinal within the process, model, data and the
+initial digests. Fits that begin alike, such as the folds of a cross-validation, are paired by how
+they end. Where the initial digests differ too, seed, ordinal, model and data decide.
+"""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+from lightning_d9m.engine.ledger.folder import (
+    LEDGER_VARIABLE,
+    Ledger,
+    list_evaluations,
+    list_fits,
+    read_ledger,
+)
+from lightning_d9m.engine.ledger.format.records import Digests, Json, RunFacts
+from lightning_d9m.engine.recording.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.errors import CommandError, LedgerError, file_errors
+from lightning_d9m.text import escape, pluralize, printable, quote
+from lightning_d9m.tools.launch.progress import RunProgress
+
+_SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
+_POLL_SECONDS = 0.02
+# A killed process may wait for a disk for an unlimited time.
+_MOST_KILL_SECONDS = 10.0
+
+
+@contextmanager
+def subreaper_enabled() -> Iterator[None]:
+    """Adopt orphaned descendants while the body runs, on Linux."""
+    before = ctypes.c_int()
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
+    prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ProcessTree:
+    """The processes of a command and all their descendants.
+
+    Attributes:
+        leaders: The command's processes; each leads its process group.
+        others: Children that this process had before; they and their descendants are left alone.
+    """
+
+    leaders: "list[subprocess.Popen[bytes]]"
+    others: frozenset[int]
+
+    def find_descendants(self) -> dict[int, str]:
+        """Return ``{pid: name}`` of the running descendants of the leaders. Reap exited ones."""
+        found: dict[int, str] = {}
+        leaders = {leader.pid for leader in self.leaders}
+        for child in psutil.Process().children():
+            if child.pid in self.others:
+                continue
+            with suppress(psutil.NoSuchProcess):
+                for process in (child, *child.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                            found[process.pid] = process.name()
+                        elif process is child and child.pid not in leaders:
+                            with suppress(ChildProcessError):
+                                os.waitpid(child.pid, os.WNOHANG)
+        return {pid: name for pid, name in found.items() if pid not in leaders}
+
+    def is_alive(self) -> bool:
+        """Return whether a leader or a descendant still runs."""
+        # All are polled, so that each that has ended is reaped.
+        running = [leader for leader in self.leaders if leader.poll() is None]
+        return bool(running or self.find_descendants())
+
+    def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
+        """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
+
+        Returns:
+            Whether all have ended.
+        """
+        start = time.monotonic()
+        while self.is_alive():
+            if terminate_now() or time.monotonic() - start >= seconds:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def end(self, grace: float, terminate_now: Callable[[], bool]) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds or as soon as ``terminate_now()``."""
+        self._signal(signal.SIGTERM)
+        if not self.wait(grace, terminate_now):
+            self.kill()
+
+    def kill(self) -> None:
+        """Send SIGKILL until all have ended."""
+        start = time.monotonic()
+        # Repeat: a process may start another one between the search and the signal.
+        while self.is_alive() and time.monotonic() - start < _MOST_KILL_SECONDS:
+            self._signal(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # After a leader is reaped its PID can be reused.
+        for leader in self.leaders:
+            if leader.poll() is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(leader.pid, number)
+        for pid in self.find_descendants():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+_read_clock = time.monotonic  # of the seconds that a command may take
+_TICK_SECONDS = 0.25
+_GRACE_SECONDS = 5.0
+# A process that ends shortly after the command, such as a pool's helper, was not left behind.
+_SETTLE_SECONDS = 1.0
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_TAIL_WIDTH = 200
+_NAMES = 3
+# Terminal sequences: colors, cursor movements, titles.
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+def run_once(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    progress: RunProgress,
+    timeout: float | None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    working_folder: Path | None = None,
+    killed_when: Callable[[], bool] = lambda: False,
+    processes: int | None = None,
+) -> None:
+    """Run the command once, in processes that write ledgers and a log each to ``folder``.
+
+    If one fails, the others are ended. If this process gets SIGINT, SIGTERM or SIGHUP meanwhile, it
+    ends the command first.
+
+    Args:
+        command: The program and its arguments.
+        folder: The run's folder.
+        progress: Shows the progress of the run.
+        timeout: Seconds after which the run counts as hanging; None for no limit.
+        variables: Further environment variables of the processes.
+        working_folder: Where the command runs; None for the working folder of this process.
+        killed_when: Condition under which the command is killed without counting as a failure;
+            evaluated a few times a second and when the command ends.
+        processes: Starts the command so many times at once, as the ranks of one training; None
+            starts it once, without variables for ranks.
+
+    Raises:
+        CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
+            of its processes have ended by then.
+    """
+    ranks = [{}] if processes is None else make_rank_variables(processes)
+    logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
+    environment = _make_environment(folder) | dict(variables)
+    failed: tuple[int, int | None] | None = None
+    left: dict[int, str] = {}
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with progress:
+        with _signals_deferred() as received, subreaper_enabled():
+            try:
+                for log, own in zip(logs, ranks, strict=True):
+                    tree.leaders.append(_start(command, working_folder, log, environment | own))
+                failed = _wait(tree, received, timeout, progress.tick, killed_when)
+                if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+                    left = tree.find_descendants()
+                elif failed is not None and failed[1] is not None and len(logs) > 1:
+                    failed = _find_first(tree, logs)
+            finally:
+                # The first signal ends the command; a second one kills it at once.
+                expected = max(1, len(received))
+                tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
+        if left:
+            _report_left(left)
+        if failed is not None:
+            raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
+
+
+def _make_environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
+    environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
+    environment[LEDGER_VARIABLE] = str(folder)
+    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
+    environment.setdefault("LIGHTNING_D9M", "1")
+    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
+    if not environment.get("PYTHONHASHSEED", "").isdigit():
+        environment["PYTHONHASHSEED"] = "0"
+    return environment
+
+
+def _report_left(left: Mapping[int, str]) -> None:
+    names = Counter(left.values()).most_common()
+    listed = [escape(name) + (f" ({number})" if number > 1 else "") for name, number in names]
+    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
+    what = pluralize(len(left), "process", "processes")
+    text = f"d9m: the command left {what} running, ended now: {', '.join(listed[:_NAMES])}{more}"
+    print(text, file=sys.stderr)
+
+
+def _describe_failure(
+    command: Sequence[str],
+    number: int,
+    status: int | None,
+    *,
+    logs: Sequence[Path],
+    timeout: float | None,
+) -> str:
+    """Describe the failure of a process: its number, and its exit status, None if it hangs."""
+    described, log = describe_command(command), logs[number]
+    which = f" in process {number} of {len(logs)}" if len(logs) > 1 else ""
+    if status is None:
+        return (
+            f"The command {described} was still running{which} after {timeout:g} s and was ended. "
+            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
+        )
+    cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
+
+
+def describe_command(command: Sequence[str]) -> str:
+    """Return a command in quotes; a long one is cut."""
+    return quote(" ".join(command), _TAIL_WIDTH)
+
+
+def _start(
+    command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    with file_errors(LedgerError, f"The log {log} cannot be made"):
+        output = log.open("wb")
+    with output:
+        try:
+            return subprocess.Popen(
+                command,
+                cwd=folder,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            log.unlink(missing_ok=True)
+            cause = getattr(error, "strerror", None) or error
+            advice = "Give a program that is on PATH, or the path of one that may be executed."
+            if len(command) == 1 and command[0].split()[1:]:
+                advice = f"Give its words without quotes around them all: -- {command[0]}"
+            elif command[0].endswith(".py"):
+                advice = f"Start a script with its interpreter: python {command[0]}."
+            raise CommandError(
+                f"The command {describe_command(command)} does not start: {cause}. {advice}"
+            ) from error
+
+
+def _wait(
+    tree: ProcessTree,
+    received: list[int],
+    timeout: float | None,
+    tick: Callable[[float], None],
+    killed_when: Callable[[], bool],
+) -> tuple[int, int | None] | None:
+    """Wait until all processes have ended, or one has failed; return its number and exit status.
+
+    After a signal to this process nothing has failed: the signal is raised later.
+    """
+    start = _read_clock()
+    while not received:
+        running = [leader for leader in tree.leaders if leader.poll() is None]
+        for leader in running:
+            with suppress(subprocess.TimeoutExpired):
+                leader.wait(_TICK_SECONDS / len(running))
+        statuses = [leader.poll() for leader in tree.leaders]
+        if killed_when():
+            tree.kill()
+            return None
+        for number, status in enumerate(statuses):
+            if status:
+                return number, status
+        if None not in statuses:
+            return None
+        passed = _read_clock() - start
+        if timeout is not None and passed > timeout:
+            return statuses.index(None), None
+        tick(passed)
+    return None
+
+
+def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
+    """Return the failure that came first; others may fail shortly after, because of it.
+
+    The process that failed first wrote to its log before the others.
+    """
+    tree.wait(_SETTLE_SECONDS, lambda: False)
+    failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
+    first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
+    return first, tree.leaders[first].poll()
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[list[int]]:
+    """Defer SIGINT, SIGTERM and SIGHUP until the body is done; then raise the first one.
+
+    Yields:
+        The signals received so far, in order.
+    """
+    received: list[int] = []
+    previous: dict[signal.Signals, Any] = {}
+
+    def keep(number: int, _: object) -> None:
+        received.append(number)
+
+    # Only the main thread may set handlers. A signal that is ignored (nohup) stays ignored.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, keep)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if received:
+            name = _name_signal(received[0])
+            with suppress(OSError):  # the terminal may have been closed
+                print(f"\nd9m: {name} received; the command was ended.", file=sys.stderr)
+            signal.raise_signal(received[0])
+            # If the user's own signal handler returns, terminate anyway.
+            raise SystemExit(128 + received[0])
+
+
+def _name_signal(number: int) -> str:
+    """Return a signal's name; real-time signals have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _tail(log: Path) -> str:
+    """Return the last lines of a log as a terminal shows them, indented for a message."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = stream.read().decode("utf-8", "replace")
+    # A progress bar overwrites its line; only the last state of a line is shown.
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    lines = [printable(_ESCAPE.sub("", line.expandtabs())) for line in shown if line.strip()]
+    if not lines:
+        return " It printed nothing."
+    return "\nThe end of its output:" + "".join(
+        f"\n  | {line[:_TAIL_WIDTH]}{' ...' * (len(line) > _TAIL_WIDTH)}"
+        for line in lines[-_TAIL_LINES:]
+    )
+
+
+_ADDRESS = "127.0.0.1"
+
+
+def make_rank_variables(count: int) -> list[dict[str, str]]:
+    """Return the variables of each of ``count`` processes, by rank."""
+    with socket.socket() as probe:  # for a port that is free now; the process of rank 0 opens it
+        probe.bind((_ADDRESS, 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(port),
+        # By this one torch and Lightning recognize a launch by torchrun.
+        "TORCHELASTIC_RUN_ID": "d9m",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # Lightning takes these as the Trainer's default arguments.
+        "PL_TRAINER_DEVICES": str(count),
+        "PL_TRAINER_NUM_NODES": "1",
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def count_threads(processes: int) -> int:
+    """Return how many threads each of several processes may use on this machine, at least 1."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
+def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
+    """Create a new folder; an existing one is an error.
+
+    Without a chosen one it is the next free number in ``parent``, after ``prefix``; if ``parent``
+    is new, git ignores it.
+
+    Raises:
+        LedgerError: If it exists already or cannot be created.
+    """
+    numbered = (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
+    is_first = chosen is None and not Path(parent).exists()
+    for folder in numbered if chosen is None else [chosen]:
+        what = f"The folder {folder} cannot be made"
+        advice = "Give another with --output."
+        with file_errors(LedgerError, what, advice), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            if is_first:
+                Path(parent, ".gitignore").write_text("*\n", encoding="utf-8")
+            return folder.resolve()
+    if chosen is None:
+        raise LedgerError(
+            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
+            "--output."
+        )
+    raise LedgerError(
+        f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
+        "--output, or remove it."
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The ledgers of one run.
+
+    Attributes:
+        fits: Its ledgers by name (``fit-000``), in order. An evaluation outside a fit has one too.
+        label: Description of the run, printed with its number; empty for none.
+        processes: The number of processes that trained; None if the command decided.
+        seconds: How long it took; None if it was not measured.
+        failure: Why it failed; None if it did not.
+    """
+
+    fits: Mapping[str, Ledger]
+    label: str = ""
+    processes: int | None = None
+    seconds: float | None = None
+    failure: CommandError | None = None
+
+
+@dataclass
+class Runs:
+    """Runs of a command, each in its own folder.
+
+    Attributes:
+        command: The command.
+        output: Parent folder of all runs.
+        timeout: Seconds after which a run counts as hanging.
+        evaluations: Whether to read the ledgers of evaluations too.
+        fits: The ledgers of the first run; those of later ones get the names of their counterparts.
+        seconds: How long the last run took that did not fail; None before.
+    """
+
+    command: Sequence[str]
+    output: Path
+    timeout: float | None = None
+    evaluations: bool = True
+    fits: Mapping[str, Ledger] = field(default_factory=dict)
+    seconds: float | None = None
+
+    def run(
+        self,
+        name: str,
+        title: str,
+        *,
+        command: Sequence[str] = (),
+        may_fail: bool = False,
+        later: int = 0,
+        **options: Any,
+    ) -> Run:
+        """Run the command once.
+
+        Args:
+            name: The name of the run's folder.
+            title: Name of the run, for the progress line.
+            command: Another form of the command; empty for that of all runs.
+            may_fail: Whether to return a failure, with the ledgers that are there.
+            later: The number of runs that follow, for the time that is left.
+            **options: Further arguments of ``run_once``.
+
+        Raises:
+            CommandError: If the command fails or leaves no ledger.
+            LedgerError: If a ledger cannot be read.
+        """
+        folder, command = self.output / name, command or self.command
+        with file_errors(LedgerError, f"The folder {folder} cannot be made"):
+            folder.mkdir(exist_ok=True)
+        failure: CommandError | None = None
+        start = time.monotonic()
+        progress = RunProgress(title, folder, self.seconds or 0.0, later)
+        try:
+            run_once(command, folder, progress=progress, timeout=self.timeout, **options)
+        except CommandError as error:
+            failure = error
+            with suppress(OSError):  # a command that did not start leaves nothing, not a folder
+                folder.rmdir()
+                self.output.rmdir()
+            if not may_fail:
+                raise
+        seconds = time.monotonic() - start
+        paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
+        try:
+            fits = {path.name: read_ledger(path) for path in paths}
+        except LedgerError as error:
+            # The log of a run that failed says more than the ledger that it left.
+            raise failure or error from None
+        if not fits and failure is None:
+            failure = CommandError(
+                f"The command {describe_command(command)} ended well but wrote no ledger. Let it "
+                "fit a model with a Trainer of Lightning, in the environment in which "
+                "lightning_d9m is installed; where LIGHTNING_D9M is 0, with "
+                "lightning_d9m.DeterminismCallback() in Trainer(callbacks=[...]). Any other loop "
+                "needs an optimizer of torch or a "
+                f"Recorder. Log: {folder / 'output.log'}."
+            )
+        if failure is None:
+            self.seconds = seconds
+        elif not may_fail:
+            raise failure
+        self.fits = self.fits or fits
+        return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)
+
+
+def read_runs(output: Path) -> dict[int, Run]:
+    """Return the runs that `d9m repeat` left in a folder, by number; empty if it is not one.
+
+    Raises:
+        LedgerError: If a ledger cannot be read.
+    """
+    runs: dict[int, Run] = {}
+    for folder in sorted(output.glob("run-[0-9][0-9][0-9]")):
+        fits = {path.name: read_ledger(path) for path in list_fits(folder)}
+        if fits:
+            fits = pair_fits(runs[1].fits, fits) if 1 in runs else fits
+            runs[int(folder.name[4:])] = Run(fits)
+    return runs if 1 in runs else {}
+
+
+def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> dict[str, Ledger]:
+    """Return the ledgers of ``actual`` under the names of their counterparts in ``expected``.
+
+    Ledgers whose contents match none are paired by name. A ledger without a counterpart gets a name
+    that ``expected`` does not have.
+
+    Raises:
+        LedgerError: If a record is malformed or was edited.
+    """
+    ordinals = [{name: fit.header.fit for name, fit in fits.items()} for fits in (expected, actual)]
+    if ordinals[0] == ordinals[1] and len(set(ordinals[0].values())) == len(expected):
+        return dict(actual)  # one process wrote them all, in order
+    keys = [
+        {name: _list_keys(name, fit) for name, fit in fits.items()} for fits in (expected, actual)
+    ]
+    pairs: dict[str, str] = {}
+    for level in range(4):  # of the keys by which a fit finds its counterpart
+        taken = set(pairs.values())
+        waiting: dict[Hashable, list[str]] = defaultdict(list)
+        for name, own in keys[1].items():
+            if name not in taken:
+                waiting[own[level]].append(name)
+        for name, own in keys[0].items():
+            if name not in pairs and (names := waiting[own[level]]):
+                # Of several with the same key, one of the same name is preferred.
+                pairs[name] = names.pop(names.index(name) if name in names else 0)
+    paired = {name: actual[pairs[name]] for name in expected if name in pairs}
+    for name in sorted(actual.keys() - set(pairs.values())):
+        free = (f"{_kind(name)}-{number:03d}" for number in count())
+        taken = expected.keys() | paired.keys()
+        paired[next(own for own in chain([name], free) if own not in taken)] = actual[name]
+    return paired
+
+
+def _list_keys(name: str, ledger: Ledger) -> list[Hashable]:
+    """Return the keys by which a fit finds its counterpart, the most exact first."""
+    facts: list[Json] = []
+    totals: list[Json] = []
+    for record in ledger.line_records(min(ledger.files)):
+        if isinstance(record, RunFacts):
+            facts.append(record.as_record())
+        elif isinstance(record, Digests):
+            totals = [*totals[:1], record.totals]
+    content = (json.dumps(part, sort_keys=True) for part in (facts, totals[:1], totals[-1:]))
+    key = (_kind(name), ledger.header.seed, ledger.header.fit, *content)
+    # Without the last digests, without the initial ones, by name alone.
+    return [key, key[:-1], key[:-2], name]
+
+
+def _kind(name: str) -> str:
+    return name.rpartition("-")[0]

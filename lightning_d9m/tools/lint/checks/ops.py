@@ -1,0 +1,497 @@
+"""Calls of the catalog's ops, and the conditions under which they vary.
+
+A condition gets a call and returns the catalog's name of the op that the call runs and whether
+that is certain, or None where the call is deterministic: it depends on modes, dtypes, sizes and on
+which results are used.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op
+from lightning_d9m.tools.lint.rules import Certainty
+from lightning_d9m.tools.lint.tree import (
+    UNKNOWN,
+    Call,
+    Report,
+    Scope,
+    Tree,
+    find_value,
+    read_constant,
+    read_kind,
+    read_last_name,
+    resolve,
+)
+
+Verdict: TypeAlias = tuple[str, Certainty] | None
+Condition: TypeAlias = Callable[[Call], Verdict]
+
+_FUNCTIONAL = "torch.nn.functional."
+_INTERPOLATIONS = {
+    "linear": "upsample_linear1d_backward",
+    "bilinear": "upsample_bilinear2d_backward",
+    "bicubic": "upsample_bicubic2d_backward",
+    "trilinear": "upsample_trilinear3d_backward",
+}
+_MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
+_INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
+_NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
+_RULES = {
+    FlagEffect.RAISES: "D9M101",
+    FlagEffect.NONE: "D9M102",
+    FlagEffect.SWITCHES: "D9M103",
+    FlagEffect.DECOMPOSES: "D9M103",
+    FlagEffect.OUT_OF_REACH: "D9M104",
+}
+# Ops that vary, or raise, on a CPU as well.
+_ON_CPU_TOO = {
+    *("max_unpool2d", "max_unpool3d", "put_", "index_put", "index_put_accumulate", "index_copy"),
+}
+
+
+def rule_of(op: Op) -> str:
+    """Return the id of the rule that finds an op; an op that never varies has none."""
+    return _RULES[op.flag_effect]
+
+
+def check_op(call: Call) -> Iterator[Report]:
+    """Find a call of an op of the catalog."""
+    name = call.name
+    if name == "functools.partial" and call.node.args:
+        name = resolve(call.node.args[0], call.scope)
+        call = Call(call.node, call.tree, shift=1)
+    conditions = FUNCTIONS.get(name, ())
+    if call.receiver is not None or (not conditions and name.startswith("torch.Tensor.")):
+        method = METHODS.get(call.method or name.removeprefix("torch.Tensor."))
+        conditions = () if method is None else (method,)
+    if conditions and call.receiver is not None:
+        kind = read_kind(call.receiver, call.scope)
+        base = call.receiver.func if isinstance(call.receiver, ast.Call) else call.receiver
+        if kind == "other" or read_last_name(base) in {"self", "cls", "super"}:
+            return
+        call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
+    for condition in conditions:
+        verdict = condition(call)
+        if verdict is not None and not _is_spared(verdict[0], call, name):
+            op, reason, fix = explain_op(verdict[0])
+            known = (
+                _is_module(name)
+                or not op.name.endswith("_backward")
+                or _takes_parameter(call.get(0, "input") or call.receiver, call.scope)
+            )
+            certainty = verdict[1] if known else "depends"
+            yield Report(rule_of(op), call.node, certainty, reason, fix, op.name)
+
+
+def _is_module(name: str) -> bool:
+    """Return whether a call makes a module, which trains, and runs no op itself."""
+    return name.rpartition(".")[2][:1].isupper()
+
+
+def _takes_parameter(node: ast.AST | None, scope: Scope, depth: int = 4) -> bool:
+    """Return whether a value is computed from a parameter of its class, and so has a gradient.
+
+    Of other values, such as batches and images, the source does not show whether anybody needs it.
+    """
+    for part in ast.walk(node) if node is not None and depth else ():
+        if isinstance(part, ast.Attribute | ast.Name):
+            values, _, _ = scope.follow(part)
+            for value in values:
+                if isinstance(value, ast.Call) and read_last_name(value.func) == "Parameter":
+                    fixed = any(word.arg == "requires_grad" for word in value.keywords)
+                    return not fixed
+                named = value is not node and isinstance(part, ast.Name)
+                if named and _takes_parameter(value, scope, depth - 1):
+                    return True
+    return False
+
+
+def _is_spared(op: str, call: Call, name: str) -> bool:
+    """Return whether a call cannot vary: on a CPU, or without a gradient."""
+    first = call.receiver or next(iter(call.node.args), None)
+    on_cpu = read_kind(first, call.scope) == "cpu tensor" or _is_guarded(call.node, call.tree)
+    if op not in _ON_CPU_TOO and on_cpu:
+        return True
+    if not op.endswith("_backward") or _is_module(name):
+        return False
+    match first:  # a new tensor has no gradient
+        case ast.Call(function, keywords=words) if read_last_name(function) in _MAKERS:
+            if not any(word.arg == "requires_grad" for word in words):
+                return True
+    return _is_without_gradient(call.node, call.tree)
+
+
+def _is_guarded(node: ast.AST, tree: Tree) -> bool:
+    """Return whether a node runs only if something is not on a CUDA device."""
+    for parent in tree.around(node):
+        if isinstance(parent, ast.If | ast.IfExp):
+            body = parent.body if isinstance(parent.body, list) else [parent.body]
+            within = node in body
+            tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
+            every = not isinstance(parent.test, ast.BoolOp) or isinstance(parent.test.op, ast.And)
+            for test in tests if within and every else ():
+                match test:
+                    case ast.UnaryOp(ast.Not(), ast.Attribute(attr="is_cuda")):
+                        return True
+                    case ast.UnaryOp(ast.Not(), ast.Call(ast.Attribute(attr="is_cuda"))):
+                        return True
+        node = parent
+    return False
+
+
+def _is_without_gradient(node: ast.AST, tree: Tree) -> bool:
+    """Return whether a node is in code that turns gradients off."""
+    for parent in tree.around(node):
+        if isinstance(parent, (ast.With, ast.AsyncWith)):
+            if any(_turns_off(item.context_expr, tree) for item in parent.items):
+                return True
+        elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return any(_turns_off(decorator, tree) for decorator in parent.decorator_list)
+    return False
+
+
+def _turns_off(node: ast.expr, tree: Tree) -> bool:
+    scope = tree.scope[node]
+    if not isinstance(node, ast.Call):
+        return resolve(node, scope) in _NO_GRADIENTS
+    name = resolve(node.func, scope)
+    if name == "torch.set_grad_enabled":
+        return bool(node.args) and read_constant(node.args[0], scope) is False
+    return name in _NO_GRADIENTS
+
+
+def explain_op(name: str) -> tuple[Op, str, str]:
+    """Return the catalog's entry of an op, the reason and the fix."""
+    op = find_op(name)
+    backward = "Its gradient: " if name.endswith("_backward") else ""
+    does = op.torch_does[0].lower() + op.torch_does[1:].replace("thing:", "thing about it:")
+    if does.startswith("nothing"):
+        does = f"does {does}"
+    reason = f"{backward}{op.cause} With deterministic algorithms on, torch {does}"
+    rule = rule_of(op)
+    if rule in {"D9M101", "D9M102"} and op.kernels:
+        fix = (
+            f"Turn patch_ops on, which replaces it (`d9m ops {name}`), or use an op that is "
+            "deterministic."
+        )
+    elif rule in {"D9M102", "D9M104"}:
+        fix = op.reason
+    elif op.status == "exempt" and not op.reason.startswith("torch itself"):
+        fix = f"{op.reason} DeterminismCallback() sets it."
+    else:
+        fix = (
+            "Turn deterministic algorithms on: DeterminismCallback(), Trainer(deterministic=True) "
+            "or torch.use_deterministic_algorithms(True)."
+        )
+    return op, reason, fix
+
+
+def _always(op: str, certainty: Certainty = "certain") -> Condition:
+    """Accept any arguments."""
+    return lambda _: (op, certainty)
+
+
+def _unless(op: str, default: object, position: int | None, name: str, *fine: object) -> Condition:
+    """Accept a call unless an argument, or its default, has one of the ``fine`` values."""
+
+    def check(call: Call) -> Verdict:
+        value = call.read(position, name, default=default)
+        return None if value in fine else (op, "depends" if value is UNKNOWN else "certain")
+
+    return check
+
+
+def _interpolated(position: int) -> Condition:
+    """Choose the op by the mode of an interpolation."""
+
+    def check(call: Call) -> Verdict:
+        mode = call.read(position, "mode", default="nearest")
+        if mode is UNKNOWN or mode == "area":
+            area = "adaptive_avg_pool2d_backward"
+            return area if mode == "area" else "upsample_bilinear2d_backward", "depends"
+        if call.read(None, "antialias", default=False) is True and mode != "linear":
+            return f"upsample_{mode}2d_aa_backward", "certain"
+        op = _INTERPOLATIONS.get(str(mode))
+        return (op, "certain") if op else None
+
+    return check
+
+
+def _padded(default: str, position: int, name: str, dims: int | None = None) -> Condition:
+    """Choose the op by the mode of a padding and the padded dimensions."""
+
+    def check(call: Call) -> Verdict:
+        mode = call.read(position, name, default=default)
+        pad = None if dims else call.read(1, "pad")
+        count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
+        if mode is UNKNOWN:
+            return f"reflection_pad{count}d_backward", "depends"
+        kind = {"reflect": "reflection", "replicate": "replication"}.get(str(mode))
+        return (f"{kind}_pad{count}d_backward", "certain") if kind else None
+
+    return check
+
+
+def _pooled(op: str, position: int) -> Condition:
+    """Accept a pooling unless its output has one element.
+
+    For the mean of all torch calls no pooling; for the largest its flag raises, although nothing is
+    added into one place.
+    """
+
+    def check(call: Call) -> Verdict:
+        size = call.read(position, "output_size", default=UNKNOWN)
+        if size == 1 or (isinstance(size, tuple) and set(size) == {1}):
+            return None if "avg" in op else (op, "depends")
+        return op, "depends" if size is UNKNOWN else "certain"
+
+    return check
+
+
+def _windowed(op: str, position: int) -> Condition:
+    """Accept a pooling; unless its windows are seen to overlap, only torch's flag shows it."""
+
+    def check(call: Call) -> Verdict:
+        size = call.read(position, "kernel_size", default=UNKNOWN)
+        stride = call.read(position + 1, "stride", default=None)
+        both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
+        known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
+        overlap = known and any(a > b for a, b in zip(*both, strict=True))
+        return op, "certain" if overlap else "depends"
+
+    return check
+
+
+def _sparse_mm(call: Call) -> Verdict:
+    """Accept a product of a sparse matrix; with another reduction it exists only on a CPU."""
+    return None if call.get(2, "reduce") is not None else ("sparse_mm", "certain")
+
+
+def _bincount(call: Call) -> Verdict:
+    """Accept ``bincount`` with weights."""
+    value = call.read(1, "weights")
+    given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
+    return None if value is None else ("bincount", "certain" if given else "depends")
+
+
+def _scatter_reduce(call: Call) -> Verdict:
+    reduction = call.read(4, "reduce", default=UNKNOWN)
+    if reduction in {"prod", "sum", "mean"}:
+        return f"scatter_reduce_{'prod' if reduction == 'prod' else 'sum'}", "certain"
+    return ("scatter_reduce_prod", "depends") if reduction is UNKNOWN else None
+
+
+def _index_put(call: Call) -> Verdict:
+    adds = call.read(3, "accumulate", default=False)
+    return "index_put_accumulate" if adds is True else "index_put", "certain"
+
+
+def _scatter(call: Call) -> Verdict:
+    """Accept a scatter unless its source is one number, as for one-hot vectors."""
+    source = call.get(3, "src", "value")
+    if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
+        return None
+    if isinstance(call.read(3, "src", default=UNKNOWN), (int, float)):
+        return None
+    op = "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else "scatter"
+    kind = read_kind(source, call.scope)
+    return None if kind == "other" else (op, "certain" if kind == "tensor" else "depends")
+
+
+def _repeat_interleave(call: Call) -> Verdict:
+    """Accept ``repeat_interleave`` unless it repeats all elements equally, which torch expands."""
+    if isinstance(call.read(1, "repeats", default=UNKNOWN), int):
+        return None
+    tensor = read_kind(call.get(1, "repeats"), call.scope) == "tensor"
+    return "repeat_interleave_backward", "certain" if tensor else "depends"
+
+
+def _histc(call: Call) -> Verdict:
+    """Accept ``histc`` of floating point; it depends if the source does not show the dtype."""
+    match _find_input(call):
+        case ast.Call(ast.Attribute(attr=method), args, keywords):
+            dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
+            names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
+            if method in _INTEGER_CASTS or any(n.strip("u").startswith("int") for n in names):
+                return None
+            if any(n.startswith(("float", "double", "half", "bfloat")) for n in (method, *names)):
+                return "histc", "certain"
+    return "histc", "depends"
+
+
+def _bmm(call: Call) -> Verdict:
+    """Accept ``bmm`` of a sparse tensor."""
+    first = _find_input(call)
+    parts = ast.walk(first) if first is not None else ()
+    sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
+    return ("bmm_sparse", "certain") if sparse else None
+
+
+def _find_input(call: Call) -> ast.AST | None:
+    """Return the value of the first argument, or of the receiver."""
+    first = call.get(0, "input") or call.receiver
+    return None if first is None else find_value(first, call.scope)[0]
+
+
+def _selected(op: str) -> Condition:
+    """Accept an op along a dimension if its indices, which vary, are used."""
+
+    def check(call: Call) -> Verdict:
+        if call.get(1, "dim") is None and not call.unpacked:
+            return None
+        if "dim" not in call.named and not call.owned:
+            return None
+        used = _uses_indices(call.node, call)
+        if used is False:
+            return None
+        return op, "certain" if used and call.owned else "depends"
+
+    return check
+
+
+def _uses_indices(node: ast.AST, call: Call) -> bool | None:
+    """Return whether the second of an op's two results is used; None if it is not known."""
+    parent = call.tree.parent[node]
+    match parent:
+        case ast.Attribute(attr=name):
+            return name == "indices" if name in {"values", "indices"} else None
+        case ast.Subscript(value, ast.Constant(number)) if value is node:
+            return number != 0
+        case ast.Assign([ast.Tuple([_, last]), *_]):
+            return not (isinstance(last, ast.Name) and not last.id.strip("_"))
+        case ast.Assign([ast.Name() as name], value) if value is node:
+            _, area, key = call.scope.follow(name)
+            uses = call.tree.find_uses(area, key, parent)
+            found = {_uses_indices(use, call) for use in uses}
+            return True if True in found else None if None in found else False
+        case ast.Expr():
+            return False
+    return None
+
+
+def _is_indexed(call: Call, least: int) -> bool:
+    """Return whether a method's arguments begin with a dimension and an index."""
+    if {"index", "src"} & set(call.named):
+        return True
+    dim = call.get(1, "dim")
+    if dim is None or len(call.positional) + len(call.named) < least:
+        return False
+    named = isinstance(dim, ast.Name) and ("dim" in dim.id or "axis" in dim.id)
+    return named or isinstance(call.read(1, "dim", default=UNKNOWN), int)
+
+
+def _list_layers() -> dict[str, tuple[Condition, ...]]:
+    """Return the conditions of modules and of the functions that belong to them."""
+    table: dict[str, tuple[Condition, ...]] = {}
+
+    def add(module: str, function: str, *conditions: Condition) -> None:
+        table.update({f"torch.nn.{module}": conditions} if module else {})
+        table.update({_FUNCTIONAL + function: conditions} if function else {})
+
+    for dims in (1, 2, 3):
+        # In one dimension torch calls the two-dimensional op.
+        planes = max(dims, 2)
+        average, largest = (f"adaptive_{kind}_pool{planes}d_backward" for kind in ("avg", "max"))
+        add(f"AdaptiveAvgPool{dims}d", "", _pooled(average, 0))
+        add("", f"adaptive_avg_pool{dims}d", _pooled(average, 1))
+        add(f"AdaptiveMaxPool{dims}d", "", _pooled(largest, 0))
+        for function in (f"adaptive_max_pool{dims}d", f"adaptive_max_pool{dims}d_with_indices"):
+            add("", function, _pooled(largest, 1))
+        add(f"MaxUnpool{dims}d", f"max_unpool{dims}d", _always(f"max_unpool{planes}d"))
+        for kind in ("Reflection", "Replication"):
+            add(f"{kind}Pad{dims}d", "", _always(f"{kind.lower()}_pad{dims}d_backward"))
+        convolution, padding = _always("convolution"), _padded("zeros", 8, "padding_mode", dims)
+        for prefix in ("", "Lazy"):
+            add(f"{prefix}Conv{dims}d", "", convolution, padding)
+            add(f"{prefix}ConvTranspose{dims}d", f"conv_transpose{dims}d", convolution)
+        add("", f"conv{dims}d", convolution)
+    for dims in (2, 3):
+        pool = f"fractional_max_pool{dims}d"
+        add(f"FractionalMaxPool{dims}d", pool, _always(f"{pool}_backward"))
+    for kind in ("avg", "max"):
+        add(f"{kind.title()}Pool3d", "", _windowed(f"{kind}_pool3d_backward", 0))
+        add("", f"{kind}_pool3d", _windowed(f"{kind}_pool3d_backward", 1))
+    add("Upsample", "", _interpolated(2))
+    add("UpsamplingBilinear2d", "upsample_bilinear", _always("upsample_bilinear2d_backward"))
+    add("", "interpolate", _interpolated(3))
+    add("", "upsample", _interpolated(3))
+    add("", "pad", _padded("constant", 2, "mode"))
+    add("", "grid_sample", _always("grid_sampler_2d_backward"))
+    add("NLLLoss", "", _nll_loss(4))
+    add("", "nll_loss", _nll_loss(6))
+    add("NLLLoss2d", "", _unless("nll_loss2d", "mean", 4, "reduction", "none"))
+    add("CTCLoss", "ctc_loss", _always("ctc_loss_backward", "depends"))
+    for module, function, position in (("EmbeddingBag", "", 5), ("", "embedding_bag", 6)):
+        bag = _unless("embedding_bag_max_backward", "mean", position, "mode", "mean", "sum")
+        add(module, function, bag)
+    for module in ("RNN", "LSTM", "GRU"):
+        add(module, "", _always("rnn_cudnn", "depends"))
+    attention = "scaled_dot_product_attention"
+    add("", attention, _always(f"{attention}_backward"))
+    return table
+
+
+def _nll_loss(position: int) -> Condition:
+    """Accept an NLL loss, which varies if its input has two spatial dimensions (unknown here)."""
+    check = _unless("nll_loss2d", "mean", position, "reduction", "none")
+    return lambda call: ("nll_loss2d", "depends") if check(call) else None
+
+
+_TENSOR_OPS: dict[str, Condition] = {
+    "bincount": _bincount,
+    "bmm": _bmm,
+    "gather": lambda call: (
+        ("gather_backward", "certain") if call.owned or _is_indexed(call, 2) else None
+    ),
+    "histc": _histc,
+    "index_select": _always("index_select_backward"),
+    "median": _selected("median"),
+    "nanmedian": _selected("nanmedian"),
+    "repeat_interleave": _repeat_interleave,
+    "take": lambda call: ("put_", "certain") if call.owned else None,  # its gradient
+    "take_along_dim": _always("gather_backward"),
+}
+# These also exist with a trailing underscore.
+_IN_PLACE: dict[str, Condition] = {
+    "index_add": _always("index_add"),
+    "index_copy": _always("index_copy"),
+    "index_put": _index_put,
+    "index_reduce": _always("index_reduce"),
+    "put": _always("put_"),
+    "scatter": _scatter,
+    "scatter_add": _always("scatter_add"),
+    "scatter_reduce": _scatter_reduce,
+}
+_ALL_TENSOR_OPS = {
+    **_TENSOR_OPS, **_IN_PLACE, **{f"{name}_": check for name, check in _IN_PLACE.items()}
+}  # fmt: skip
+_SCATTERING = [
+    *(f"torch_scatter.{name}"
+      for name in ("scatter", "scatter_add", "scatter_sum", "scatter_mean", "segment_coo")),
+    "torch_geometric.utils.scatter",
+    "torch_geometric.nn.global_add_pool",
+    "torch_geometric.nn.global_mean_pool",
+]  # fmt: skip
+_ATTENTION = [
+    f"flash_attn.{module}flash_attn_{kind}func"
+    for module in ("", "flash_attn_interface.")
+    for kind in ("", "varlen_", "qkvpacked_", "kvpacked_", "varlen_qkvpacked_")
+]
+
+_ATTENTION_OP = _unless("flash_attn_package_backward", 0, None, "deterministic", 1)
+FUNCTIONS: Mapping[str, tuple[Condition, ...]] = {
+    **_list_layers(),
+    "torch.sparse.mm": (_sparse_mm,),
+    "torch.sparse.addmm": (_always("sparse_mm"),),
+    **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
+    **dict.fromkeys(_ATTENTION, (_ATTENTION_OP,)),
+    **{f"torch.{name}": (condition,) for name, condition in _ALL_TENSOR_OPS.items()},
+}
+"""The conditions of each function and module, by its full name."""
+
+# NumPy's arrays have `put`, too, so it counts only as a function of torch.
+METHODS: Mapping[str, Condition] = {
+    name: condition for name, condition in _ALL_TENSOR_OPS.items() if name != "put"
+}
+"""The condition of each method of a tensor; its receiver is the first argument."""

@@ -1,0 +1,475 @@
+"""Orders that differ from run to run, and whether the code that uses them depends on the order.
+
+Listings of folders, sets, results as they complete, and hashes of strings.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from lightning_d9m.tools.lint.rules import Certainty
+from lightning_d9m.tools.lint.tree import (
+    FUNCTION_NODES,
+    Call,
+    Report,
+    Scope,
+    Tree,
+    is_named,
+    mentions,
+    read_constant,
+    read_kind,
+    read_last_name,
+    resolve,
+)
+
+Elements = Literal["numbers", "strings", "unknown"]
+
+_LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
+_COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
+_FILE_TIMES = {
+    *("getmtime", "getctime", "getatime"),
+    *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
+}
+_SETS = {"builtins.set", "builtins.frozenset", "weakref.WeakSet"}
+_SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
+_SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
+_TEXTS = {"str", "repr", "chr", "hex", "format", "basename", "strip", "lower", "upper", "split"}
+_NUMBERS = {"range", "int", "len", "ord", "round", "arange", "float"}
+_MIXED = (
+    "If its elements are strings, or hashed by address, the order of the set changes from run to "
+    "run."
+)
+# Functions whose result does not depend on the order of their argument.
+_FREE = {
+    "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
+    "isinstance", "print", "natsorted", "unique", "sum_", "type", "repr", "str", "update",
+    "issubset", "union", "intersection", "difference", "isdisjoint", "issuperset", "heapify",
+    "fsum", "iter_sorted",
+}  # fmt: skip
+_PASSED_ON = {
+    "list", "tuple", "iter", "map", "filter", "reversed", "chain", "tqdm", "array", "asarray",
+    "from_iterable", "deque", "fspath", "islice", "enumerate", "zip",
+}  # fmt: skip
+_NUMBERED = {"enumerate", "zip"}
+_COLLECTING = {
+    "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
+    "add_module", "register_module", "register_buffer", "register_parameter", "send",
+}  # fmt: skip
+_SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
+# They pick or pair items by position, or keep them in their order as data.
+_PLACING = {
+    "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
+    "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
+}  # fmt: skip
+# Functions that give a set an order.
+_ORDERING = {
+    *(_PASSED_ON | _PLACING),
+    *("join", "extend", "fromkeys", "Series", "DataFrame", "cycle", "Index", "writelines"),
+}
+_DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
+_DEPTH = 4  # most names and loops that are followed to what shows that its order matters
+
+
+def check_listing(call: Call) -> Iterator[Report]:
+    """Find listings of folders whose order is used."""
+    certainty: Certainty = "certain"
+    if call.name in {"os.walk", "os.fwalk"}:
+        loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
+        if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
+            return
+        certainty = "depends"
+    elif call.name not in _LISTINGS:
+        one_pattern = call.method == "glob" and len(call.node.args) == 1
+        path_like = call.method in {"iterdir", "rglob"} or one_pattern
+        if not path_like or read_kind(call.receiver, call.scope) == "tensor":
+            return
+    if _expects_one_file(call) or _is_message(call.node, call.tree):
+        return
+    if judged := _judge_order(call.node, call.tree):
+        edit = "sorted({})" if certainty == "certain" else ""
+        if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
+            named = edit and not isinstance(call.parent, ast.withitem)
+            edit = "sorted({}, key=lambda entry: entry.name)" if named else ""
+        weaker = max(judged, certainty)  # "depends" comes after "certain"
+        yield Report("D9M302", call.node, weaker, edit=edit)
+
+
+def _expects_one_file(call: Call) -> bool:
+    """Return whether a pattern has no wildcard, or one name is unpacked: ``[only] = ...``."""
+    match call.parent:
+        case ast.Assign([ast.Tuple([_]) | ast.List([_]), *_]):
+            return True
+    takes_pattern = call.method or call.name.startswith("glob.")
+    pattern = read_constant(call.get(0), call.scope) if takes_pattern else None
+    return isinstance(pattern, str) and not any(mark in pattern for mark in "*?[")
+
+
+def check_modification_time(call: Call) -> Iterator[Report]:
+    """Find files that are sorted by time, unless one of them is chosen, such as the newest."""
+    key = call.named.get("key")
+    names = () if key is None else map(read_last_name, ast.walk(key))
+    if not any(name in _FILE_TIMES for name in names):
+        return
+    ordered: ast.AST = call.node
+    if call.receiver is not None and call.method == "sort":
+        ordered = call.receiver
+    elif call.name != "builtins.sorted":
+        return
+    target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else call.receiver
+    _, area, name = call.scope.follow(target) if target else ([], None, "")
+    uses = [use for use in call.tree.find_uses(area, name) if use is not ordered]
+    users = [call.tree.parent[use] for use in uses] if target else [call.parent]
+    if all(_is_choice(user) for user in users):
+        return
+    judged = (
+        _judge_name(target, call.parent, call.tree, _DEPTH - 1)
+        if target
+        else _judge_order(call.node, call.tree)
+    )
+    if judged:
+        yield Report("D9M306", call.node, "depends")
+
+
+def _is_choice(node: ast.AST) -> bool:
+    """Return whether a subscript picks one end, such as the newest file."""
+    ends = ast.Constant | ast.UnaryOp | ast.Slice
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ends)
+
+
+def check_completion(call: Call) -> Iterator[Report]:
+    """Find results in order of completion, and loaders with ``in_order=False``."""
+    unordered = call.name in _COMPLETIONS or call.method == "imap_unordered"
+    if unordered and (judged := _judge_order(call.node, call.tree)):
+        yield Report("D9M305", call.node, judged)
+    if call.read(None, "in_order") is False:
+        reason = "With in_order=False batches come as the workers finish them."
+        yield Report("D9M305", call.node, reason=reason, fix="Leave in_order at True.")
+
+
+def check_hash(call: Call) -> Iterator[Report]:
+    """Find ``hash()`` of a possible string whose number is used: in arithmetic, or as a seed."""
+    if call.name != "builtins.hash" or len(call.node.args) != 1:
+        return
+    methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
+    if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
+        return
+    kind, used = _read_element(call.node.args[0]), False
+    match call.parent:
+        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
+            used = True
+        case ast.Call(function):
+            name = resolve(function, call.scope) or read_last_name(function)
+            used = name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
+    if kind != "numbers" and used:
+        yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
+
+
+def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
+    """Find sets whose order decides the order of something else."""
+    site = _find_iteration(node, tree)
+    elements = _read_elements(node, tree.scope[node]) if site else None
+    if elements in {None, "numbers"} or _has_one_element(node, tree):
+        return
+    judged = None if _is_message(node, tree) else _judge_order(node, tree)
+    if judged or site == "popped":
+        texts = elements == "strings"
+        # A loop that pops all elements of a set mostly treats them alike.
+        picked = site == "popped" and not any(isinstance(o, ast.While) for o in tree.around(node))
+        certain = texts and (picked or judged == "certain")
+        reason = "" if texts else _MIXED
+        ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
+        edit = "sorted({})" if ordered else ""
+        yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
+
+
+def _has_order(node: ast.expr, scope: Scope) -> bool:
+    """Return whether elements can be sorted: a text and a number cannot."""
+    for value in scope.follow(node)[0]:
+        match value:
+            case ast.Set(elements) | ast.Call(
+                _, [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements)]
+            ) if set(map(_read_element, elements)) != {"strings"}:
+                return False
+    return True
+
+
+def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped", ""]:
+    """Return whether a set expression is iterated or popped."""
+    parent = tree.parent[node]
+    iterated = False
+    match parent:
+        case ast.For(iter=values) | ast.comprehension(iter=values):
+            iterated = values is node
+        case ast.Starred():
+            iterated = not isinstance(tree.parent[parent], ast.Set)
+        case ast.YieldFrom():
+            iterated = True
+        case ast.Call(function) if node is not function:
+            iterated = read_last_name(function) in _ORDERING
+        case ast.Attribute(attr="pop"):
+            call = tree.parent[parent]
+            popped = isinstance(call, ast.Call) and call.func is parent and not call.args
+            return "popped" if popped else ""
+    return "iterated" if iterated else ""
+
+
+def _has_one_element(node: ast.expr, tree: Tree) -> bool:
+    """Return whether a set is written with one element, or tested to have one before its use."""
+    if isinstance(node, ast.Set):
+        return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+    written = ast.dump(node)
+    for test in ast.walk(tree.scope[node].node):
+        match test:
+            case ast.Compare(
+                ast.Call(ast.Name("len"), [measured]), comparators=[ast.Constant(1), *_]
+            ) if test.lineno <= node.lineno and ast.dump(measured) == written:
+                return True
+    return False
+
+
+def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expression
+    node: ast.AST | None, scope: Scope, depth: int = _DEPTH
+) -> Elements | None:
+    """Return the kind of a set's elements; None if the expression is not known to be a set."""
+    found: Elements | None = None
+    match node:
+        case _ if depth == 0:
+            pass
+        case ast.Set(elements):
+            found = _read_all(elements)
+        case ast.SetComp(element):
+            found = _read_all([element])
+        case ast.Call(function, given) if resolve(function, scope) in _SETS:
+            match given:
+                case [ast.GeneratorExp(element) | ast.ListComp(element), *_]:
+                    found = _read_all([element])
+                case [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements), *_]:
+                    found = _read_all(elements)
+                case [ast.Constant() | ast.Call(ast.Attribute(attr="split")), *_]:
+                    found = "strings"
+                case [ast.Call(ast.Name("range")), *_]:
+                    found = "numbers"
+                case _:
+                    first = given[0] if given else None
+                    found = _read_elements(first, scope, depth - 1) or "unknown"
+        case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
+            found = _read_elements(value, scope, depth - 1)
+        case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
+            found = _merge(_read_elements(side, scope, depth - 1) for side in (left, right))
+        case ast.BinOp(left, ast.Sub()):
+            found = _read_elements(left, scope, depth - 1)
+        case ast.Name(name):
+            bindings, where = scope.find(name)
+            kinds: list[Elements | None] = []
+            for one in bindings:
+                base = one.node.value if isinstance(one.node, ast.Subscript) else one.node
+                if resolve(base, where) in _SET_TYPES:  # an annotation
+                    kinds.append("unknown")
+                else:
+                    assigned = one.node if one.kind == "assign" else None
+                    kinds.append(_read_elements(assigned, where, depth - 1))
+            found = _merge(kinds)
+        case ast.Attribute(ast.Name("self")) if scope.enclosing_class is not None:
+            values = scope.follow(node)[0]
+            found = _merge(_read_elements(value, scope, depth - 1) for value in values)
+    return found
+
+
+def _merge(found: Iterable[Elements | None]) -> Elements | None:
+    """Return the kind of several values, all of which must be sets."""
+    kinds = set(found)
+    if not kinds or None in kinds:
+        return None
+    return kinds.pop() if len(kinds) == 1 else "unknown"
+
+
+def _read_all(elements: Sequence[ast.AST]) -> Elements:
+    kinds = set(map(_read_element, elements))
+    if kinds <= {"numbers"}:
+        return "numbers"
+    return "strings" if "strings" in kinds else "unknown"
+
+
+def _read_element(node: ast.AST) -> Elements:
+    found: Elements = "unknown"
+    match node:
+        case ast.Constant(value):
+            found = "strings" if isinstance(value, (str, bytes)) else "numbers"
+        case ast.JoinedStr() | ast.Attribute(attr="name" | "stem" | "suffix" | "__name__"):
+            found = "strings"
+        case ast.Tuple(elements) | ast.List(elements):
+            found = _read_all(elements)
+        case ast.UnaryOp(operand=operand):
+            found = _read_element(operand)
+        case ast.Call(function) if (name := read_last_name(function)) in _TEXTS | _NUMBERS:
+            found = "strings" if name in _TEXTS else "numbers"
+        case ast.BinOp(left, ast.Mod() | ast.FloorDiv()):
+            text = isinstance(left, (ast.Constant, ast.JoinedStr))
+            found = "strings" if text else "numbers"
+    return found
+
+
+def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
+    node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH
+) -> Certainty | None:
+    """Return how the order of an iterable affects the code that uses it; None if it does not.
+
+    It does so certainly if the source shows what the order decides: its elements get numbers, are
+    picked by position in ``__getitem__``, by a slice or at random, become an array, or random
+    numbers are drawn for each of them. What leaves a function only depends: another one may sort
+    it.
+
+    Args:
+        node: The iterable.
+        tree: Its module.
+        numbered: Whether numbers go with its elements, as ``enumerate`` gives them.
+        depth: Most names and loops that are followed.
+    """
+    parent = tree.parent.get(node)
+    judged: Certainty | None = None
+    match parent:
+        case ast.Call(function) if node is not function:
+            judged = _judge_argument(parent, tree, numbered=numbered, depth=depth)
+        case ast.comprehension(iter=values) if values is node:
+            made = tree.parent[parent]
+            if not isinstance(made, (ast.SetComp, ast.DictComp)):
+                judged = _judge_order(made, tree, numbered=numbered, depth=depth)
+            elif numbered and isinstance(made, ast.DictComp):
+                # The order decides only the numbers; otherwise keys find the values.
+                judged = "certain"
+        case ast.For(iter=values) | ast.AsyncFor(iter=values):
+            if values is node:
+                judged = _judge_loop(parent, tree, numbered=numbered, depth=depth)
+        case ast.Assign() | ast.AnnAssign():
+            target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
+            judged = _judge_name(target, parent, tree, depth - 1) if depth else None
+        case ast.Subscript(value, part) if value is node:
+            functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
+            given = getattr(next(functions, None), "name", "") == "__getitem__"
+            judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
+        case ast.Subscript(slice=part) if part is node:  # positions
+            judged = "depends"
+        case ast.BoolOp() if getattr(tree.parent[parent], "test", None) is parent:
+            pass
+        case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
+            judged = _judge_order(parent, tree, numbered=numbered, depth=depth)
+        case ast.BoolOp() | ast.Await() | ast.keyword() | ast.withitem():
+            used = _judge_order(parent, tree, numbered=numbered, depth=depth)
+            judged = "depends" if used else None
+        case ast.With(body=body) | ast.AsyncWith(body=body):
+            loops = (one for one in body if isinstance(one, ast.For))
+            used_within = any(_judge_loop(one, tree, numbered=False, depth=0) for one in loops)
+            judged = "depends" if used_within else None
+        case ast.Return() | ast.YieldFrom() | ast.AugAssign():
+            judged = "depends"
+    return judged
+
+
+def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -> Certainty | None:
+    """Judge the order of an argument of a call."""
+    name = read_last_name(call.func)
+    if name in _PASSED_ON:
+        numbered |= name in _NUMBERED
+        judged = _judge_order(call, tree, numbered=numbered, depth=depth)
+        if judged and name == "zip":  # it may pair the elements with those of an equal order
+            judged = "depends"
+    else:
+        judged = None if name in _FREE or "sort" in name.lower() else "depends"
+    return "certain" if judged and name in _PLACING else judged
+
+
+def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> Certainty | None:
+    """Judge the order of a named iterable: a name in its scope, an attribute in its class.
+
+    Args:
+        target: The name or attribute.
+        statement: The statement that makes the iterable; uses within it do not count.
+        tree: The module.
+        depth: Most names and loops that are followed.
+    """
+    _, area, key = tree.scope[statement].follow(target)
+    if area is None:
+        return "depends"
+    uses = tree.find_uses(area, key, statement)
+    # A name of a module or class without uses may be used elsewhere.
+    unused = not uses and not isinstance(area, FUNCTION_NODES)
+    found: set[Certainty | None] = {"depends" if unused else None}
+    for use in uses:
+        parent = tree.parent[use]
+        match parent:
+            case ast.Attribute(attr=name):
+                if name == "sort":  # assume that it is sorted before it is used
+                    return None
+                found.add("depends" if name in {"index", "pop"} else None)
+            case ast.Call(function) if "sort" in read_last_name(function).lower():
+                outer = tree.parent[parent]
+                if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
+                    return None
+            case _ if not _is_message(use, tree):
+                # A further assignment counts as a use.
+                again: Certainty | None = "depends" if isinstance(parent, ast.Assign) else None
+                found.add(_judge_order(use, tree, depth=depth) or again)
+    return "certain" if "certain" in found else "depends" if "depends" in found else None
+
+
+def _judge_loop(  # noqa: C901 - one case for each kind of node
+    loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int
+) -> Certainty | None:
+    """Judge the order of iterations of a loop, by what its body does.
+
+    It is certain that the order counts if the loop draws random numbers, stores a number, or fills
+    a list that proves it.
+    """
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
+    counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
+    nodes: list[ast.AST] = list(loop.body)
+    for node in nodes:  # grows
+        nodes += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)
+    # What is made within the loop collects what one iteration gives.
+    stored = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    made = {node.id for node in stored}
+    found: set[Certainty | None] = {"depends" if numbered else None}
+    for node in nodes:
+        match node:
+            case ast.Yield() | ast.YieldFrom():
+                found.add("depends")
+            case ast.Return(ast.expr() as value) if mentions(value, names):
+                found.add("depends")
+            case ast.AugAssign(op=operator, value=value) if mentions(value, names):
+                if not isinstance(operator, (ast.BitOr, ast.BitAnd)):
+                    found.add("depends")
+            case ast.Assign([ast.Subscript(), *_], value):
+                drawn = any(map(_is_drawn_or_counted, ast.walk(value)))
+                found.add("certain" if drawn or mentions(value, counts) else None)
+            case ast.Call(function):
+                name, owner = read_last_name(function), getattr(function, "value", None)
+                if name.startswith(_DRAWING):
+                    found.add("certain")
+                elif name in _COLLECTING and getattr(owner, "id", None) not in made:
+                    judged: Certainty | None = "depends"
+                    if depth > 1 and name == "append" and owner is not None:
+                        judged = _judge_name(owner, loop, tree, depth - 2)
+                    found.add("certain" if judged == "certain" else "depends")
+    certain = depth and "certain" in found
+    return "certain" if certain else "depends" if found - {None} else None
+
+
+def _is_message(node: ast.AST, tree: Tree) -> bool:
+    """Return whether a value is only said: in an exception, a warning or a log."""
+    for outer in tree.around(node):
+        if isinstance(outer, ast.Call) and read_last_name(outer.func) in _SAYING:
+            return True
+        if isinstance(outer, ast.stmt):
+            return isinstance(outer, ast.Raise)
+    return False
+
+
+def _is_drawn_or_counted(node: ast.AST) -> bool:
+    """Return whether a value is a length, or a module whose weights are drawn here."""
+    match node:
+        case ast.Call(ast.Name(name)):
+            return name == "len"
+        case ast.Call(ast.Attribute(owner)):
+            return read_last_name(owner) == "nn"
+    return False

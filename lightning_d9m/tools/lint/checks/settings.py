@@ -1,0 +1,215 @@
+"""Settings that turn determinism off or on, kernels that are chosen by measured time, and seeds.
+
+A seed is missing, or differs from run to run.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lightning_d9m.tools.lint.tree import (
+    UNKNOWN,
+    Call,
+    Report,
+    Scope,
+    Tree,
+    find_value,
+    read_constant,
+    resolve,
+)
+
+_CUDNN = "torch.backends.cudnn."
+_OURS = {
+    f"lightning_d9m.{name}"
+    for name in ("DeterminismCallback", "enable", "deterministic", "HorovodDeterministicStrategy")
+}
+TURNED_ON = "turned-on"
+"""Id of the note that deterministic algorithms are on; it is not a finding."""
+
+_WARN_ONLY = (
+    "With warn_only nondeterministic ops run, and attention keeps its nondeterministic kernels, "
+    "after one warning."
+)
+
+_GENERATORS = {
+    "random.Random",
+    *(f"numpy.random.{name}" for name in ("default_rng", "RandomState", "SeedSequence")),
+    *(f"numpy.random.{name}" for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")),
+}
+_FROM_SYSTEM_WHEN_EMPTY = {"random.seed", "numpy.random.seed"}
+_GLOBAL_SEEDS = {
+    *(*_FROM_SYSTEM_WHEN_EMPTY, "torch.manual_seed", "torch.mps.manual_seed"),
+    *(f"torch.{kind}.manual_seed{every}" for kind in ("cuda", "xpu") for every in ("", "_all")),
+    *("lightning.seed_everything", "transformers.set_seed", "accelerate.utils.set_seed"),
+    *("lightning_d9m.enable", "lightning_d9m.deterministic", "tensorflow.random.set_seed"),
+}
+_ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
+_SYSTEM_DRAWS = {"random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits"}
+_ENTROPY = (
+    r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
+    r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
+    r"|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
+    r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
+)
+_SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
+_SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate", "bit_generator"}
+_DEPTH = 4
+# What `--fix` writes where a seed is missing.
+_SEED = 0
+
+
+def check_setting_call(call: Call) -> Iterator[Report]:
+    """Find Trainer(benchmark=True), deterministic=False and similar arguments."""
+    mode: object = UNKNOWN
+    warn_only: object = False
+    if call.name == "lightning.Trainer":
+        mode = call.read(None, "deterministic", default=UNKNOWN)
+        if call.read(None, "benchmark") is True:
+            yield Report("D9M401", call.node)
+    elif call.name == "torch.use_deterministic_algorithms":
+        mode = call.read(0, "mode", default=UNKNOWN)
+        warn_only = call.read(None, "warn_only", default=False)
+    elif call.name == "torch.set_deterministic_debug_mode":
+        given = call.read(0, "debug_mode", default=UNKNOWN)
+        modes = {"default": False, 0: False, "warn": "warn", 1: "warn", "error": True, 2: True}
+        mode = modes.get(given, UNKNOWN) if isinstance(given, (str, int)) else UNKNOWN
+    elif call.name == f"{_CUDNN}flags" and call.read(1, "benchmark") is True:
+        yield Report("D9M401", call.node)
+    elif call.name in _OURS or (
+        call.name.startswith("lightning_d9m.") and call.name.endswith("Callback")
+    ):
+        mode = True
+    if mode is False:
+        yield Report("D9M402", call.node)
+    elif mode == "warn" or (mode is True and warn_only is True):
+        fix = "Remove warn_only, so that torch raises."
+        yield Report("D9M402", call.node, reason=_WARN_ONLY, fix=fix)
+    elif mode is True and warn_only is False:
+        yield Report(TURNED_ON, call.node)
+
+
+def check_setting(node: ast.Assign, tree: Tree) -> Iterator[Report]:
+    """Find assignments to torch's flags."""
+    value = read_constant(node.value, tree.scope[node])
+    for target in node.targets:
+        name = resolve(target, tree.scope[node]) if isinstance(target, ast.Attribute) else ""
+        if name == f"{_CUDNN}benchmark" and value is True:
+            yield Report("D9M401", node)
+        elif name == f"{_CUDNN}deterministic" and value is False:
+            yield Report("D9M402", node, reason="cuDNN may choose nondeterministic algorithms.")
+        elif name.startswith("torch._inductor.config.max_autotune") and value is True:
+            yield Report("D9M106", node, "depends")
+
+
+def check_choice_by_time(call: Call) -> Iterator[Report]:
+    """Find ``triton.autotune`` over several configurations, and ``torch.compile`` that tunes."""
+    if call.name == "triton.autotune":
+        match call.get(0, "configs"):
+            case ast.List([one]) if not isinstance(one, ast.Starred):
+                pass
+            case given:
+                known = isinstance(given, ast.List)
+                yield Report("D9M106", call.node, "certain" if known else "depends")
+    elif call.name == "torch.compile" and str(call.read(None, "mode")).startswith("max-autotune"):
+        yield Report("D9M106", call.node, "depends")
+
+
+def check_seed(call: Call) -> Iterator[Report]:
+    """Find calls with a missing or varying seed."""
+    node, name = call.node, call.name
+    seed = call.get(0, "seed", "x", "a", "entropy")
+    if name in _ALWAYS_FROM_SYSTEM or _reseeds_generator(call):
+        method = "manual_seed_all" if name.endswith("_all") else "manual_seed"
+        owner = ast.unparse(node.func).rpartition(".")[0]
+        alone = owner and isinstance(call.parent, ast.Expr)  # its result is not used
+        yield Report("D9M204", node, edit=f"{owner}.{method}({_SEED})" if alone else "")
+    elif name in _GENERATORS | _FROM_SYSTEM_WHEN_EMPTY:
+        value = ast.Constant(None) if seed is None else find_value(seed, call.scope)[0]
+        empty = isinstance(value, ast.Constant) and value.value is None
+        if empty and not (call.starred or call.unpacked):
+            if name in _FROM_SYSTEM_WHEN_EMPTY or not _is_seeded_later(call):
+                alone = len(node.args) + len(node.keywords) <= 1
+                edit = f"{ast.unparse(node.func)}({_SEED})" if alone else ""
+                yield Report("D9M201" if name in _GENERATORS else "D9M204", node, edit=edit)
+        elif seed is not None:
+            yield from _check_entropy(call, seed)
+    elif name in _GLOBAL_SEEDS or call.method == "manual_seed":
+        if seed is not None:
+            yield from _check_entropy(call, seed)
+    else:
+        words = (call.named[word] for word in _SEED_WORDS if word in call.named)
+        if any(_find_entropy(value, call.scope) for value in words):
+            yield Report("D9M203", node)
+
+
+def check_system_draw(call: Call) -> Iterator[Report]:
+    """Find numbers that the system draws; within a seed D9M203 covers them.
+
+    A text that is made of them names something, such as a run or a folder.
+    """
+    if call.name not in _SYSTEM_DRAWS:
+        return
+    for outer in call.tree.around(call.node):
+        match outer:
+            case ast.JoinedStr() | ast.BinOp(ast.Constant(str())) | ast.stmt():
+                break
+            case ast.Call(ast.Name("str" | "hex") | ast.Attribute(attr="join" | "format")):
+                break
+            case ast.Call(function) if resolve(function, call.scope) in _GLOBAL_SEEDS | _GENERATORS:
+                break
+    else:
+        return
+    if isinstance(outer, ast.stmt):
+        yield Report("D9M206", call.node, "depends")
+
+
+def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
+    """Find what differs in each run in the expression of a seed."""
+    if found := _find_entropy(seed, call.scope):
+        called = f"{found.removeprefix('builtins.')}()"
+        reason = f"The seed is taken from {called}, which differs in each run."
+        yield Report("D9M203", call.node, reason=reason)
+
+
+def _find_entropy(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> str:
+    """Return the function without a fixed result that an expression, or a name in it, calls."""
+    for part in ast.walk(node):
+        name = resolve(part.func, scope) if isinstance(part, ast.Call) else ""
+        if re.match(_ENTROPY, name):
+            return name
+        found, where = scope.find(part.id) if isinstance(part, ast.Name) and depth else ([], scope)
+        for one in found:
+            value = one.node if one.kind == "assign" and isinstance(one.node, ast.expr) else None
+            if value is not None and (inner := _find_entropy(value, where, depth - 1)):
+                return inner
+    return ""
+
+
+def _reseeds_generator(call: Call) -> bool:
+    """Return whether a call is ``seed()`` of a ``torch.Generator``, which takes no argument."""
+    if call.method != "seed" or call.node.args:
+        return False
+    values, _, _ = call.scope.follow(call.receiver)
+    made = (value.func for value in values if isinstance(value, ast.Call))
+    return any(resolve(function, call.scope) == "torch.Generator" for function in made)
+
+
+def _is_seeded_later(call: Call) -> bool:
+    """Return whether a new object that has a name is seeded where it is used."""
+    target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else None
+    _, area, key = call.scope.follow(target)
+    uses = (call.tree.parent[use] for use in call.tree.find_uses(area, key))
+    return any(getattr(use, "attr", "") in _SEEDING_METHODS for use in uses)
+
+
+def check_worker_seed(call: Call) -> Iterator[Report]:
+    """Find a ``worker_init_fn`` that gives every worker the same seed."""
+    given = call.named.get("worker_init_fn")
+    function = None if given is None else call.scope.find_function(given)
+    parts = () if function is None else ast.walk(function)
+    for inner in [Call(part, call.tree) for part in parts if isinstance(part, ast.Call)]:
+        seeding = inner.name in {*_FROM_SYSTEM_WHEN_EMPTY, "torch.manual_seed"}
+        if seeding and inner.read(0, "seed", "a") not in (None, UNKNOWN):
+            known = resolve(ast.Name("torch"), inner.scope) == "torch"
+            edit = f"{ast.unparse(inner.node.func)}(torch.initial_seed() % 2**32)"
+            yield Report("D9M207", inner.node, edit=edit if known else "")

@@ -1,0 +1,474 @@
+"""The page that ``d9m report`` writes: the text of ``d9m compare``, drawings, and tables.
+
+Jinja escapes every value. The filter ``untrusted`` also cuts a text of a ledger and isolates its
+direction. Drawings are SVG: charts of values by step, and the rows of heat maps. They hold numbers
+and no names of a ledger: the page shows the names beside them, and has a color for each class and
+line.
+"""
+
+import math
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from itertools import groupby, pairwise, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning_d9m.engine.ledger.differences import Divergence, name_call
+from lightning_d9m.engine.ledger.folder import Ledger
+from lightning_d9m.engine.ledger.format.records import Header, Scalar
+from lightning_d9m.engine.ledger.kinds import ROOT
+from lightning_d9m.text import describe_pair, escape, pluralize, printable, quote
+from lightning_d9m.tools.comparison.causes import find_cause
+from lightning_d9m.tools.comparison.ledgers import Comparison
+from lightning_d9m.tools.comparison.timeline import (
+    OTHERS,
+    RESOLUTION,
+    STANDARD_ERROR,
+    Distance,
+    DistanceSeries,
+    StepTable,
+    Timeline,
+    ValuePair,
+    module_of,
+)
+from lightning_d9m.tools.history.bundle import find_excerpt
+from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
+from lightning_d9m.tools.output.repeat_text import RepeatReport, Row, list_run_columns
+from lightning_d9m.tools.output.terminal import find_command
+from lightning_d9m.version import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+GENERATOR = '<meta name="generator" content="lightning_d9m'
+_MAX_RANKS = 64
+_MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
+_MAX_LINES = 1_000
+_MAX_MODULES = 1_500
+_MAX_LAYERS = 8
+_MAX_EXCERPT = 20  # lines
+# Of a layer: the first epoch at whose end it differs, and the distances there and at the end.
+_LAYER_TITLES = ("layer", "first epoch", "size there", "size at the end")
+# What ran, by its name on the page.
+_FACTS: dict[str, Callable[[Header], object]] = {
+    "command": lambda header: header.program.get("command"),
+    "commit": lambda header: _describe_commit(header.program),
+    "date": lambda header: header.created and f"{header.created[:19].replace('T', ' ')} UTC",
+    "seed": lambda header: header.seed,
+    "ranks": lambda header: header.world_size,
+    "device": lambda header: header.stack.get("device.name", header.stack.get("device.kind")),
+    "processor": lambda header: header.stack.get("cpu.model"),
+    "torch": lambda header: header.stack.get("torch.version"),
+    "CUDA": lambda header: header.stack.get("torch.cuda"),
+    "Lightning": lambda header: header.stack.get("package.lightning"),
+    "Python": lambda header: header.stack.get("python.version"),
+    "lightning_d9m": lambda header: header.package,
+}
+COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
+# A line has its dashes, too, for who does not tell colors apart, and where lines lie on each other.
+_DASHES = ("", ";stroke-dasharray:9 4", ";stroke-dasharray:2 4", ";stroke-dasharray:9 4 2 4")
+WIDTH, HEIGHT = 720, 228
+LEFT, _RIGHT = 8, 712
+_TOP, _BOTTOM = 34, 172
+_DARKEST = 4
+_WORDS = {"same": "equal", "alone": "in one run only"}
+# Where a narrow window breaks a long name: before a word, and not within it or a number.
+_WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
+# (step, value), in order of the steps.
+Points: TypeAlias = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """Two runs that were compared.
+
+    Attributes:
+        comparison: How they compare.
+        timeline: What differs when.
+        ledgers: Their ledgers.
+        report: The comparison of all runs, if they are of a `d9m repeat`.
+        values: For each of these but the first, the logged values of the first and its own.
+        located: What `d9m locate` found between the two, as its JSON, and its report.
+    """
+
+    comparison: Comparison
+    timeline: Timeline
+    ledgers: tuple[Ledger, Ledger]
+    report: RepeatReport | None = None
+    values: Sequence[Mapping[str, Sequence[ValuePair]]] = ()
+    located: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on all runs."""
+        return self.comparison.verdict if self.report is None else self.report.verdict
+
+
+def render_page(compared: ComparedRuns) -> str:
+    """Return the whole page."""
+    from importlib.resources import files
+
+    comparison, timeline, report = compared.comparison, compared.timeline, compared.report
+    ledgers, values = compared.ledgers, compared.values or [timeline.values]
+    folder = files("lightning_d9m.tools.output") / "templates"
+    style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
+    found = comparison.divergences
+    final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
+    evidence = format_evidence(comparison)
+    places = [
+        (entry.rank, *row)
+        for number, entry in enumerate(found)
+        for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
+    ]
+    layers, layer_chart = _list_layers(timeline.distances)
+    unknown = len(timeline.distances.unknown)
+    excerpt = find_excerpt(compared.located[1])
+    return _make_environment().get_template("report.html.j2").render(
+        comparison=comparison,
+        report=report,
+        verdict="" if report is None else report.state_verdict(),
+        title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
+        basis=state_verdict(comparison).partition(": ")[2],
+        cause=find_cause(comparison) if found or comparison.stack else None,
+        weights="" if final is None else final.totals.get("weights", ""),
+        facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
+        command=find_command(ledgers),
+        located=_list_located(compared.located[0]),
+        excerpt=[printable(line[:200]) for line in excerpt[:_MAX_EXCERPT]],
+        first=found[0] if found else None,
+        evidence=evidence[:_MAX_LINES],
+        evidence_left=len(evidence) - _MAX_LINES,
+        places=places,
+        places_left=sum(entry.count for entry in found) - len(places),
+        heat=None if comparison.equal else _make_heat_map(timeline, comparison),
+        runs=None if report is None else _list_runs(report.rows),
+        values=list(_draw_values(timeline, values)),
+        keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
+        layers=(_LAYER_TITLES, layers) if layers else None,
+        layer_names=[row[0] for row in layers],
+        layer_chart=layer_chart,
+        unknown=pluralize(unknown, "weight") if unknown else "",
+        style=style,
+        script=script,
+        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+    )  # fmt: skip
+
+
+def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, value in each run) of what ran, where a run has it."""
+    headers = [ledger.header for ledger in ledgers]
+    for name, read in _FACTS.items():
+        values = [read(header) for header in headers]
+        if any(value not in (None, "") for value in values):
+            yield name, ["" if value is None else str(value) for value in values]
+
+
+def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what `d9m locate` found, as pairs of a label and a text.
+
+    In a bundle the facts may come from anybody, so that a value may have any type.
+    """
+    lines, op = facts.get("lines"), facts.get("op")
+    line = lines[0] if isinstance(lines, list) and lines else None
+    found: dict[str, object] = {}
+    if isinstance(line, dict):
+        found["Line"] = f"{line.get('file')}:{line.get('line')}: {line.get('code')}"
+        found |= {"Reason": line.get("reason"), "Fix": line.get("fix")}
+    if isinstance(op, dict):
+        found["Op"] = f"{op.get('op')}, called at {op.get('source') or 'no line of the program'}"
+    if found and not found.get("Fix"):
+        found["Advice"] = facts.get("advice")
+    return [(label, str(text)) for label, text in found.items() if text]
+
+
+def _name_pair(one: Path, other: Path) -> str:
+    """Return the names of two ledgers, each with as many folders as tell them apart.
+
+    >>> _name_pair(Path("a/run-001/fit-000"), Path("a/run-002/fit-000"))
+    'run-001/fit-000 and run-002/fit-000'
+    """
+    ends = zip(reversed(one.parts), reversed(other.parts), strict=False)
+    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+    return " and ".join("/".join(path.parts[-1 - equal :]) for path in (one, other))
+
+
+def _describe_commit(program: Mapping[str, Scalar]) -> str:
+    commit = str(program.get("git.commit") or "")
+    return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
+
+
+def _list_runs(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of the table of runs."""
+    columns = list_run_columns(rows)
+    titles = [column.title for column in columns]
+    return titles, [[column.cell(row) for column in columns] for row in rows]
+
+
+def _list_layers(found: DistanceSeries) -> tuple[list[tuple[str, str, str, str]], str]:
+    """Return a row of each layer, those that differ most first, and a drawing of their sizes."""
+    series = list(found.list_series(_MAX_LAYERS))
+    rows = []
+    for layer, own in series:
+        first = min(step for step in own if own[step].differing)
+        name = "all other layers" if layer == OTHERS else escape(layer or ROOT)
+        sizes = _describe_distance(own[first]), _describe_distance(own[max(own)])
+        rows.append((name, str(found.epochs[first]), *sizes))
+    lines = [[(step, own[step].relative) for step in sorted(own)] for _, own in series]
+    # There is nothing to see of sizes that are too small.
+    if not any(RESOLUTION <= value < math.inf for points in lines for _, value in points):
+        return rows, ""
+    label = "Size of the difference of each layer by step"
+    return rows, draw_chart(label, lines, log=True, name="layer", unit="relative to the weights")
+
+
+def _describe_distance(distance: Distance) -> str:
+    if not distance.differing:
+        return "equal"
+    if not math.isfinite(distance.relative):
+        return "not finite"
+    size = distance.relative
+    return f"{size:.1e}" if size >= RESOLUTION else f"below {RESOLUTION:g}"
+
+
+def _draw_values(
+    timeline: Timeline, runs: Sequence[Mapping[str, Sequence[ValuePair]]]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, drawing of the values, drawing of their difference) of each logged value."""
+    for number, (name, pairs) in enumerate(timeline.values.items(), start=1):
+        series = [[(step, one) for step, one, _ in pairs]]
+        series += [[(step, other) for step, _, other in run.get(name, ())] for run in runs]
+        lines = [[(step, value) for step, value in own if value is not None] for own in series]
+        both = [(step, one, other) for step, one, other in pairs if None not in (one, other)]
+        gaps = [(step, abs(one - other)) for step, one, other in both]  # type: ignore[operator]
+        label = f"Logged value {number}"
+        drawing = ""
+        if any(gap > 0 and math.isfinite(gap) for _, gap in gaps):
+            drawing = draw_chart(label, [gaps], log=True, unit="size of the difference")
+        yield name, draw_chart(label, lines, name="run", unit="value"), drawing
+
+
+@cache
+def _make_environment() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("lightning_d9m.tools.output"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {
+        "generator": GENERATOR,
+        "version": __version__,
+        "standard_error": f"{STANDARD_ERROR:.0%}",
+        "draw_key": draw_key,
+    }
+    environment.filters["untrusted"] = _mark_untrusted
+    return environment
+
+
+def _mark_untrusted(value: object, limit: int = 160) -> "Markup":
+    """Return a value on one line, cut, escaped, and isolated in its direction."""
+    from markupsafe import Markup
+
+    text = str(value)
+    if len(text) > limit or not text.isprintable():
+        text = quote(text, limit)
+    parts = Markup("<wbr>").join(_WORD.split(text))
+    return (Markup("{}") if text.isascii() else Markup("<bdi>{}</bdi>")).format(parts)
+
+
+def _list_places(found: Divergence, most: int | None) -> Iterator[tuple[object, ...]]:
+    """Yield (position, kind, name, both values) for what differs where a rank diverges first."""
+    for place in found.places[: _MAX_ROWS_FIRST if most is None else most]:
+        values = ("missing" if own is None else own for own in (place.expected, place.actual))
+        yield place.position, place.kind, name_call(place.name, place.call), *describe_pair(*values)
+
+
+def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
+    """Return the differences of ranks and modules by step, layer 10 after layer 9.
+
+    Returns:
+        ``rows`` with (label, state, number of differences, the first one, cells), ``most``
+        differences in a cell, the ``steps`` at both ends, and ``left_out`` with a number; None if
+        nothing has steps.
+    """
+    table, found = timeline.steps, comparison.divergences
+    if not table.rows:
+        return None
+    first = [module_of(entry.kind, entry.name) for entry in found[:1]]
+    # If there are many, the ranks that diverge and the modules that differ are shown.
+    diverging = {entry.rank for entry in found}
+    ranks = sorted((r for r in table.rows if isinstance(r, int)), key=lambda r: r not in diverging)
+    paths = sorted(
+        (row for row in table.rows if isinstance(row, str)), key=lambda p: p not in timeline.firsts
+    )
+    left_out = max(0, len(ranks) - _MAX_RANKS) + max(0, len(paths) - _MAX_MODULES)
+
+    def order(path: str) -> list[str]:
+        return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
+
+    most = max(cell[0] for cells in table.rows.values() for cell in cells.values())
+    rows: list[tuple[object, ...]] = [
+        (f"rank {rank}", "", 0, None, draw_row(table.rows[rank], table, most))
+        for rank in sorted(ranks[:_MAX_RANKS])
+    ]
+    for path in sorted(paths[:_MAX_MODULES], key=order):
+        cells, where = table.rows[path], timeline.firsts.get(path)
+        state = "differs first" if [path] == first else "differs" if where else "same"
+        differing = sum(cell[0] for cell in cells.values())
+        rows.append((path or ROOT, state, differing, where, draw_row(cells, table, most)))
+    return {"rows": rows, "most": most, "steps": (table.first, table.last), "left_out": left_out}
+
+
+def draw_chart(
+    label: str, lines: Sequence[Points], *, log: bool = False, name: str = "line", unit: str = ""
+) -> str:
+    """Draw the values of several lines by step, with the least and the greatest of both.
+
+    A line ends where a value is NaN or infinite. Each step has the values of all lines as its
+    title, which a browser shows under the pointer.
+
+    Args:
+        label: What is drawn, for a reader that does not see it.
+        lines: The values of each line.
+        log: Whether the scale is logarithmic; then no value is negative, and zero lies below all
+            others. On a linear one the first line is the reference, and the widest.
+        name: What a line is, for the titles of its steps.
+        unit: What the values are, for the axis.
+    """
+    finite = sorted(value for own in lines for _, value in own if math.isfinite(value)) or [0.0]
+    least = math.log10(next((value for value in finite if value > 0), 1.0)) if log else 0.0
+
+    def scale(value: float) -> float:
+        return value if not log else math.log10(value) if value > 0 else least - 1
+
+    up = _make_scale(scale(finite[0]), scale(finite[-1]), _BOTTOM, _TOP)
+    steps = sorted({step for own in lines for step, _ in own}) or [0]
+    across = _make_scale(steps[0], steps[-1], LEFT, _RIGHT)
+    low, high = describe_limits(finite[0], finite[-1])
+    axis = ", ".join(filter(None, [unit, "logarithmic scale" if log else ""]))
+    parts = [
+        f'<path class="axis" d="M{LEFT - 4},{_TOP}V{_BOTTOM + 4}H{_RIGHT}" fill="none"/>',
+        f'<text x="0" y="20">{high}</text><text x="0" y="198">{low}</text>',
+        f'<text x="{_RIGHT}" y="20" text-anchor="end">{axis}</text>',
+        f'<text x="0" y="222">step {steps[0]:,}</text>',
+        f'<text x="{WIDTH // 2}" y="222" text-anchor="middle">steps at the ends of epochs</text>',
+        f'<text x="{_RIGHT}" y="222" text-anchor="end">{f"{steps[-1]:,}" * bool(steps[1:])}</text>',
+    ]
+    shown: dict[int, list[str]] = {step: [] for step in steps}
+    for number, own in enumerate(lines):
+        for step, value in own:
+            shown[step].append(f"{name} {number + 1}: {f'{value:.2g}' if log else repr(value)}")
+        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in own]
+        parts += _draw_line(points, number, wide=not (number or log))
+    parts += _draw_powers(least, scale(finite[-1]), up) if log else ()
+    parts += _draw_steps(shown, across)
+    label = ", ".join(filter(None, [label, axis, f"from {low} to {high}"]))
+    # The style of a page has other sizes.
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+    return f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _draw_line(points: Sequence[tuple[float, float]], number: int, *, wide: bool) -> Iterator[str]:
+    """Yield the pieces of a line and its dots, in pixels; it ends where a height is not finite."""
+    color, dashes = _choose_style(number)
+    style = f"stroke:{color}{dashes};stroke-width:{5 if wide else 2};opacity:{0.4 if wide else 1}"
+    for is_drawn, group in groupby(points, key=lambda point: math.isfinite(point[1])):
+        piece = list(group)
+        if is_drawn:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
+            yield f'<polyline points="{path}" style="fill:none;{style}"/>'
+            for x, y in piece:
+                place = f'cx="{x:.1f}" cy="{y:.1f}" r="{4 if wide else 2.5}"'
+                yield f'<circle {place} style="fill:{color}"/>'
+
+
+def _draw_steps(
+    shown: Mapping[int, Sequence[str]], across: Callable[[float], float]
+) -> Iterator[str]:
+    """Yield a rectangle for each step, half way to those beside it, with its values as title."""
+    edges = [0.0, *((across(a) + across(b)) / 2 for a, b in pairwise(shown)), float(WIDTH)]
+    for (left, right), (step, values) in zip(pairwise(edges), shown.items(), strict=True):
+        title = "\n".join([f"step {step:,}", *values])
+        place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
+        yield f'<rect class="step" {place} fill-opacity="0"><title>{title}</title></rect>'
+
+
+def _draw_powers(low: float, high: float, up: Callable[[float], float]) -> Iterator[str]:
+    """Yield a line at each power of ten, at most six of them; a label ends each line."""
+    powers = range(math.ceil(low), math.floor(high) + 1)
+    for power in powers[:: 1 + len(powers) // 6]:
+        y = up(power)
+        yield f'<path class="axis" d="M{LEFT},{y:.1f}H{_RIGHT - 54}" stroke-dasharray="1 4"/>'
+        yield f'<text x="{_RIGHT}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>'
+
+
+def _make_scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the function from values to pixels; equal limits lie in the middle."""
+    size = high - low
+    return lambda value: start + (end - start) * ((value - low) / size if size else 0.5)
+
+
+def describe_limits(low: float, high: float) -> list[str]:
+    """Return two numbers in as few digits as tell them apart, at least three.
+
+    >>> describe_limits(0.5, 0.7874), describe_limits(2.2463, 2.2461), describe_limits(1, 1)
+    (['0.5', '0.787'], ['2.2463', '2.2461'], ['1', '1'])
+    """
+    forms = ([f"{value:.{digits}g}" for value in (low, high)] for digits in range(3, 18))
+    return next(shown for shown in forms if low == high or shown[0] != shown[1])
+
+
+def draw_key(number: int) -> str:
+    """Draw a piece of a line of ``draw_chart``, for its legend."""
+    color, dashes = _choose_style(number)
+    piece = f'<path d="M0,5H36" style="stroke:{color};stroke-width:3{dashes}"/>'
+    size = 'viewBox="0 0 36 10" width="36" height="10"'
+    return f'<svg {size} class="key-line" aria-hidden="true">{piece}</svg>'
+
+
+def _choose_style(number: int) -> tuple[str, str]:
+    """Return the color of a line, and its dashes; twelve lines differ from each other."""
+    # The page has other colors for a dark background.
+    name = number % len(COLORS)
+    return f"var(--line-{name},{COLORS[name]})", _DASHES[number % len(_DASHES)]
+
+
+def draw_row(cells: Mapping[int, Sequence[int]], table: StepTable, most: int) -> str:
+    """Draw the cells of a row of a table; neighbors of one shade are one rectangle.
+
+    The shade grows with the logarithm of the number of digests that differ, up to ``most``.
+    """
+
+    def choose_class(column: int) -> str:
+        if column not in cells:
+            return ""
+        differing, alone = cells[column]
+        if not differing:
+            return "alone" if alone else "same"
+        return f"heat-{round(_DARKEST * math.log(differing) / math.log(most)) if most > 1 else 4}"
+
+    parts, titles = [], []
+    for kind, group in groupby(table.columns, choose_class):
+        columns = list(group)
+        if not kind:
+            continue
+        count = sum(cells[column][0] for column in columns)
+        first = max(columns[0] * table.width, table.first)
+        last = min((columns[-1] + 1) * table.width - 1, table.last)
+        steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        titles.append(f"{steps}: {f'{count:,} differ' if count else _WORDS[kind]}")
+        place = f'x="{columns[0] - table.columns[0]}" width="{len(columns)}" height="1"'
+        parts.append(f'<rect class="{kind}" {place}><title>{titles[-1]}</title></rect>')
+    # The page stretches the row.
+    shape = f'viewBox="0 0 {len(table.columns)} 1" preserveAspectRatio="none"'
+    shape += f' role="img" aria-label="{"; ".join(titles)}"'
+    return f"<svg {shape}>{''.join(parts)}</svg>" if parts else ""

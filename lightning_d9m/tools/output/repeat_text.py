@@ -1,0 +1,353 @@
+"""The result of ``d9m repeat``: a table of all fits, the verdict, and what differs.
+
+A row of the table is a mapping, which is its JSON.
+"""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from lightning_d9m.engine.ledger.folder import Ledger
+from lightning_d9m.engine.ledger.kinds import SAVED
+from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
+from lightning_d9m.text import cut_digests, escape, pluralize, printable
+from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
+from lightning_d9m.tools.launch.run import Run
+from lightning_d9m.tools.output.columns import (
+    Column,
+    format_markdown_table,
+    format_table,
+    print_result,
+)
+from lightning_d9m.tools.output.comparison_text import (
+    describe_exception,
+    describe_varying,
+    format_evidence,
+    state_verdict,
+)
+from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width, wrap
+
+_VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
+_SEVERAL = 2  # later runs, of which some may agree
+Row: TypeAlias = Mapping[str, Any]
+
+
+def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> Row:
+    """Return the row of a fit: its digest of weights, its seed and its last training loss.
+
+    The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
+
+    Args:
+        run: Number of the run, from 1.
+        fit: Number of the fit within the run, from 1.
+        ledger: Its ledger.
+        verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
+        **facts: What distinguishes the run: its label, number of processes, seconds, records.
+    """
+    outcome = ledger.outcome(min(ledger.files))
+    saved = "" if outcome.last is None else outcome.last.totals.get(SAVED, "")
+    last = outcome.final
+    written = None if last is None else last.loss
+    loss = None if written is None else float.fromhex(written)
+    return {
+        "run": run,
+        "fit": fit,
+        "seed": ledger.header.seed,
+        "weights": saved if last is None else last.totals.get("weights", ""),
+        # JSON has no infinity and no NaN.
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "loss_hex": written,
+        "verdict": verdict,
+        "label": "",
+        **dict.fromkeys(("processes", "seconds", "records")),
+        **facts,
+    }
+
+
+def list_run_columns(rows: Sequence[Row], *, verbose: bool = False) -> list[Column[Row]]:
+    """Return the columns of a table of these runs; losses are never cut."""
+    named = [row["weights"] or "none" for row in rows]
+    cut = dict(zip(named, named if verbose else cut_digests(named), strict=True))
+
+    def field(name: str) -> Column[Row]:
+        return Column(name, lambda row: escape(row[name]), is_number=True)
+
+    def show_loss(row: Row) -> str:
+        return repr(float.fromhex(row["loss_hex"])) if row["loss_hex"] else "none"
+
+    columns = [field("run")]
+    if len({row["fit"] for row in rows}) > 1:
+        columns.append(field("fit"))
+    weights: Column[Row] = Column("weights", lambda row: cut[row["weights"] or "none"])
+    if any(row["processes"] is not None for row in rows):
+        time = Column[Row]("time", lambda row: f"{row['seconds'] or 0.0:.1f} s", is_number=True)
+        columns += [field("processes"), time, field("records"), weights]
+    else:
+        columns += [field("seed"), weights, Column("final loss", show_loss)]
+        if verbose:
+            columns.append(Column("", lambda row: row["loss_hex"] or ""))
+    return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
+
+
+@dataclass(frozen=True)
+class FitOutcome:
+    """One fit of one run, compared with the same fit of run 1.
+
+    Attributes:
+        name: Name of its ledger in run 1.
+        ledger: Its ledger.
+        comparison: Its comparison.
+        row: Its row of the table.
+    """
+
+    name: str
+    ledger: Ledger
+    comparison: Comparison
+    row: Row
+
+
+class RepeatReport:
+    """The comparison of all runs with run 1, fit by fit.
+
+    Args:
+        runs: The runs by number; run 1 is the reference. One that failed has nothing to compare.
+        output: The folder with their ledgers.
+        command: The command that was run.
+        resumed: Whether runs from run 2 on were killed and resumed.
+        printed: The first line of the output in which a run differs from run 1, with its
+            counterpart.
+        left: Returns a sentence on files through which runs may have changed later ones, given
+            ``first_alone``, whether only run 1 differs from the others.
+        watch: Returns what watches the comparison of a fit, given the run's number and the fit's
+            name.
+
+    Attributes:
+        rows: The rows of the table, one for each fit of each run.
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[int, Run],
+        output: Path,
+        command: Sequence[str],
+        *,
+        resumed: bool = False,
+        printed: str = "",
+        left: Callable[..., str] | None = None,
+        watch: Callable[[int, str], RecordObserver] | None = None,
+    ) -> None:
+        self._labels = [f"run {number}: {run.label}" for number, run in runs.items() if run.label]
+        self._failures = {number: run for number, run in runs.items() if run.failure is not None}
+        runs = {number: run for number, run in runs.items() if run.failure is None}
+        self._runs, self._command, self._output = runs, command, output
+        self._resumed, self._printed, self._left = resumed, printed, left
+        self._counts = [run.processes for run in runs.values() if run.processes is not None]
+        # Fits are matched by name, so that a missing fit does not shift the others.
+        names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
+        self._fits = len(names)
+        first = runs[1].fits
+        self.rows: list[Row] = []
+        self._compared: list[FitOutcome] = []
+        for number, run in runs.items():
+            for name, ledger in run.fits.items():
+                found, verdict = None, "no match"
+                if number == 1:
+                    verdict = "reference"
+                elif name in first:
+                    seen = watch and watch(number, name)
+                    found = compare_ledgers(first[name], ledger, watch=seen)
+                    verdict = _VERDICTS.get(found.verdict, "differs")
+                facts: dict[str, object] = {"label": run.label}
+                if run.processes is not None:  # records of all ranks, without the headers
+                    records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
+                    facts |= {"processes": run.processes, "seconds": run.seconds}
+                    facts |= {"records": records}
+                row = make_run_row(number, names.index(name) + 1, ledger, verdict, **facts)
+                self.rows.append(row)
+                if found is not None:
+                    self._compared.append(FitOutcome(name, ledger, found, row))
+        self._differing = [own for own in self._compared if own.row["verdict"] == "differs"]
+        self._partial = [own for own in self._compared if own.row["verdict"] == "incomplete"]
+        self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
+
+    @property
+    def verdict(self) -> Literal["equal", "different", "incomplete"]:
+        """``"equal"`` if all runs have the same fits and agree; failures make it incomplete."""
+        if self._differing or self._unmatched:
+            return "different"
+        return "incomplete" if self._failures or self._partial else "equal"
+
+    @property
+    def shown(self) -> FitOutcome | None:
+        """The fit to look at: the first that differs, else the last that was compared."""
+        return next(iter([*self._differing, *self._compared[-1:]]), None)
+
+    def print_out(self, chosen: str, *, verbose: bool = False) -> None:
+        """Print the report as text, Markdown or one JSON object."""
+        columns = list_run_columns(self.rows, verbose=verbose)
+        lines = list(self._list_evidence(verbose=verbose))[:-1]
+        markdown = format_markdown_table(columns, self.rows)
+        if chosen == "text":
+            table = format_table(columns, self.rows, terminal_width(), plain=False)
+            lines = [*table.splitlines(), *self._labels, "", *lines, *[""] * bool(lines)]
+            lines.append(f"ledgers: {self._output}")
+        steps = self._list_next_steps(self._differing[0]) if self._differing else []
+        print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown, steps)
+
+    def _list_evidence(self, *, verbose: bool) -> Iterator[str]:
+        """Yield the lines below the table; a blank line ends each paragraph."""
+        for number, run in self._failures.items():
+            yield from (f"Run {number} failed: {run.failure}", "")
+        for number in self._unmatched[:1]:
+            fits, others = self._runs[1].fits, self._runs[number].fits
+            yield f"Run 1 left {pluralize(len(fits), 'ledger')}, run {number} left {len(others)}:"
+            yield f"  reference: {', '.join(fits)}"
+            yield f"  this run:  {', '.join(others)}"
+            yield from ("The ledgers that both left were compared.", "")
+        for entry in self._differing[:1]:
+            yield from (*format_evidence(entry.comparison, verbose=verbose), "")
+        said = self._list_left()
+        if self._printed and self.verdict != "different":
+            said.append(
+                f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
+                "validations, tests and predictions are compared. Call "
+                "lightning_d9m.record_final(model, accuracy=...) where the program ends, to "
+                "compare its result too."
+            )
+        if self.verdict == "different":
+            said += filter(None, [self._advise()])
+        for sentence in said:
+            yield from (*wrap(printable(sentence)), "")
+
+    def state_verdict(self) -> str:
+        """Return the verdict in one or two sentences."""
+        runs = len(self._runs)
+        failed = pluralize(len(self._failures), "run")
+        if self.verdict == "different":
+            count = len(self._list_runs(self._differing) | set(self._unmatched))
+            verb = "differs" if count == 1 else "differ"
+            failures = f"; {failed} failed" if self._failures else ""
+            first = ""
+            for entry in self._differing[:1]:
+                fit = f", fit {entry.row['fit']}" if self._fits > 1 else ""
+                first = state_verdict(entry.comparison).removeprefix("different: ")
+                first = f"Run {entry.row['run']}{fit}: {first}"
+            which = f"{count} of {runs} runs {verb} from run 1{failures}."
+            return " ".join(filter(None, (f"different: {which}", first, self._describe_rate())))
+        last = max(self._runs)
+        records = sum(
+            rank.records
+            for entry in self._compared
+            if entry.row["run"] == last
+            for rank in entry.comparison.ranks
+        )
+        agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
+        if self._failures:
+            agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
+        ended = self._describe_exceptions()
+        varying = {describe_varying(entry.comparison): None for entry in self._compared}
+        return f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}{''.join(varying)}"
+
+    def _describe_exceptions(self) -> str:
+        """Say of the first fit that an exception ended whether its state there was compared."""
+        for entry in (*self._partial, *self._compared):
+            fit = f"fit {entry.row['fit']}" if self._fits > 1 else "the fit"
+            if said := describe_exception(entry.comparison, f"in each run {fit}"):
+                return said
+        return ""
+
+    @staticmethod
+    def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
+        return {entry.row["run"] for entry in entries}
+
+    def _describe_rate(self) -> str:
+        """Say so if the others agree, or if only some of several runs differ."""
+        compared, differing = len(self._runs) - 1, len(self._list_runs(self._differing))
+        if self._resumed or self._counts or not differing or compared < _SEVERAL:
+            return ""
+        if differing < compared:
+            return f"{differing} of {compared} pairs differ, so one pair of runs may miss it."
+        if self._first_alone:
+            return (
+                "All later runs end with the same weights: look for files that run 1 left and "
+                "later runs read, such as a cache or a checkpoint."
+            )
+        return ""
+
+    @property
+    def _first_alone(self) -> bool:
+        """Whether several later runs end with the same weights, and run 1 with others."""
+        final = [
+            [row["weights"] for row in self.rows if row["fit"] == fit and row["run"] > 1]
+            for fit in {entry.row["fit"] for entry in self._differing}
+        ]
+        return bool(final) and all(
+            len(weights) >= _SEVERAL and len(set(weights)) == 1 and weights[0] for weights in final
+        )
+
+    def _list_left(self) -> list[str]:
+        """Return a sentence on files that may have carried a difference from run to run."""
+        if self._left is None or self._resumed or not self._differing:
+            return []
+        return list(filter(None, [self._left(first_alone=self._first_alone)]))
+
+    def _advise(self) -> str:
+        """Return what to do about runs that were resumed, or had several numbers of processes."""
+        if self._resumed:
+            return (
+                "A resumed run differs from the straight one: the checkpoint lacks state that the "
+                "training uses. Save what differs in state_dict or on_save_checkpoint."
+            )
+        ledgers = chain.from_iterable(run.fits.values() for run in self._runs.values())
+        if not self._counts or any(LOGICAL_RANKS in own.header.stack for own in ledgers):
+            return ""
+        number = 2 ** (max(self._counts) - 1).bit_length()
+        return (
+            "The runs have no logical ranks. Without them, the same bits on different numbers of "
+            "processes are not promised: sums and batches depend on that number. Use the strategy "
+            f'"ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the command.'
+        )
+
+    def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
+        shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
+        if LAST_BITS_SETTING in entry.ledger.header.settings:
+            step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
+            return [(step, "tells whether this noise explains a change")]
+        if self._resumed:  # straight runs may well agree
+            return [(f"d9m report {shown}", "shows what differs, and by how much")]
+        compared, runs = len(self._runs) - 1, _show_path(self._output)
+        rare = len(self._list_runs(self._differing)) < compared
+        tries = f"--tries {2 * compared} " if rare else ""
+        steps = list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", runs)
+        # `d9m locate` runs on one number of processes, on which runs may well agree.
+        return steps[1:] if self._counts else steps
+
+    def _as_json(self) -> dict[str, object]:
+        return {
+            "verdict": self.verdict,
+            "output": str(self._output),
+            "runs": self.rows,
+            "printed": self._printed,
+            "left": self._list_left(),
+            "failed": [
+                {"run": number, "label": run.label, "error": str(run.failure)}
+                for number, run in self._failures.items()
+            ],
+            "ledgers": [list(run.fits) for run in self._runs.values()],
+            "differing": [
+                {name: entry.row[name] for name in ("run", "fit")}
+                | {"comparison": entry.comparison.as_json()}
+                for entry in self._differing
+            ],
+        }
+
+
+def _show_path(path: Path) -> str:
+    """Return a path for a shell, relative to the current folder if it is below it."""
+    current = Path.cwd()
+    shown = path.relative_to(current) if path.is_relative_to(current) else path
+    return printable(shlex.quote(str(shown)))

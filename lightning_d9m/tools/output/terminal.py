@@ -1,0 +1,160 @@
+"""Tables and paragraphs on a terminal, and the commands that help next.
+
+They are laid out by rich; plain in a pipe and under NO_COLOR.
+"""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from lightning_d9m.engine.ledger.folder import Ledger
+
+WIDTH = 80
+_WORDS = {
+    "green": "equal, whole, found, within noise, between records, ok, patched",
+    "bold red": "different, not found, damaged, not comparable, beyond noise, differs, other, "
+    "invalid, problem, error",
+    "bold yellow": "incomplete, warning",
+    "red": "no match",
+    "yellow": "note",
+    "dim": "reference, exempt",
+    "bold": "heading",
+}
+_STYLES = {word: style for style, words in _WORDS.items() for word in words.split(", ")}
+
+
+def make_table(titles: Sequence[str], rows: Sequence[Sequence["str | Text"]]) -> "Table":
+    """Return a table without lines, with two spaces between columns.
+
+    No header is shown if all titles are empty.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(titles))
+    for title in titles:
+        table.add_column(title, header_style="bold")
+    for row in rows:
+        # rich would take brackets in a str for a style: "weight[bold]".
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def style(meaning: str, shown: str | None = None) -> "Text":
+    """Return a word, or what is shown for it, in the color of its meaning."""
+    from rich.text import Text
+
+    return Text(meaning if shown is None else shown, _STYLES.get(meaning, ""))
+
+
+def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
+    """Return a text in lines of at most 80 columns; words and paths are not broken.
+
+    ``first`` stands before the first line in place of ``indent``.
+    """
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,  # so that a path can be copied
+    )
+
+
+def paint(meaning: str, shown: str) -> str:
+    """Return text in the color of its meaning if standard output is a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    with console.capture() as capture:
+        console.print(style(meaning, shown), end="")
+    return capture.get()
+
+
+def measure(table: "Table") -> int:
+    """Return how many columns of a terminal a table needs."""
+    from rich.console import Console
+
+    return Console(width=10_000).measure(table).maximum
+
+
+def render(table: "Table", width: int, *, plain: bool = False) -> str:
+    """Return a table as text without trailing spaces, in color if standard output is a terminal."""
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, force_terminal=False if plain else None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines; a verdict that begins the first one is colored on a terminal."""
+    verdict, colon, rest = lines[0].partition(":")
+    if verdict in _STYLES and sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(style(verdict), colon + rest, sep="")
+        lines = lines[1:]
+    print("\n".join(lines))
+
+
+def wrap_on_terminal(lines: Sequence[str]) -> Sequence[str]:
+    """Return lines; if standard output is a terminal, long ones are wrapped between words."""
+    if not sys.stdout.isatty():
+        return lines
+    return [part for line in lines for part in wrap(line, "  ", "") or [""]]
+
+
+def terminal_width(limit: int = 100) -> int:
+    """Return the terminal's width, or ``COLUMNS``, or 80; at most ``limit``."""
+    return min(shutil.get_terminal_size().columns, limit)
+
+
+def find_command(ledgers: Sequence["Ledger"]) -> str:
+    """Return the command that trains, if all runs have the same; "" otherwise."""
+    commands = {str(ledger.header.program.get("command") or "") for ledger in ledgers}
+    return commands.pop() if len(commands) == 1 else ""
+
+
+def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
+    """Return commands that find the cause of a difference.
+
+    Args:
+        command: The arguments of ``d9m locate``: ``--`` and the command that trains.
+        ledgers: Two paths, quoted for a shell.
+    """
+    return [
+        (f"d9m locate {command}", "finds the step, module and source line"),
+        (f"d9m report {ledgers}", "shows the difference as a page"),
+        ("d9m scan", "lists causes in the source"),
+    ]
+
+
+def format_next_steps(steps: Sequence[tuple[str, str]]) -> list[str]:
+    r"""Return a block of commands with what each does; what does not fit beside it stands below.
+
+    >>> print("\n".join(format_next_steps([("d9m scan", "lists causes in the source")])))
+    <BLANKLINE>
+    Next:
+      d9m scan  lists causes in the source
+    """
+    if not steps:
+        return []
+    width = max(len(command) for command, _ in steps)
+    beside = 2 + width + 2 + max(len(purpose) for _, purpose in steps) <= WIDTH
+    lines = ["", "Next:"]
+    for command, purpose in steps:
+        if beside:
+            lines.append(f"  {command:{width}}  {purpose}")
+        else:
+            lines += [f"  {command}", f"      {purpose}"]
+    return lines
