@@ -12,7 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_FOLDER = Path(__file__).parents[1] / "lightning_d9m" / "portability"
+_FOLDER = Path(__file__).parents[1] / "lightning_d9m" / "ops" / "portability"
 
 
 class CustomBuildHook(BuildHookInterface):

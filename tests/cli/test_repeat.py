@@ -171,7 +171,7 @@ def test_misuse_is_one_clear_error(argv, expected, message, tmp_path, monkeypatc
     assert error.count(": error:") == 1
     assert message in error
     started = argv[-1] in ("true", "60") and expected == 3
-    assert [path.name for path in tmp_path.glob("d9m-runs/*")] == ["000"] * started
+    assert [path.name for path in tmp_path.glob("d9m-runs/[0-9]*")] == ["000"] * started
 
 
 def test_the_log_of_a_failed_run_says_more_than_its_ledger(repeat):

@@ -131,9 +131,9 @@ START = "epoch 0, step 0, batch 0"
 @pytest.mark.parametrize(
     ("cause", "words", "expected"),
     [
-        ("urandom", (), f"data, at {START}: batch batch"),
-        ("default_rng", (), f"data, at {START}: batch batch"),
-        ("listdir", (), f"data, at {START}: batch batch"),
+        ("urandom", (), f"data, at {START}: batch"),
+        ("default_rng", (), f"data, at {START}: batch"),
+        ("listdir", (), f"data, at {START}: batch"),
         ("initial", (), "initial weights, at the initial state: weights layers.0.weight"),
         ("draws", (), "random numbers, at epoch 0, step 2, batch 2: rng torch"),
         ("generator", (), f"random numbers, at {START}: op layers.1::aten.rand.generator"),

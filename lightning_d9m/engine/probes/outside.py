@@ -104,7 +104,7 @@ class Watch:
             "/sys/",
             self._folder,
         )
-        self._package = os.path.join(str(Path(__file__).parents[1]), "")  # noqa: PTH118 - ends in a separator
+        self._package = os.path.join(str(Path(__file__).parents[2]), "")  # noqa: PTH118 - ends in a separator
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:

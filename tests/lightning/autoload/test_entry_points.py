@@ -138,7 +138,7 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
     done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
     folder = "lightning_d9m.integrations.autoload"
-    loaded = ["lightning_d9m.version", "lightning_d9m.integrations.lightning", folder]
+    loaded = ["lightning_d9m.version", "lightning_d9m.integrations", folder]
     loaded.append(f"{folder}.entry_points")
     *before, first, problem, second, other = done.stdout.splitlines()
     assert before == [f"{loaded}", "True False"] * 2

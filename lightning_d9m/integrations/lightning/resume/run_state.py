@@ -534,7 +534,8 @@ def _capture_gradients(trainer: Trainer) -> dict[str, Any]:
     if not (manual or accumulates or not is_of_lightning(module.optimizer_zero_grad)):
         return {}
     if (logical := get_logical_steps(trainer)) is not None:
-        return logical.kept.capture()
+        kept: dict[str, Any] = logical.kept.capture()
+        return kept
     found: dict[str, Any] = {}
     stepping = () if manual or accumulates else trainer.optimizers
     groups = [group for own in stepping for group in own.param_groups]
