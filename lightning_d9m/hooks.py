@@ -66,7 +66,7 @@ torch:Tensor
     _version _indices _values | see that a tensor changed
     _backward_hooks _post_accumulate_grad_hooks | list hooks
 torch
-    _mkldnn _debug_has_internal_overlap _ctc_loss | patch operations
+    _mkldnn _debug_has_internal_overlap _ctc_loss _foreach_add_ | patch operations
 torch._C
     DisableTorchFunctionSubclass DispatchKey _get_tracing_state | patch and probe operations
     _current_autograd_node _nn | patch and probe operations
@@ -76,7 +76,7 @@ torch._C
     _set_deterministic_algorithms | let named operations vary
     _get_cudnn_enabled _set_cudnn_enabled _get_mkldnn_enabled | compute portable bits
     _set_mkldnn_enabled | compute portable bits
-    _SetExcludeDispatchKeyGuard | compute portable bits
+    _SetExcludeDispatchKeyGuard _DisableTorchDispatch | compute portable bits
 torch._C._distributed_c10d:Backend.Options
     _timeout | wait for another process
 torch._C._autograd

@@ -445,7 +445,8 @@ class Changes:
                 found = empty + type(empty)(map(self._decode, parts))
             case "record", path, parts:
                 kind, values = self._watch.paths[path].owner, [*map(self._decode, parts)]
-                if not isinstance(kind, type) or len(list_fields(kind) or ()) != len(values):
+                fields = list_fields(kind) if isinstance(kind, type) else None
+                if fields is None or len(fields) != len(values):  # not a record, or of others
                     raise TypeError(path)
                 if any(isinstance(part, CODE) for part in _list_deep(values)):
                     raise TypeError(value)
