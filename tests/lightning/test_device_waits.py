@@ -58,7 +58,9 @@ def count(run, verb, folder):
         with Waits() as waits:
             run(verb, batches, folder)
         found.append(waits.found)
-    return found[1] - found[0]
+    more = found[1] - found[0]
+    # The stand-in of a device keeps tensors in a list, which counts as state of the program.
+    return {name: more[name] for name in more if "/engine/state/" not in name}
 
 
 RUNS = [(run_trainer, verb) for verb in ("fit", "validate", "test", "predict")] + [
