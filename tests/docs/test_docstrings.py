@@ -22,7 +22,7 @@ NAMES = {path.name for path in SOURCES} | {path.name for path in ROOT.glob("[!.]
 ADDRESS = re.compile(r"\blightning_d9m(?:\.\w+)+\b(?!/)")
 FILE = re.compile(r"(?<![\w/.{}*<])(?:[\w-]+/)*[\w-]+\.(?:py|md)\b")
 # A module without the package's name; the first part is a folder of the package.
-SHORT = re.compile(r"``((?:[a-z_]+\.)+(?!(?:py|md|txt)`)[a-z_]+)``")
+SHORT = re.compile(r"``((?:[a-z_]+\.)+(?!(?:py|md|txt|c|h)`)[a-z_]+)``")
 FOLDERS = {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
 MODULES = {str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py")}
 ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):`~?([\w.]+)`")

@@ -91,7 +91,7 @@ def get_checkpoint_connector(trainer: Trainer) -> Any:
 
 
 def can_stop_early(trainer: Trainer) -> bool:
-    """Return whether ``trainer.should_stop`` ends the fit: its least epochs and steps are done."""
+    """Return whether ``Trainer.should_stop`` ends the fit: its least epochs and steps are done."""
     return bool(trainer.fit_loop._can_stop_early)
 
 
