@@ -120,8 +120,11 @@ def test_the_settings_page_has_every_setting_with_its_default():
         name: parameter.default
         for name, parameter in signature(DeterminismCallback).parameters.items()
     }
-    # The callback inherits what is not given.
-    assert all(of_callback.pop(name) is None for name in of_session)
+    # The callback inherits what is not given, and counts no calls of `seed_everything`.
+    assert "takes all settings but `repeat_fits`" in SETTINGS
+    inherited = of_session.keys() - {"repeat_fits"}
+    assert all(of_callback.pop(name) is None for name in inherited)
+    assert "repeat_fits" not in of_callback
     del of_session["seed"]  # the page has a section on it
     del of_session["patch_ops"], of_session["portable"]
     assert "| `patch_ops` | `True` if torch was built for CUDA |" in SETTINGS
