@@ -60,8 +60,8 @@ class Settings:
             numbers that the fit after an earlier call with the same seed drew, as without this
             package; otherwise each fit of a process draws its own. Calls are seen while a session
             is open.
-        portable: Compute every operation so that the bits are the same on every machine, several
-            times slower; see ``docs/portable.md``. The default is True if the variables
+        portable: Compute every operation so that the bits are the same on every machine, up to
+            twice as slow; see ``docs/portable.md``. The default is True if the variables
             ``LIGHTNING_D9M`` and ``LIGHTNING_D9M_PORTABLE`` are 1.
 
     Raises:
