@@ -394,7 +394,7 @@ def test_a_loop_that_nothing_can_save_is_named_before_any_point(resume):
     with pytest.raises(SettingError) as error:
         StepRecorder.check_interruption({"LIGHTNING_D9M_INTERRUPT": "survey"})
     status, _, errors = resume(f"print({str(error.value)!r})")
-    assert status == 2
+    assert status == 3
     assert "needs a training that can be saved and resumed, and this loop has neither" in errors
 
 
@@ -425,19 +425,24 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
         assert text == ("0 1\n" if options and resumed else "1 None\n")
 
 
-# A project that does not mention lightning_d9m. With `hidden`, its training draws from an iterator,
-# which no checkpoint can hold, and which does not show that it changes.
+# A project that does not mention lightning_d9m. With `hidden`, its training counts in a variable of
+# the environment, which no checkpoint holds, besides drawing from an iterator, which it does hold.
 TRAINING = """
+import os
 import sys
 sys.path.insert(0, {support!r})
 import lightning.pytorch as L
 import numpy as np
 from trainings import QUIET, make_loader, make_model
 
+def count():
+    os.environ["STEPS"] = str(int(os.environ.get("STEPS", 0)) + {hidden})
+    return int(os.environ["STEPS"])
+
 draws = iter(np.random.default_rng(0).random, None)
 model = make_model()
 step = model.training_step
-model.training_step = lambda *batch: step(*batch) * (1 + next(draws) * {hidden})
+model.training_step = lambda *batch: step(*batch) * (1 + next(draws) + count())
 trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=2, num_sanity_val_steps=0, **QUIET)
 trainer.fit(model, make_loader())
 """
@@ -445,7 +450,7 @@ trainer.fit(model, make_loader())
 
 @pytest.mark.parametrize(("hidden", "verdict"), [(False, "equal"), (True, "different")])
 def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
-    """All of its state is restored; an iterator that cannot be restored makes runs differ."""
+    """All of its state is restored; what cannot be restored makes runs differ."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING.format(hidden=hidden, support=str(SUPPORT)))
     d9m = (forking_python, "-m", "lightning_d9m")

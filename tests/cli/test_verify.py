@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import sys
 
 import pytest
@@ -49,15 +50,23 @@ def test_an_epochs_checkpoint_is_found(saved, verify, named):
     assert f"ledger: {ledger}\n" in text
 
 
-def test_a_checkpoint_between_records_is_told_by_its_ledger(saved, verify):
+def test_a_checkpoint_between_records_is_told_by_its_ledger(saved, verify, tmp_path):
     ledger, checkpoint = saved["batch"]
     status, text = verify(checkpoint)
     assert status == 0
     assert "saved within epoch 1 after 3 of its batches, at step 9" in text
+    at = "the state at the exception (epoch 1, step 9)"
+    assert text.startswith(f"found: the weights of {checkpoint} are those of {at}\n")
+    assert f"ledger: {ledger}\n" in text
+    killed = shutil.copytree(ledger, tmp_path / "fit-000")  # it has no record of an exception
+    (lines := killed / "rank-0.jsonl").write_bytes(
+        lines.read_bytes().partition(b'{"kind":"digests","moment":"exception"')[0]
+    )
+    status, text = verify(checkpoint, killed)
+    assert status == 0
     assert text.startswith(
         f"between records: none of the 2 records of weights was taken where {checkpoint} was saved"
     )
-    assert f"ledger: {ledger}\n" in text
     for one, other in (("batch", "epoch"), ("epoch", "batch")):
         status, text = verify(saved[one][1], saved[other][0])
         assert status == 1

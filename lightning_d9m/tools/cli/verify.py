@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
-from lightning_d9m.text import describe_names, escape, pluralize
+from lightning_d9m.text import describe_moment, describe_names, pluralize
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap_on_terminal
 
@@ -139,9 +140,11 @@ def _search(
         buffers = record.groups.get("buffers", {})
         expected = {**record.groups["weights"]} | {n: buffers[n] for n in buffers if n in digests}
         differing = [name for name, value in expected.items() if digests.get(name) != value]
-        where = f"{record.moment} {record.epoch} (step {record.step})"
+        where = describe_moment(record.moment, record.epoch, record.step)
         if not differing:
-            facts["records"].append(where)
+            # An exception may come after a record of the same weights, which says more.
+            if record.moment != EXCEPTION or not facts["records"]:
+                facts["records"].append(where)
         elif isinstance(state, str) or record.step == state.position.step:
             named = describe_names(differing[:4], len(differing))
             nearest.append((len(differing), f"; of {where} differ {named}"))
@@ -151,7 +154,7 @@ def _search(
     facts["ledger"] = str(ledger.path)
     if facts["records"]:
         facts["verdict"] = "found"
-        shown = ", ".join(map(escape, facts["records"][:8]))
+        shown = ", ".join(facts["records"][:8])
         return f"the weights of {path} are those of {shown}"
     if last is not None and holds_record(ledger.files[rank], last["check"]):
         facts["verdict"] = "between records"

@@ -118,7 +118,7 @@ class RunProgress(StatusLine):
     def tick(self, seconds: float) -> None:
         """Update the line; called a few times a second."""
         if self.live:
-            self.update(f"{self._title}: {seconds:.0f} s, {self._epochs()}{self._left(seconds)}")
+            self.update(f"{self._title}: {seconds:.0f} s{self._epochs()}{self._left(seconds)}")
 
     def _left(self, seconds: float) -> str:
         return describe_left(max(0.0, self._expected - seconds) + self._expected * self._later)
