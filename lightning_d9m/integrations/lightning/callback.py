@@ -122,7 +122,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         varying_ops: Operations that run although they may vary, where torch would raise: names of
             ``d9m ops``, or of torch's dispatcher such as ``"torchvision::_roi_pool_backward"``.
             The ledger and each verdict name them. None inherits.
-        portable: Compute the same bits on every machine, several times slower. Initial weights are
+        portable: Compute the same bits on every machine, up to twice as slow. Initial weights are
             the same only if the model is built with it on: with ``LIGHTNING_D9M=1`` and
             ``LIGHTNING_D9M_PORTABLE=1``, or after ``enable(portable=True)``. None inherits; the
             default is False.
