@@ -1,6 +1,7 @@
 """Text fits a terminal, JSON holds the facts, and SARIF is what its schema says."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,11 +105,20 @@ def test_the_rules_are_listed(d9m):
     assert (status, len(out.splitlines())) == (0, len(RULES))
 
 
-def test_settings_of_a_project_and_what_a_fix_mends(read, d9m):
+def test_settings_of_a_project_and_what_a_fix_mends(read, d9m, monkeypatch):
     assert "1 of them have one right answer: --fix writes it" in " ".join(read().split())
     project = Path("pyproject.toml")
     project.write_text('[tool.d9m.scan]\nselect = ["D9M204"]\n')
     assert [f["rule"] for f in json.loads(read("--json"))["findings"]] == ["D9M204"]
     assert "D9M101" in read("--select", "D9M101")  # the command line has precedence
-    project.write_text('[tool.d9m.scan]\nselct = ["D9M204"]\n')
-    assert d9m("scan")[0] == 2
+    project.write_text("# [tool.d9m.scan]\n")
+    assert "D9M101" in read("--json")
+    for text, message in (
+        ('[tool.d9m.scan]\nselct = ["D9M204"]\n', "selct = ['D9M204'] in [tool.d9m.scan]"),
+        ("[tool.d9m.scan]\nselect = [\n", "cannot be read: "),
+    ):
+        project.write_text(text)
+        status, _, error = d9m("scan")
+        assert (status, message in " ".join(error.split())) == (2, True)
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    assert "needs Python 3.11 or later" in " ".join(d9m("scan")[2].split())

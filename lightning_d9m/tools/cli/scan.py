@@ -113,7 +113,8 @@ def _read_project(arguments: argparse.Namespace) -> None:
     except ImportError as error:
         raise SettingError(f"[{_TABLE}] in {path} needs Python 3.11 or later.") from error
     try:
-        table = tomllib.loads(text)["tool"]["d9m"]["scan"]
+        tools = tomllib.loads(text).get("tool", {})
+        table = tools.get("d9m", {}).get("scan", {})  # a comment may name it
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"{path} cannot be read: {error}.") from error
     for name, value in table.items():
