@@ -151,6 +151,7 @@ def test_a_cause(locate, cause, words, expected):
     assert (status, found["ranks"]) == (1, [0])
     assert summarize(found).startswith(expected)
     assert shows(found) == (cause != "clock in step")
+    assert "generators" not in found  # a line explains it
 
 
 @pytest.mark.parametrize(
