@@ -210,12 +210,20 @@ def test_probes_of_unusual_modules_change_no_bit(fit, change, expected):
         assert not [place for place in places if place[1] == "layers.3"]  # its second name
 
 
-def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
+@pytest.mark.parametrize("scope", [{}, {"__name__": "torch.x"}, {"__name__": "json"}])
+def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(
+    fit, tmp_path, monkeypatch, scope
+):
     compiled = []
+    generated = tmp_path / "torchinductor_user" / "x.py"
+    generated.parent.mkdir()
+    generated.write_text("def call(*args):\n    return forward(*args)\n")
 
     def count(graph, _):
         compiled.append(graph)
-        return graph.forward
+        space = scope | {"forward": graph.forward}
+        exec(compile(generated.read_text(), generated, "exec"), space)  # noqa: S102 - as Inductor does
+        return space["call"]
 
     def make(**words):
         torch._dynamo.reset()
@@ -226,11 +234,18 @@ def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(fit):
         return ledger, len(compiled)
 
     plain, graphs = make()
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.0::*")
     probed, probed_graphs = make(probes="all")
     assert final(probed) == final(plain)
     assert graphs == probed_graphs > 0
     names = [name for _, name, _ in places_of(probed, "output")]
     assert names.count("layers.0") == 1
+    # Its line is the program's, and not the one in the function that the compiler generates.
+    read = [read_dump(file) for file in (tmp_path / "dump").rglob("*.pt")]
+    lines = {one["source"].partition(": ")[2] for one in read if "addmm" in one["op"]}
+    assert lines
+    assert all("cross_entropy(self.layers(images), classes)" in line for line in lines)
 
 
 def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from ledger_runs import list_batches
 from torch import nn
 
 from lightning_d9m import Recorder, deterministic, read_ledger
+from lightning_d9m.engine.probes.dumps import read_dump
 from lightning_d9m.ops.patches import registration
 
 aten = torch.ops.aten
@@ -67,6 +68,7 @@ def test_probes_and_patches_see_the_operations_that_inductor_calls(no_cpp, monke
 
     def run(name, model):
         called.clear()
+        monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / f"dump {name}"))
         settings = deterministic(seed=1, threads=1)
         patches = registration.patches_applied("CPU")
         with settings, patches, Recorder(tmp_path / name, model, probes="all") as run:
@@ -83,3 +85,9 @@ def test_probes_and_patches_see_the_operations_that_inductor_calls(no_cpp, monke
     assert seen.isdisjoint({"output inner", f"{PAD}.default"})
     assert calls == ["_pool_backward"]
     assert len(no_cpp) == 2, no_cpp
+    # In torch's generated code, an operation still has the line of the program.
+    for dump, call in (("plain", "images"), ("compiled", "model(images)")):
+        read = [read_dump(file) for file in (tmp_path / f"dump {dump}").rglob("*.pt")]
+        (source,) = {one["source"] for one in read if str(one.get("op")).startswith("aten.mm")}
+        assert source.startswith(f"{__file__}:")
+        assert call in source.partition(": ")[2], source

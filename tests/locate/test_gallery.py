@@ -17,6 +17,7 @@ from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.launch import run as launched
 from lightning_d9m.tools.launch.run import make_rank_variables, run_once
+from lightning_d9m.tools.locate import search as search_module
 from lightning_d9m.tools.locate.search import Search
 
 TRAINING = Path(__file__).parents[1] / "support" / "gallery_training.py"
@@ -150,6 +151,7 @@ def test_a_cause(locate, cause, words, expected):
     assert (status, found["ranks"]) == (1, [0])
     assert summarize(found).startswith(expected)
     assert shows(found) == (cause != "clock in step")
+    assert "generators" not in found  # a line explains it
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,17 @@ def test_a_race_of_two_threads(locate):
     assert found["name"] == "pool::aten.index_put.default"
     assert found["op"]["inputs_equal"]
     assert "sums.index_put((places,), values, accumulate=True)" in found["op"]["source"]
+
+
+def test_generators_of_the_dataset_are_named_if_nothing_else_explains_the_batch(
+    locate, monkeypatch
+):
+    monkeypatch.setattr(search_module, "find_cause_lines", lambda *_: [])
+    status, found = locate("transform")
+    assert (status, found["cause"], "outside" in found) == (1, "data", False)
+    assert found["generators"] == ["dataset.transform.random_generator"]
+    said = " ".join(found["said"].split())
+    assert "Generators that the data holds: dataset.transform.random_generator. Seed each" in said
 
 
 @pytest.mark.parametrize("words", [(), (WITHOUT,)])

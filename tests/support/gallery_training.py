@@ -81,6 +81,24 @@ class Noisy(Samples):
         return self.samples[index] + 0.01 * self.noise.random()
 
 
+class Transform:
+    def __init__(self):
+        self.random_generator = torch.Generator()
+        getattr(self.random_generator, "seed")()  # noqa: B009 - as a library does, which no scan reads
+
+    def __call__(self, sample):
+        return sample + 0.01 * torch.rand(4, generator=self.random_generator)
+
+
+class Transformed(Samples):
+    def __init__(self):
+        super().__init__()
+        self.transform = Transform()
+
+    def __getitem__(self, index):
+        return self.transform(self.samples[index])
+
+
 class Pool(nn.Module):
     def forward(self, values, places):
         sums = torch.zeros(2)
@@ -281,7 +299,7 @@ def train(cause):
     trainer.fit(MODELS.get(cause, Net)(), DataLoader(samples, **words))
 
 
-DATA = {"set": NamedSamples, "urandom": Augmented, "default_rng": Noisy}
+DATA = {"transform": Transformed, "set": NamedSamples, "urandom": Augmented, "default_rng": Noisy}
 MODELS = {
     "index_put": PooledNet,
     "generator": OwnDropoutNet,

@@ -332,9 +332,10 @@ def _find_source(end: str | None = None) -> str | None:
     while frame is not None:
         file, scope = frame.f_code.co_filename, frame.f_globals
         name = str(scope.get("__name__"))
-        # torch's generated code is in no module that a program could import.
+        # torch's generated code names no module, or one whose namespace is another.
         module = sys.modules.get(name)
-        is_imported = module is None or vars(module) is scope or name == "__main__"
+        known = module is None or vars(module) is scope or name == "__main__"
+        is_imported = known and "__name__" in scope
         if is_imported and name.partition(".")[0] not in _FOREIGN and not file.startswith("<"):
             line = linecache.getline(file, frame.f_lineno, scope).strip()
             if line:

@@ -81,12 +81,14 @@ class Watch:
 
     Attributes:
         current: The one that writes; None while none does.
+        generators: Paths of the generators in the data of the fit whose ledger begins next.
     """
 
     current: ClassVar["Watch | None"] = None
     _hooked: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
+        self.generators: tuple[str, ...] = ()
         self._folder = str(folder.absolute())
         self._read_pid = os.getpid
         self._pid = 0
@@ -242,12 +244,13 @@ class Watch:
         self._write({"time": _clock(), "mark": [moment, epoch, step, batch]})
 
     def begin(self, ledger: Path, rank: int) -> None:
-        """Write that a ledger begins, and the line of the program that trains."""
+        """Write that a ledger begins, the line of the program that trains, and the generators."""
         frame = _find_caller()
         while frame is not None and self._owner(frame.f_code.co_filename) != _OWN:
             frame = frame.f_back
         line = (os.path.abspath(frame.f_code.co_filename), frame.f_lineno) if frame else ("", 0)  # noqa: PTH100
-        self._write({"time": _clock(), "ledger": [ledger.name, rank, *line]})
+        begun = [ledger.name, rank, *line]
+        self._write({"time": _clock(), "ledger": begun, "generators": self.generators})
 
     def take_samples(self, batch: Any) -> None:
         """Write a digest of each sample of a batch, to tell an order from content."""

@@ -6,7 +6,7 @@ Ranks communicate through ``Ranks``, so tests need no processes.
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
@@ -81,6 +81,7 @@ from lightning_d9m.engine.recording.drift import (
 )
 from lightning_d9m.engine.recording.resume_check import GENERATORS, STEPS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
 from lightning_d9m.version import __version__
 
@@ -629,12 +630,23 @@ def describe_training(
         program={**capture_program(), **seeded} if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
+    loaders = [*loaders]
     train = tuple(describe_loader(loader) for loader in loaders)
+    if Watch.current is not None:
+        Watch.current.generators = tuple(find_loader_generators(loaders))
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None
     optimizers, schedulers = training.list_optimizers(), training.list_schedulers()
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
+
+
+def find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
+    """Yield the paths of the generators in the dataset and the collate function of each loader."""
+    for loader in loaders:
+        yield from find_generators(
+            {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
+        )
 
 
 def describe_loader(loader: object) -> LoaderFacts:

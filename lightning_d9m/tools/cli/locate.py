@@ -111,8 +111,8 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         if found.left:
             yield from _label("files", printable(found.left))
         # What is certain was found: the advice to look for it would not help.
-        if found.cause.advice and not any(one.certainty == "certain" for one in named):
-            yield from _label("advice", found.cause.advice)
+        if found.advice and not any(one.certainty == "certain" for one in named):
+            yield from _label("advice", found.advice)
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)
 

@@ -16,7 +16,7 @@ from lightning_d9m.engine.probes.outside import PATTERN
 
 # What can hardly be equal in two runs comes last: it explains a difference only if the program uses
 # it, and most programs only measure times and name files by it.
-_LAST = ("process number", "thread", "process", "connection", "address", "clock")
+UNLIKELY = ("process number", "thread", "process", "connection", "address", "clock")
 _ALWAYS_DIFFER = frozenset({"thread", "process", "connection", "address"})
 _SAYING = {
     "seed": "another seed is set",
@@ -106,7 +106,7 @@ def find_reads(folders: Sequence[Path], ledger: str, first: Divergence | None) -
             kind, _, _, file, number, through = read
             # What a library reads within the call that trains is mostly for itself.
             within = bool(through) and [file, number] == training
-            order = (within, kind in _LAST and _LAST.index(kind) + 1, end - line["time"])
+            order = (within, kind in UNLIKELY and UNLIKELY.index(kind) + 1, end - line["time"])
             if (file, number) not in found or order < found[file, number][0]:
                 found[file, number] = (order, read)
     ordered = sorted(found.values(), key=lambda entry: entry[0])
@@ -166,6 +166,14 @@ def _find_end(
         if training is not None:
             return latest, training
     return latest, None
+
+
+def list_generators(folder: Path, ledger: str, rank: int) -> list[str]:
+    """Return the paths of the generators that a run found in the data of a fit."""
+    for line in chain(*read_lines(folder).values()):
+        if (begun := line.get("ledger")) and begun[:2] == [ledger, rank]:
+            return sorted({str(path) for path in line.get("generators", ())})
+    return []
 
 
 def describe_samples(folders: Sequence[Path], ledger: str, first: Divergence) -> str:

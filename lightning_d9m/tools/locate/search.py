@@ -42,7 +42,13 @@ from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.lint.scanner import scan_file
 from lightning_d9m.tools.lint.source import SourceError, list_imports, read_python
-from lightning_d9m.tools.locate.outside import OutsideRead, describe_samples, find_reads
+from lightning_d9m.tools.locate.outside import (
+    UNLIKELY,
+    OutsideRead,
+    describe_samples,
+    find_reads,
+    list_generators,
+)
 
 if TYPE_CHECKING:
     from lightning_d9m.tools.comparison.numeric_difference import Magnitude
@@ -237,6 +243,8 @@ class SearchResult:
         lines: Lines of the program that may explain the cause, the likeliest first.
         outside: What the program read from outside before it differed, the nearest first.
         samples: How the samples of the epoch compare, if the batches differ and it is known.
+        generators: Paths of the generators in the data, if the batches differ and nothing else
+            explains it.
         left: A sentence on files through which a run may have changed later ones.
         writer: What ran when the first place was written; empty if it is not known.
         tries: Most pairs of runs for each look.
@@ -253,6 +261,7 @@ class SearchResult:
     lines: list[Finding] = field(default_factory=list)
     outside: list[OutsideRead] = field(default_factory=list)
     samples: str = ""
+    generators: list[str] = field(default_factory=list)
     left: str = ""
     writer: str = ""
     tries: int = 1
@@ -265,6 +274,17 @@ class SearchResult:
         """
         inputs = self.divergences and self.divergences[0].kind == "input"
         return "inputs" if inputs else self.cause.kind if self.cause else ""
+
+    @property
+    def advice(self) -> str:
+        """Instructions for the user; empty if there are none."""
+        advice = "" if self.cause is None else self.cause.advice
+        if not self.generators:
+            return advice
+        return (
+            f"{advice} Generators that the data holds: {escape(', '.join(self.generators))}. Seed "
+            "each of them, or draw from torch's global generator."
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
@@ -286,6 +306,7 @@ class SearchResult:
             "lines": [finding.as_record() for finding in self.lines] or None,
             "outside": [read.as_record() for read in self.outside] or None,
             "samples": self.samples or None,
+            "generators": self.generators or None,
             "left": self.left or None,
             "writer": self.writer or None,
         }
@@ -294,7 +315,7 @@ class SearchResult:
             "looks": self.looks,
             "cause": self.cause.kind,
             "text": self.cause.text,
-            "advice": self.cause.advice,
+            "advice": self.advice,
             "ranks": [entry.rank for entry in self.divergences],
             **place,
             **{name: value for name, value in further.items() if value is not None},
@@ -361,6 +382,11 @@ class Search:
         found.outside = find_reads(folders, name, first)[:_MOST_LINES]
         if first is not None:
             found.samples = describe_samples(folders, name, first)
+            unexplained = all(read.kind in UNLIKELY for read in found.outside) and not any(
+                explains(line.rule, found.explained) for line in found.lines
+            )
+            if found.explained in ("data", "inputs") and unexplained:
+                found.generators = list_generators(folders[0], name, first.rank)
 
     def _narrow(self) -> None:
         """Look closer and closer; each look adds to what was found."""
