@@ -13,6 +13,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = [FOLDER / name for name in ("gpu", "ops", "cost")]
 MARK = "pytest.mark." + "cuda"
 LONG = 300.0  # seconds, of which none is waited for
 FAKE = """
@@ -40,7 +41,8 @@ def modules(monkeypatch):
 
     Those of the worker run here, so that a failure can be planted.
     """
-    monkeypatch.syspath_prepend(str(FOLDER))
+    for folder in SCRIPTS:
+        monkeypatch.syspath_prepend(str(folder))
     names = [f"suite_{name}" for name in ("client", "worker", "rows", "first", "measures", "sizes")]
     yield {name: importlib.import_module(name) for name in [*names, "suite_report", "gpu_suite"]}
     for name in [*names, "suite_report", "gpu_suite"]:

@@ -1,4 +1,4 @@
-"""Marks of tests that need what an older torch lacks; see benchmarks/stacks.py."""
+"""Marks of tests that need what an older torch lacks; see benchmarks/libraries/stacks.py."""
 
 import inspect
 

@@ -196,8 +196,8 @@ def test_a_wrong_record_with_a_valid_check(runs, tmp_path, monkeypatch, change, 
 
 
 def test_mutations_are_refused_or_judged_right(tmp_path, monkeypatch):
-    """Some of those of benchmarks/fuzz_ledger.py, which finds a wrong verdict."""
-    script = load_script("benchmarks/fuzz_ledger.py")
+    """Some of those of benchmarks/ledgers/fuzz_ledger.py, which finds a wrong verdict."""
+    script = load_script("benchmarks/ledgers/fuzz_ledger.py")
     outcomes, failures = script.fuzz(120, 3, tmp_path)
     assert failures == []
     kinds = {(how, outcome) for how, outcome in outcomes}

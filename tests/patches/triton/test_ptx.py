@@ -24,7 +24,7 @@ from lightning_d9m.ops.patches.triton import launch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "ops"
 STORE = """
 .visible .entry store(
   .param .u64 .ptr .global .align 1 store_param_0
@@ -53,7 +53,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def benchmark():
-    """Load benchmarks/triton_kernels.py."""
+    """Load benchmarks/ops/triton_kernels.py."""
     sys.path.insert(0, str(FOLDER))
     try:
         return load_script(FOLDER / "triton_kernels.py")

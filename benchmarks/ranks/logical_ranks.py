@@ -1,7 +1,7 @@
 """Measure what gradients of logical ranks cost: time, bytes on the wire, memory, seeds.
 
-    python benchmarks/logical_ranks.py             everything, about 20 minutes on two cores
-    python benchmarks/logical_ranks.py --rounds 3 --settings small-2-of-2
+    python benchmarks/ranks/logical_ranks.py             everything, about 20 minutes on two cores
+    python benchmarks/ranks/logical_ranks.py --rounds 3 --settings small-2-of-2
 
 Processes on this machine, Gloo, one thread each. The processes stay; in each round they run every
 way to reduce gradients for some steps, in changing order, so that load affects all alike. A ratio
@@ -41,7 +41,7 @@ from lightning_d9m.integrations.strategies.sums.gradients import (
 )
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
-RESULT = Path(__file__).parent / "results" / "logical-ranks-cpu.json"
+RESULT = Path(__file__).parents[1] / "results" / "logical-ranks-cpu.json"
 LIMIT_SECONDS = 1800
 # Name: (model, processes, logical ranks, batches of a step, steps per round).
 SETTINGS = {

@@ -1,6 +1,6 @@
 """Measure what many ranks cost, in runs on few processes and in a simulation of 1,024 in one.
 
-    python benchmarks/scale.py [--ranks N]
+    python benchmarks/ranks/scale.py [--ranks N]
 
 The runs train ``tests/support/logical_trainings.py`` on 1, 2, 4 and 8 processes with eight logical
 ranks, and count what each rank contributes to agreement, and the bytes of its ledger. The
@@ -23,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from compare import WEIGHTS
 
 from lightning_d9m import compare
 from lightning_d9m.engine.ledger.format.records import Digests, End, Header
@@ -34,11 +33,12 @@ from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 from lightning_d9m.tools.launch.run import make_rank_variables
 
-RESULT = Path(__file__).parent / "results" / "scale.json"
-SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+RESULT = Path(__file__).parents[1] / "results" / "scale.json"
+SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 RUNS = (1, 2, 4, 8)
 LOGICAL_RANKS = 8
 EPOCHS = (2, 6)
+WEIGHTS = 16  # of each ledger
 VALUES = 100_000  # of the simulated gradients
 
 

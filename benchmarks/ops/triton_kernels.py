@@ -1,6 +1,6 @@
 """Launches, bytes, registers and spills of the patches' Triton kernels, without a GPU.
 
-    python benchmarks/triton_kernels.py -o benchmarks/results/triton-kernels.json
+    python benchmarks/ops/triton_kernels.py -o benchmarks/results/triton-kernels.json
 
 Each workload of patch_workloads.py runs on the CPU with its Triton launches recorded instead of
 run. The recorded kernels are then compiled for several architectures. Bytes are counted from the

@@ -1,6 +1,6 @@
 """Compare a ledger with mutations of itself: clear errors, bounded memory, no false verdict.
 
-    python benchmarks/fuzz_ledger.py -n 10000 -o benchmarks/results/fuzz-ledger.json
+    python benchmarks/ledgers/fuzz_ledger.py -n 10000 -o benchmarks/results/fuzz-ledger.json
 
 Each mutation changes the records of a small run with probes. Half of them change bytes; the other
 half change values, order or number of records and compute all checks again, so that only the schema

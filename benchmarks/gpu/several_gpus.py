@@ -1,4 +1,4 @@
-"""Measure sums over the GPUs of a machine: ``python benchmarks/several_gpus.py -o FOLDER``.
+"""Measure sums over the GPUs of a machine: ``python benchmarks/gpu/several_gpus.py -o FOLDER``.
 
 Each of ``several-gpus.jsonl``'s rows is about sums of one size and dtype by torch's collectives,
 under the variables of a session: in how many outputs repeated calls end while the devices compete
@@ -30,7 +30,7 @@ from lightning_d9m.engine.ledger.stack import capture_stack
 BYTES = (2**10, 2**20, 25 * 2**20, 2**28)
 DTYPES = (torch.float32, torch.bfloat16)
 _D9M = (sys.executable, "-m", "lightning_d9m")
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "segmentation.py"
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "segmentation.py"
 
 
 def append(folder: Path, row: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ cases a paper of the same class. On a CPU messages are added at their target wit
 ``index_put_(accumulate=True)``, which two threads do in varying order; on other devices with
 ``index_add``, as in the paper.
 
-    python benchmarks/graphsage.py --output FOLDER [--device cuda]
+    python benchmarks/ops/graphsage.py --output FOLDER [--device cuda]
 
 A later call continues an interrupted one.
 """

@@ -1,6 +1,6 @@
 """Run Lightning's own tests with ``LIGHTNING_D9M=1``, and list those that break because of it.
 
-    python benchmarks/lightning_suite.py CHECKOUT [--files FILE ...] [--partitions N]
+    python benchmarks/libraries/lightning_suite.py CHECKOUT [--files FILE ...] [--partitions N]
                                          [--jobs N] [--work FOLDER] [--output FILE]
                                          [--logical-ranks N]
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree as ET
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 MODES: dict[str, dict[str, str]] = {"without": {}, "with": {"LIGHTNING_D9M": "1"}}
 # Without plugins that Lightning's tests do not expect, and without the tests of files of old
 # releases, which the repository does not hold.

@@ -5,13 +5,13 @@ the same caches, the same minute. The ratio of two neighbouring blocks is formed
 their steps, without the first; given are the median and the quartiles of these ratios. A step lasts
 from the end of the one before to its own; on a CUDA device, which runs behind, a block lasts until
 the device is done with it. What the callback does to a fit as a whole (seeds, flags, loaders, the
-digests of an epoch) is in both kinds of blocks: benchmarks/callback.py measures it.
+digests of an epoch) is in both kinds of blocks: benchmarks/cost/callback.py measures it.
 
 Beside the ratio stands which share of the time passes inside the callback's own hooks. It varies
 much less, because nothing is divided by another step; it lacks what Lightning takes to call them,
 what a disturbed cache costs the rest of the step, and whatever is taken inside the model.
 
-    python benchmarks/probes.py [--device cuda] [--rounds 8] [--kinds Digits]
+    python benchmarks/cost/probes.py [--device cuda] [--rounds 8] [--kinds Digits]
         [--variants "module probes"] [-o FILE]
 """
 

@@ -6,7 +6,7 @@ with one deterministic output. The published figures come from the authors' raw 
 1,000 runs on a GPU. Their number of distinct outputs includes the deterministic one, so 2 means
 that all runs agree with each other. Cells are empty if the published data lacks the op.
 
-    python benchmarks/paper_ops.py --output FOLDER [--device cuda]
+    python benchmarks/ops/paper_ops.py --output FOLDER [--device cuda]
 """
 
 import argparse

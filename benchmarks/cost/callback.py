@@ -1,6 +1,6 @@
 """Cost of the callback: a whole ``fit`` with it over a bare ``Trainer(deterministic=True)``.
 
-    python benchmarks/callback.py
+    python benchmarks/cost/callback.py
 
 Two models: the digits network of the examples, and a perceptron of 10 million parameters. Fits
 alternate within one process. Two figures: the median of the ratios of neighbouring fits, with their
@@ -35,10 +35,10 @@ from lightning_d9m.engine.control.seeding import RandomStreams
 from lightning_d9m.integrations.lightning.resume import run_state
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from digits import Digits, DigitsNet
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 class TenMillion(L.LightningModule):

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/horovod_fusion.py`: trains a workload and writes steps per second.
+"""One rank of `benchmarks/ranks/horovod_fusion.py`: trains a workload and writes steps per second.
 
 Usage: horovod_worker.py MODE WORKLOAD STEPS FOLDER
 """

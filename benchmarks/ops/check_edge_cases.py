@@ -1,7 +1,7 @@
 """Edge cases of the patched ops: torch's own answer, by torch ops and by Triton's interpreter.
 
     export TRITON_INTERPRET=1 PYTHONPATH=.:tests
-    python benchmarks/check_edge_cases.py -o benchmarks/results/edge-cases.json
+    python benchmarks/ops/check_edge_cases.py -o benchmarks/results/edge-cases.json
 
 Each case runs on the CPU with torch's own kernel and with the replacement, which must give the same
 values, dtype, shape and strides, or the same error. Where a Triton kernel exists, the interpreter

@@ -21,7 +21,7 @@ import xxhash
 
 from lightning_d9m.engine.hashing.digest import digest, digest_many, locate
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 OURS = "digest"
 
 

@@ -1,8 +1,8 @@
 """Measure steps per second and peak memory of eight ways to reduce gradients, alternating.
 
-    python benchmarks/horovod_fusion.py        all workloads, about 30 minutes on two cores
-    python benchmarks/horovod_fusion.py --rounds 1 --append    one more round for earlier results
-    python benchmarks/horovod_fusion.py --rounds 1 --workloads small --modes static ddp
+    python benchmarks/ranks/horovod_fusion.py        all workloads, about 30 minutes on two cores
+    python benchmarks/ranks/horovod_fusion.py --rounds 1 --append    one more round
+    python benchmarks/ranks/horovod_fusion.py --rounds 1 --workloads small --modes static ddp
 
 Four processes on this machine, Gloo, one thread each. Each round launches every mode once, so that
 load affects all modes alike, and ratios are those of one round. Horovod's own modes poll and sleep
@@ -29,7 +29,7 @@ try:
 except ImportError:  # the measurements need no plot
     mpl = None
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 WORKER = Path(__file__).parent / "horovod_worker.py"
 # Steps per launch; fewer for the mode that is far slower, so that a round stays short.
 STEPS = {"small": 200, "digits": 150, "resnet50-shapes": 12}

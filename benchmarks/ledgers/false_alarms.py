@@ -1,6 +1,6 @@
 """Count of equal runs that are called different: pairs of clean trainings with every probe on.
 
-    python benchmarks/false_alarms.py -o benchmarks/results/false-alarms-cpu.json
+    python benchmarks/ledgers/false_alarms.py -o benchmarks/results/false-alarms-cpu.json
 
 Each pair trains one small model twice, with another seed, another architecture and another loader
 than its neighbors, and compares the two ledgers as `d9m compare` does.

@@ -1,6 +1,6 @@
 """Run the wheel of this checkout on several stacks of Python, torch and Lightning.
 
-    python benchmarks/stacks.py FOLDER [--only NAME ...] [--parts PART ...] [--wheel FILE]
+    python benchmarks/libraries/stacks.py FOLDER [--only NAME ...] [--parts PART ...] [--wheel FILE]
 
 Each stack has a virtual environment in FOLDER, which is made if it is not there, and gets the wheel
 that is built here. The interpreter that it names must be on PATH. The parts: ``repeat`` trains
@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS = ("repeat", "resume", "tests")
 TESTS = (

@@ -36,7 +36,7 @@ from lightning_d9m.engine.control.data.resumable_sampler import SeededIndex
 from lightning_d9m.engine.control.seeding import RandomStreams
 from lightning_d9m.engine.recording.run import Run
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SAMPLES = 10_000_000
 BATCH = 256
 # What each may be at most.

@@ -32,7 +32,8 @@ from pathlib import Path
 from suite_client import Journal, Row, Worker
 from suite_report import render
 
-BENCHMARKS = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
+BENCHMARKS = HERE.parent
 ROOT = BENCHMARKS.parent
 TESTS = ROOT / "tests"
 VENDOR = ROOT / "vendor"
@@ -116,8 +117,8 @@ def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
         "tests": Command(
             [python, "-m", "pytest", *tests, *markers, *plugins, *CUDA_TESTS], 30, True
         ),
-        "probes": Command(script("probes", "-o", work / "probes.json", small=probes), 300),
-        "gpus": Command(script("several_gpus", "-o", work, small=["--calls", "2"]), 120),
+        "probes": Command(script("cost/probes", "-o", work / "probes.json", small=probes), 300),
+        "gpus": Command(script("gpu/several_gpus", "-o", work, small=["--calls", "2"]), 120),
         "audit": Command(
             [
                 *(*d9m, "audit", "ops", "--device", device, "-o", work / "audit"),
@@ -126,10 +127,12 @@ def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
             needs=60,
             continues=True,
         ),
-        "paper": Command(script("paper_ops", "--output", work, small=["--runs", "2"]), 120, True),
+        "paper": Command(
+            script("ops/paper_ops", "--output", work, small=["--runs", "2"]), 120, True
+        ),
         "graphsage": Command(
             script(
-                *("graphsage", "--output", work, "--limit", str(int(limit - 60))),
+                *("ops/graphsage", "--output", work, "--limit", str(int(limit - 60))),
                 small=["--trainings", "2", "--epochs", "1"],
             ),
             needs=120,
@@ -323,16 +326,10 @@ def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Pa
 
 def make_environment() -> dict[str, str]:
     """Return the variables of everything that the suite starts."""
-    digits = None if find_spec("sklearn") else BENCHMARKS / "stand_ins"
-    paths = [
-        ROOT,
-        digits,
-        TESTS,
-        TESTS / "support",
-        BENCHMARKS,
-        VENDOR,
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    digits = None if find_spec("sklearn") else HERE / "stand_ins"
+    scripts = [HERE, BENCHMARKS / "ops", BENCHMARKS / "cost"]
+    tests = [TESTS, TESTS / "support"]
+    paths = [ROOT, digits, *tests, *scripts, VENDOR, os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path)),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products beside a second stream
@@ -410,7 +407,7 @@ def main() -> None:
     calls = words.calls or (2 if words.dry_run else 30)
     os.environ.update(make_environment())
     device = "cpu" if words.dry_run else "cuda"
-    script = str(BENCHMARKS / "suite_worker.py")
+    script = str(HERE / "suite_worker.py")
     worker = Worker([sys.executable, script, device, str(rounds), str(calls), words.only])
     suite = Suite(
         *(folder, work, worker, list_commands(work, dry=words.dry_run, limit=words.seconds)),

@@ -1,10 +1,10 @@
 """Measure logical ranks against DDP on two hosts, which are network namespaces of this machine.
 
-    python benchmarks/hosts.py [--rounds N] [--bandwidths GBIT ...] [--delays MILLISECONDS ...]
+    python benchmarks/ranks/hosts.py [--rounds N] [--bandwidths GBIT ...] [--delays MS ...]
 
 Needs root. One process on each host, two logical ranks, Gloo over TCP: no shared memory. Bytes are
 those that the interface of the first host counts, with the headers of all layers. The rounds, the
-models and the ratios are those of ``benchmarks/logical_ranks.py``. A bandwidth of 0 is unlimited;
+models and the ratios are those of ``logical_ranks.py``. A bandwidth of 0 is unlimited;
 the others are limited by ``tc ... tbf``. ``network_delay.py`` makes a delay, and takes part of a
 core; the all-reduce of one number shows it. Results go to ``benchmarks/results/hosts.json``.
 """
@@ -28,11 +28,11 @@ from torch import distributed
 from lightning_d9m.integrations.strategies.sums.gradients import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import network_hosts
 from network_delay import delayed
 
-RESULT = Path(__file__).parent / "results" / "hosts.json"
+RESULT = Path(__file__).parents[1] / "results" / "hosts.json"
 STEPS = {"small": 20, "large": 3}
 COMPARED = ("logical", "ddp")
 
