@@ -176,9 +176,8 @@ def main():
         "page_faults_per_step": faults / steps,
         "digest": total.hexdigest()[:16],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "gradient_mib": sum(p.numel() * 4 for p in model.parameters()) / 2**20,
     }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 main()

@@ -12,13 +12,11 @@ core; the all-reduce of one number shows it. Results go to ``benchmarks/results/
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -29,12 +27,12 @@ from lightning_d9m.integrations.strategies.sums.gradients import disable_malloc_
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import network_hosts
+from measurement import RESULTS, describe_machine, keep, ratios
 from network_delay import delayed
 
-RESULT = Path(__file__).parents[1] / "results" / "hosts.json"
 STEPS = {"small": 20, "large": 3}
-COMPARED = ("logical", "ddp")
 
 
 def count_sent():
@@ -51,7 +49,7 @@ def work(model, rounds, path):
     process = distributed.get_rank()
     latency = time_all_reduce()
     blocks = Blocks(2, 2)
-    trainings = {name: WAYS[name](model, blocks, process, 1) for name in COMPARED}
+    trainings = {name: WAYS[name](model, blocks, process, 1) for name in WAYS}
     times = time_rounds(trainings, STEPS[model], rounds)
     sent = {}
     for name, training in trainings.items():
@@ -94,10 +92,10 @@ def measure(model, bandwidth, delay, rounds):
         assert statuses == [0, 0], "\n".join(outputs)
         found = json.loads((hosts[0].folder / "found.json").read_text())
     wall = {way: [t[0] for t in times] for way, times in found["times"].items()}
-    ratios = [a / b for a, b in zip(wall["logical"], wall["ddp"], strict=True)]
+    over = ratios(wall["logical"], wall["ddp"])
     return {
         "milliseconds": {way: round(1e3 * statistics.median(t), 2) for way, t in wall.items()},
-        "wall_over_ddp": [round(each, 3) for each in statistics.quantiles(ratios, n=4)],
+        "wall_over_ddp": [round(each, 3) for each in over],
         "all_reduce_of_one_number_milliseconds": found["latency"],
         "gradient_bytes": found["gradient_bytes"],
         "bytes_of_the_interface": {way: round(sent) for way, sent in found["sent"].items()},
@@ -115,20 +113,14 @@ def main():
     words = parser.parse_args()
     if words.work:
         work(words.work, words.rounds, words.file)
-    load = round(os.getloadavg()[0], 1)
-    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "load_at_start": load}
-    machine |= {"python": platform.python_version(), "kernel": platform.release()}
-    result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine}
-    result |= {"ratios_are": "quartiles over rounds", "networks": {}}
     networks = [(bandwidth, 0) for bandwidth in words.bandwidths]
     networks += [(0, delay) for delay in words.delays]
     for model in STEPS:
         for bandwidth, delay in networks:
             name = f"{model}, {f'{bandwidth:g} Gbit/s' if bandwidth else 'unlimited'}"
             name += f", delay {delay:g} ms" if delay else ""
-            found = result["networks"][name] = measure(model, bandwidth, delay, words.rounds)
-            print(name, json.dumps(found), flush=True)
-            RESULT.write_text(json.dumps(result, indent=2) + "\n")
+            found = measure(model, bandwidth, delay, words.rounds)
+            keep(RESULTS / "hosts.json", {"machine": describe_machine(), "networks": {name: found}})
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ Results go to ``benchmarks/results/scale.json``.
 """
 
 import argparse
-import itertools
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,9 +28,10 @@ from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.drift import RankAgreement, ReplicatedState
 from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
-from lightning_d9m.tools.launch.run import make_rank_variables
 
-RESULT = Path(__file__).parents[1] / "results" / "scale.json"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from measurement import RESULTS, describe_machine, keep, run_ranks, write_rank
+
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 RUNS = (1, 2, 4, 8)
 LOGICAL_RANKS = 8
@@ -66,33 +64,22 @@ def train(folder):
         fit(run_folder, "mlp", LOGICAL_RANKS, max_epochs=epochs)
         ledger = run_folder / str(PROCESSES) / "fit-000" / f"rank-{os.environ['RANK']}.jsonl"
         found.append(counted | {"ledger_bytes": ledger.stat().st_size})
-    print("counted", json.dumps(found))
+    write_rank(folder, {"by_epochs": found})
 
 
 def run(processes):
     """Train on some processes; return what the first rank counted."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", __file__, "--train", folder]
-        common = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        ranks = [
-            subprocess.Popen(command, env=common | own, **pipes)
-            for own in make_rank_variables(processes)
-        ]
-        outputs = [rank.communicate()[0] for rank in ranks]
-    lines = [line for line in outputs[0].splitlines() if line.startswith("counted ")]
-    short, long = json.loads(lines[0].removeprefix("counted "))
+    short, long = run_ranks(processes, __file__, "--train")[0]["by_epochs"]
     more = EPOCHS[1] - EPOCHS[0]
     each = {f"{key}_of_an_epoch": (long[key] - short[key]) / more for key in short}
     return {"two_epochs": short} | each
 
 
 class SimulatedGroup:
-    """The all-to-alls of one process; what it sends is kept by sender and number of the call."""
+    """The messages of one process; those that have not arrived are kept by their route."""
 
     def __init__(self, process, processes, sent):
         self._process, self._processes, self._sent = process, processes, sent
-        self._calls = itertools.count()
 
     def rank(self):
         """Return the process."""
@@ -102,16 +89,15 @@ class SimulatedGroup:
         """Return the number of processes."""
         return self._processes
 
-    def alltoall_base(self, received, sent, places, counts):
-        """Keep what is sent, and return what waits for the others."""
-        call = next(self._calls)
-        self._sent[self._process, call] = sent.split(counts)
+    def send(self, tensors, peer, tag):
+        """Keep a copy for the other process."""
+        self._sent[self._process, peer, tag].append(tensors[0].clone())
+        return SimpleNamespace(wait=lambda: None)
 
-        def wait():
-            for sender, part in enumerate(received.split(places)):
-                part.copy_(self._sent[sender, call][self._process])
-
-        return SimpleNamespace(wait=wait)
+    def recv(self, tensors, peer, tag):
+        """Return what takes the next message of the other process when it is waited for."""
+        arrived = self._sent[peer, self._process, tag]
+        return SimpleNamespace(wait=lambda: tensors[0].copy_(arrived.popleft()))
 
 
 def sum_on(processes, leaves):
@@ -121,7 +107,7 @@ def sum_on(processes, leaves):
     first one collects the results, so that no process waits for another.
     """
     blocks = Blocks(len(leaves), processes)
-    sent, exchanges, pending, sums = {}, [], [], []
+    sent, exchanges, pending, sums = defaultdict(deque), [], [], []
     for process in range(processes):
         group = SimulatedGroup(process, processes, sent)
         exchanges.append(RootExchange(blocks, process, group, shares_memory=False))
@@ -230,24 +216,12 @@ def main():
     if words.train:
         train(words.train)
         return
-    result = {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "ranks": words.ranks}
-    result["machine"] = {
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    for name, function in (
-        ("sums", simulate_sums),
-        ("agreement", simulate_agreement),
-        ("compare", time_compare),
-    ):
-        result[name] = function(words.ranks)
-        print(name, json.dumps(result[name]), flush=True)
-    result["runs"] = {}
-    for processes in RUNS:
-        result["runs"][processes] = run(processes)
-        print(processes, json.dumps(result["runs"][processes]), flush=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    kept = RESULTS / "scale.json"
+    keep(kept, {"machine": describe_machine(), "ranks": words.ranks})
+    keep(kept, {"sums": simulate_sums(words.ranks)})
+    keep(kept, {"agreement": simulate_agreement(words.ranks)})
+    keep(kept, {"compare": time_compare(words.ranks)})
+    keep(kept, {"runs": {str(processes): run(processes) for processes in RUNS}})
 
 
 if __name__ == "__main__":
