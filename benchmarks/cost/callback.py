@@ -12,15 +12,13 @@ Results go to ``benchmarks/results/callback-cpu.json``.
 """
 
 import argparse
-import json
 import logging
-import platform
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -36,9 +34,18 @@ from lightning_d9m.integrations.lightning.resume import run_state
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from digits import Digits, DigitsNet
-
-RESULTS = Path(__file__).parents[1] / "results"
+from measurement import (
+    QUIET,
+    RESULTS,
+    alternate,
+    describe_machine,
+    keep,
+    quartiles,
+    ratios,
+    time_call,
+)
 
 
 class TenMillion(L.LightningModule):
@@ -134,63 +141,46 @@ def time_entrances():
 def fit_seconds(model, data, epochs, folder, callbacks):
     """Return the seconds of one whole fit."""
     trainer = L.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        deterministic=True,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
+        max_epochs=epochs, deterministic=True, callbacks=callbacks, default_root_dir=folder, **QUIET
     )
-    start = time.perf_counter()
-    trainer.fit(model, data)
-    return time.perf_counter() - start
+    return time_call(lambda: trainer.fit(model, data))
 
 
 def measure(make_model, make_data, epochs, repeats):
     """Return the ratios with the callback over without, and the seconds of both."""
+
+    def fit(make_callbacks):
+        L.seed_everything(42, verbose=False)
+        Spent.seconds, Spent.entered = 0.0, 0
+        with tempfile.TemporaryDirectory() as folder:
+            took = fit_seconds(make_model(), make_data(), epochs, folder, make_callbacks())
+        return took, Spent.seconds, Spent.entered
+
     makers = {"bare": list, "idle": lambda: [Idle()], "callback": lambda: [DeterminismCallback()]}
-    seconds = {name: [] for name in makers}
-    shares, raw, timers = [], [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(repeats + 1):
-            # Adjacent fits in both orders, so that a machine that slows down favors neither.
-            order = ["idle", "bare", "callback"] if repeat % 2 else ["idle", "callback", "bare"]
-            for name in order:
-                L.seed_everything(42, verbose=False)
-                Spent.seconds, Spent.entered = 0.0, 0
-                took = fit_seconds(make_model(), make_data(), epochs, folder, makers[name]())
-                if not repeat:  # the first fits warm up
-                    continue
-                seconds[name].append(took)
-                if name == "idle":
-                    timers.append(Spent.seconds / Spent.entered)
-                if name == "callback":
-                    raw.append(Spent.seconds / took)
-                    shares.append((Spent.seconds - Spent.entered * timers[-1]) / took)
-    ratios = [a / b for a, b in zip(seconds["callback"], seconds["bare"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    found = alternate({name: partial(fit, make) for name, make in makers.items()}, repeats)
+    timers = [spent / entered for _, spent, entered in found["idle"]]
+    shares = [
+        (spent - entered * timer) / took
+        for (took, spent, entered), timer in zip(found["callback"], timers, strict=True)
+    ]
+    bare, callback = ([took for took, *_ in found[name]] for name in ("bare", "callback"))
+    low, middle, high = ratios(callback, bare)
     return {
         "epochs": epochs,
         "repeats": repeats,
         "share_in_package_median": statistics.median(shares),
-        "share_in_package_quartiles": statistics.quantiles(shares, n=4)[::2],
-        "share_with_timers_median": statistics.median(raw),
+        "share_in_package_quartiles": quartiles(shares)[::2],
         "seconds_per_timer_median": statistics.median(timers),
         "ratio_median": middle,
         "ratio_quartiles": [low, high],
-        "seconds_bare_median": statistics.median(seconds["bare"]),
-        "seconds_callback_median": statistics.median(seconds["callback"]),
-        "ratio_of_medians": statistics.median(seconds["callback"])
-        / statistics.median(seconds["bare"]),
-        "ratio_of_minima": min(seconds["callback"]) / min(seconds["bare"]),
+        "seconds_bare_median": statistics.median(bare),
+        "seconds_callback_median": statistics.median(callback),
+        "ratio_of_minima": min(callback) / min(bare),
     }
 
 
 def main() -> None:
-    """Measure both models, print a table and write the results."""
+    """Measure both models, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "callback-cpu.json")
@@ -201,32 +191,10 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     time_entrances()
     cases = {"digits": (DigitsNet, Digits, 10), "10M parameters": (TenMillion, lambda: None, 2)}
-    kept = json.loads(arguments.output.read_text())["results"] if arguments.only else {}
-    results = kept | {
-        name: measure(*case, arguments.repeats)
-        for name, case in cases.items()
-        if arguments.only in (None, name)
-    }
-    report = {
-        "benchmark": "callback",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "torch": torch.__version__,
-        "lightning": L.__version__,
-        "python": platform.python_version(),
-        "cpu": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "results": results,
-    }
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    titles = f"{'ratio':>8} {'quartiles':>17} {'inside':>9} {'bare':>8} {'callback':>9}"
-    print(f"{'model':16} {titles}")
-    for name, row in results.items():
-        low, high = row["ratio_quartiles"]
-        print(
-            f"{name:16} {row['ratio_median']:8.4f} {low:8.4f} {high:8.4f} "
-            f"{row['share_in_package_median']:9.2%} "
-            f"{row['seconds_bare_median']:6.2f} s {row['seconds_callback_median']:7.2f} s"
-        )
+    for name, case in cases.items():
+        if arguments.only in (None, name):
+            results = {name: measure(*case, arguments.repeats)}
+            keep(arguments.output, {"machine": describe_machine(), "results": results})
 
 
 if __name__ == "__main__":

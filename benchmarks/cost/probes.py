@@ -18,6 +18,7 @@ what a disturbed cache costs the rest of the step, and whatever is taken inside 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -32,7 +33,9 @@ from torch.utils.data import DataLoader
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Batch
-from lightning_d9m.engine.ledger.stack import capture_stack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from measurement import QUIET, describe_machine, keep, quartiles
 
 MODULES = ["input", "output", "grad_output"]
 HOOKS = (
@@ -118,13 +121,9 @@ def train(kind: type[Digits], device: str, words: dict, folder: Path) -> tuple[S
     own = DeterminismCallback(ledger_dir=folder, **words)
     switch = Switch(own, kind.block)
     trainer = pl.Trainer(
+        **QUIET | {"accelerator": device},
         max_epochs=1,
-        accelerator=device,
         devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[own, switch],
         deterministic=True,
     )
@@ -164,7 +163,7 @@ def measure(
                 inside += switch.total_inside
                 total += switch.total
                 size = measure_file(file)
-        low, middle, high = statistics.quantiles([ratio for ratio, _ in found], n=4)
+        low, middle, high = quartiles([ratio for ratio, _ in found])
         yield (
             name,
             {
@@ -188,14 +187,10 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    results = {"stack": capture_stack({})}
-    if arguments.output and arguments.output.exists():  # what is measured now, beside the rest
-        results = json.loads(arguments.output.read_text()) | results
     on_cpu = arguments.device == "cpu"
     for kind in arguments.kinds or [kind for kind in KINDS if not (on_cpu and kind == "ResNet50")]:
         rows = measure(KINDS[kind], arguments.device, arguments.variants, arguments.rounds)
         for name, row in rows:
-            results.setdefault(kind, {})[name] = row
             low, high = row["ratio_quartiles"]
             print(
                 f"{kind:12} {name:34} {row['step_without_s'] * 1e3:8.2f} ms  x{row['ratio']:.3f}"
@@ -204,7 +199,7 @@ def main() -> None:
                 flush=True,
             )
             if arguments.output:  # after each: what was measured is kept
-                arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+                keep(arguments.output, {"machine": describe_machine(), kind: {name: row}})
 
 
 if __name__ == "__main__":

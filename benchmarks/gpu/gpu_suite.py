@@ -44,7 +44,7 @@ FIRST = {
     "scans": 40, "steps": 90, "determinism": 300,
 }  # fmt: skip
 SECOND = ("speed", "graphs", "digest", "portable", "models", "facts")
-COMMANDS = ("probes", "gpus", "audit", "paper", "graphsage")
+COMMANDS = ("probes", "gpus", "audit", "graphsage")
 PARTS = (*FIRST, *SECOND, *COMMANDS)
 APART = ("sizes",)  # each task in its own process
 CUDA_TESTS = ("tests/hashing/test_cuda.py", "tests/lightning/test_probes_cuda.py")
@@ -126,9 +126,6 @@ def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
             ],
             needs=60,
             continues=True,
-        ),
-        "paper": Command(
-            script("ops/paper_ops", "--output", work, small=["--runs", "2"]), 120, True
         ),
         "graphsage": Command(
             script(

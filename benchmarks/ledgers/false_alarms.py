@@ -24,6 +24,9 @@ from lightning_d9m.engine.control import session
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from measurement import QUIET
+
 
 class Last(nn.Module):
     """Takes the last step of a recurrent net's output."""
@@ -41,34 +44,21 @@ class Rows(nn.Module):
         return images.flatten(2).reshape(len(images), 8, 8)
 
 
-def build_dense():
-    """Return a dense net with batch normalization and dropout."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3),
-        nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-def build_convolutional():
-    """Return a convolutional net."""
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(128, 10),
-    )  # fmt: skip
-
-
-def build_recurrent():
-    """Return a recurrent net."""
-    return nn.Sequential(Rows(), nn.LSTM(8, 16, batch_first=True), Last(), nn.Linear(16, 10))
-
-
-def build_attentive():
-    """Return an encoder with attention and dropout."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    return nn.Sequential(Rows(), layer, nn.Flatten(), nn.Linear(64, 10))
-
-
-BUILDERS = (build_dense, build_convolutional, build_recurrent, build_attentive)
+def build(number):
+    """Return one of four nets: dense, convolutional, recurrent, with attention."""
+    match number % 4:
+        case 0:
+            layers = [nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU()]
+            layers += [nn.Dropout(0.3), nn.Linear(32, 10)]
+        case 1:
+            layers = [nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
+            layers += [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)]
+        case 2:
+            layers = [Rows(), nn.LSTM(8, 16, batch_first=True), Last(), nn.Linear(16, 10)]
+        case _:
+            attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            layers = [Rows(), attention, nn.Flatten(), nn.Linear(64, 10)]
+    return nn.Sequential(*layers)
 
 
 class Classifier(pl.LightningModule):
@@ -77,7 +67,7 @@ class Classifier(pl.LightningModule):
     def __init__(self, number):
         super().__init__()
         self.number = number
-        self.layers = BUILDERS[number % len(BUILDERS)]()
+        self.layers = build(number)
 
     def training_step(self, batch, _):
         """Return the loss."""
@@ -100,11 +90,7 @@ def train(number, folder):
     pl.seed_everything(number, verbose=False)
     trainer = pl.Trainer(
         max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[DeterminismCallback(seed=number, ledger_dir=folder, probes="all")],
     )
     workers = 1 if number % 10 == 9 else 0

@@ -2,7 +2,6 @@
 
     python benchmarks/libraries/lightning_suite.py CHECKOUT [--files FILE ...] [--partitions N]
                                          [--jobs N] [--work FOLDER] [--output FILE]
-                                         [--logical-ranks N]
 
 CHECKOUT is a clone of Lightning's repository at the release that is installed, or a close one. Its
 ``tests/tests_pytorch`` run against the installed package. The environment needs what those tests
@@ -17,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -94,24 +92,6 @@ UNFAIR = {
     ),
 }
 
-# What logical ranks refuse or change, by patterns of the reports, with the reasons.
-REFUSED = {
-    "[Nn]ot supported with distributed strategies|Regex pattern did not match": (
-        "Lightning does not tune batch sizes with strategies of several processes"
-    ),
-    "has automatic_optimization=False": "manual optimization is refused",
-    "argument dataloader_iter": "a step that takes its batches itself is refused",
-    "without a loss": "a training_step that returns no loss is refused",
-    "ran the training step twice|LBFGS": "optimizers that run their closure again are refused",
-    "is an IterableDataset": "an IterableDataset is refused",
-    "loads the data, and logical ranks split": "loaders that are not torch's are refused",
-    "has batch_size=None": (
-        "has no batches to split; with DDP, Lightning drops the batch size of a BatchSampler"
-    ),
-    "has the sampler": "use_distributed_sampler=False is refused",
-    "'MicroBatches' object": "the outputs of an evaluation are a list, one for each logical rank",
-}
-
 
 def list_groups(files: list[str], partition: int) -> list[list[str]]:
     """Return the files of each process of a partition."""
@@ -122,7 +102,7 @@ def list_groups(files: list[str], partition: int) -> list[list[str]]:
 def run_tests(tests: Path, mode: str, arguments: list[str]) -> dict[str, str] | None:
     """Run tests in one process; return their outcomes, None if the process crashed."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith("LIGHTNING_D9M")}
-    folders = [str(tests.parent), str(Path(__file__).parent), kept.get("PYTHONPATH", "")]
+    folders = [str(tests.parent), kept.get("PYTHONPATH", "")]
     paths = os.pathsep.join(filter(None, folders))
     environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **MODES[mode]}
     with tempfile.TemporaryDirectory() as folder:
@@ -207,13 +187,9 @@ def count_partition(
     return {"passed": passed, "broken": broken, "crashed": crashed}
 
 
-def find_reason(name: str, outcomes: list[str]) -> str | None:
+def find_reason(name: str) -> str | None:
     """Return why a test is unfair, or None if no reason is known."""
-    for pattern, why in UNFAIR.items():
-        if fnmatchcase(name, pattern):
-            return why
-    found = next(filter(None, outcomes), "")
-    return next((why for pattern, why in REFUSED.items() if re.search(pattern, found)), None)
+    return next((why for pattern, why in UNFAIR.items() if fnmatchcase(name, pattern)), None)
 
 
 def main() -> int:
@@ -224,13 +200,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that run at once")
     parser.add_argument("--work", type=Path, help="default: a temporary folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "lightning-suite.json")
-    parser.add_argument("--logical-ranks", type=int)
     options = parser.parse_args()
-    if options.logical_ranks:
-        MODES["with"] |= {
-            "PYTEST_PLUGINS": "suite_logical_ranks",
-            "SUITE_LOGICAL_RANKS": str(options.logical_ranks),
-        }
     tests = options.checkout.resolve() / "tests" / "tests_pytorch"
     work = options.work or Path(tempfile.mkdtemp())
     work.mkdir(parents=True, exist_ok=True)
@@ -243,7 +213,7 @@ def main() -> int:
     broken = {}
     for name in names:
         outcomes = [found["broken"].get(name, "") for found in counted]
-        broken[name] = {"outcomes": outcomes, "reason": find_reason(name, outcomes)}
+        broken[name] = {"outcomes": outcomes, "reason": find_reason(name)}
     result: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {

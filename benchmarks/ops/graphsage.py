@@ -29,7 +29,6 @@ from torch.nn import functional as nnf
 from lightning_d9m import deterministic
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.tools.comparison.numeric_difference import measure_variation
-from lightning_d9m.tools.output.columns import markdown_table, short
 
 PAPERS, LINKS, CLASSES, FEATURES, HIDDEN = 2708, 5278, 7, 128, 64
 TRAINED, TESTED = 140, 1000
@@ -184,69 +183,8 @@ def summarize(rows: list[dict], device: str, epochs: int) -> dict:
     }
 
 
-def render(result: dict) -> str:
-    """Return the result as Markdown."""
-    plain, fixed = (result["arms"][arm] for arm in ARMS)
-    rows = [
-        (
-            str(epoch + 1),
-            *(
-                cell
-                for arm in (plain, fixed)
-                for cell in (
-                    str(arm["distinct"][epoch]),
-                    short(arm["vermv"][epoch]),
-                    short(arm["vc"][epoch]),
-                    str(arm["ulps"][epoch]),
-                )
-            ),
-        )
-        for epoch in range(result["epochs"])
-    ]
-    titles = [f"{name}, {arm[:3]}." for arm in ARMS for name in ("distinct", "Vermv", "Vc", "ulps")]
-    facts = (
-        f"torch {result['torch']}, {result['device']}, {result['threads']} threads, "
-        f"{result['epochs']} epochs of one step; {plain['trainings']} trainings {ARMS[0]}, "
-        f"{fixed['trainings']} {ARMS[1]}, alternating. Every seed is fixed; the "
-        "reference is an additional deterministic training. Vermv and Vc are means over the "
-        "trainings; ulps is the maximum."
-    )
-    return "\n\n".join(
-        [
-            "# GraphSAGE on a citation graph",
-            facts,
-            markdown_table(("epoch", *titles), rows),
-            markdown_table(
-                ("", *ARMS),
-                [
-                    ("distinct final losses", *(str(a["distinct_losses"]) for a in (plain, fixed))),
-                    (
-                        "final loss",
-                        *(f"{a['loss'][0]!r} to {a['loss'][1]!r}" for a in (plain, fixed)),
-                    ),
-                    (
-                        "accuracy on 1,000 papers",
-                        *(
-                            f"{a['accuracy'][0]:.3f} to {a['accuracy'][-1]:.3f}"
-                            for a in (plain, fixed)
-                        ),
-                    ),
-                    (
-                        "seconds a training, median (quartiles)",
-                        *(
-                            f"{a['seconds']:.3f} ({a['quartiles'][0]:.3f}-{a['quartiles'][1]:.3f})"
-                            for a in (plain, fixed)
-                        ),
-                    ),
-                ],
-            ),
-            f"Deterministic over nondeterministic: {result['ratio']:.2f}.",
-        ]
-    )
-
-
 def main() -> None:
-    """Run the missing trainings, and write JSON and Markdown."""
+    """Run the missing trainings, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
@@ -261,8 +199,7 @@ def main() -> None:
     rows = run(output, device, arguments.trainings, epochs, arguments.limit)
     result = summarize(rows, device, epochs)
     (output / f"graphsage-{device}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / f"graphsage-{device}.md").write_text(render(result) + "\n")
-    print(render(result))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
