@@ -1,4 +1,4 @@
-"""Patched ops where other tests do not look: layouts, threads, shared memory, half precision."""
+"""Updates by an index where other tests do not look: shared memory, memory, half precision."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,11 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algorithms, make_inputs
+from patches.cases import deterministic_algorithms
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_d9m.engine.control.environment import threads_pinned
-from lightning_d9m.ops.patches import exact_sums
-from lightning_d9m.ops.patches.kernels import reductions, separable, updates
-from lightning_d9m.ops.patches.kernels.reductions import histc
+from lightning_d9m.ops.patches.kernels import updates
 from lightning_d9m.ops.patches.registration import patches_applied
 
 pytestmark = [
@@ -22,8 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
 ]
 INDEX = torch.tensor([0, 1, 1])
-# Gradients that have the bits of torch's CPU kernel on one thread.
-EXACT = {"avg_pool3d", "adaptive_avg_pool2d", "replication1d", "reflection1d", "reflection1d-long"}
 NAN, INF = float("nan"), float("inf")
 
 APART: dict[str, Callable[[Tensor], object]] = {
@@ -32,27 +27,6 @@ APART: dict[str, Callable[[Tensor], object]] = {
     "put_": lambda x: x[:3].put_(INDEX, x[3:]),
     "out-self": lambda x: torch.index_reduce(x[:3], 0, INDEX, x[3:], "prod", out=x[:3]),
 }
-
-
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.label)
-def test_bits_and_layout_are_torchs_and_threads_do_not_matter(case, one_thread) -> None:
-    """Bits where the sum is the same: test_construction.py compares the values of the others."""
-    image, gradient = make_inputs(case)
-    alone = compute_gradient(case, image, gradient, patched=True)
-    if case.label in EXACT:
-        assert torch.equal(alone, compute_gradient(case, image, gradient, patched=False))
-    with threads_pinned(4), deterministic_algorithms():
-        assert torch.equal(alone, compute_gradient(case, image, gradient, patched=True))
-    if case.has_channels_last:
-        form = {4: torch.channels_last, 5: torch.channels_last_3d}[image.dim()]
-        image, gradient = (part.contiguous(memory_format=form) for part in (image, gradient))
-        turned = compute_gradient(case, image, gradient, patched=True)
-        assert torch.equal(turned, alone)
-        if case.cpu_keeps_format:  # where CUDA's kernel does not
-            assert turned.is_contiguous()
-        else:
-            expected = compute_gradient(case, image, gradient, patched=False)
-            assert turned.stride() == expected.stride()
 
 
 def test_half_is_rounded_once() -> None:
@@ -71,53 +45,12 @@ def test_half_is_rounded_once() -> None:
         assert torch.equal(product, low.float().pow(7).half())
 
 
-@pytest.mark.parametrize("name", ["median", "nanmedian"])
-def test_median_of_equal_elements_has_one_index(name: str) -> None:
-    """The index is that of the first element that equals the median, and the value is there."""
-    matrix = torch.randint(0, 3, (50, 9)).float()
-    with patches_applied("CPU"):
-        values, indices = getattr(torch, name)(matrix, 1)
-        of_nan = getattr(torch, name)(torch.full((2, 3), NAN), 1)
-    assert torch.equal(values, matrix.sort(dim=1).values[:, 4])
-    assert indices.tolist() == [
-        row.tolist().index(value) for row, value in zip(matrix, values, strict=True)
-    ]
-    assert of_nan.values.isnan().all()
-    assert of_nan.indices.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("name", APART)
 def test_parts_of_one_storage_that_do_not_meet_are_taken(name: str) -> None:
     """Both halves of a buffer."""
     expected = APART[name](torch.arange(1.0, 7))
     with patches_applied("CPU"):
         assert torch.equal(APART[name](torch.arange(1.0, 7)), expected)
-
-
-def test_torch_ops_work_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is as large as all terms, or as the gradients that all taps read: same bits."""
-    gradient, grid = torch.randn(1, 40, 5, 6), torch.rand(1, 5, 6, 2) * 2 - 1
-    backward = torch.ops.aten.grid_sampler_2d_backward
-    columns = torch.arange(1200).view(300, 4) % 3
-    calls: list[Callable[[], Tensor]] = [
-        lambda: backward(gradient, torch.zeros(1, 40, 3, 4), grid, 0, 0, False, [True, False])[0],
-        lambda: torch.ops.aten.upsample_bicubic2d_backward(gradient, [5, 6], [1, 40, 3, 4], False),
-        # Few rows, and much in each or many of them.
-        lambda: torch.ones(4, 300).index_add(0, torch.tensor([1, 1]), gradient.view(4, 300)[:2]),
-        lambda: torch.ones(300, 4).scatter_add(1, columns, gradient.view(300, 4)),
-    ]
-    with patches_applied("CPU"):
-        whole = [call() for call in calls]
-        monkeypatch.setattr(exact_sums, "_SLICE", 120)
-        monkeypatch.setattr(separable, "_SOME", 120)
-        found = []
-        run = exact_sums.cut_terms
-        monkeypatch.setattr(
-            exact_sums, "cut_terms", lambda *args: found.append(len(args[0])) or run(*args)
-        )
-        for call, expected in zip(calls, whole, strict=True):
-            assert torch.equal(call(), expected)
-    assert max(found) <= 120
 
 
 def test_places_without_a_value_keep_their_bits() -> None:
@@ -151,22 +84,6 @@ def test_products_have_the_bits_of_a_loop(
     with patches_applied("CPU"):
         target.index_reduce_(0, torch.tensor(keys), values, "prod", include_self=include_self)
     assert torch.equal(target, expected)
-
-
-class Divisors(TorchDispatchMode):
-    """The divisors of all divisions."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.aten.div:
-            self.seen = [*getattr(self, "seen", ()), args[1]]
-        return func(*args, **(kwargs or {}))
-
-
-def test_histc_divides_by_a_tensor_on_the_device() -> None:
-    """As a CPU: CUDA multiplies by the reciprocal of a number and of a 0-d tensor on the CPU."""
-    with Divisors() as divisors:
-        histc(torch.empty(9, device="meta"), 7, 0, 7)
-    assert [by.device.type for by in divisors.seen] == ["meta"]
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -234,24 +151,6 @@ def test_a_large_sum_is_torchs_where_that_needs_less_memory(add, monkeypatch) ->
     assert not torch.equal(exact, expected)
     one_index = add in {LARGE_SUMS["index_add"], LARGE_SUMS["index_put"]}
     assert torch.equal(found, expected if one_index else exact)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch) -> None:
-    """Three levels of blocks of 4: each is a row, and its end is joined to the next block."""
-    monkeypatch.setattr(reductions, "_SCANNED", 4)
-    row = torch.randn(38, dtype=dtype)
-    with patches_applied("CPU"):
-        products, sums = row.cumprod(0), row[None].logcumsumexp(1)[0]
-        special = torch.tensor([2.0, NAN, 1, 1, 1, 0.5]).cumprod(0)
-    close = {"rtol": 0.05 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
-    assert torch.allclose(products.double(), row.double().cumprod(0), **close)
-    assert torch.allclose(sums.double(), row.double().logcumsumexp(0), **close)
-    assert special.isnan().tolist() == [False, *[True] * 5]
-    powers = torch.randint(-3, 4, (38,)).double().exp2()
-    with patches_applied("CPU"):
-        found = powers.cumprod(0)
-    assert torch.equal(found, powers.cumprod(0))  # no product rounds
 
 
 @pytest.mark.parametrize(("dims", "mode", "most"), [(2, 0, 90), (3, 0, 132), (2, 2, 106)])

@@ -1,0 +1,60 @@
+"""Medians, histograms and scans: one index, one division, blocks in a fixed order."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_d9m.ops.patches.kernels import reductions
+from lightning_d9m.ops.patches.kernels.reductions import histc
+from lightning_d9m.ops.patches.registration import patches_applied
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_median_of_equal_elements_has_one_index(name: str) -> None:
+    """The index is that of the first element that equals the median, and the value is there."""
+    matrix = torch.randint(0, 3, (50, 9)).float()
+    with patches_applied("CPU"):
+        values, indices = getattr(torch, name)(matrix, 1)
+        of_nan = getattr(torch, name)(torch.full((2, 3), NAN), 1)
+    assert torch.equal(values, matrix.sort(dim=1).values[:, 4])
+    assert indices.tolist() == [
+        row.tolist().index(value) for row, value in zip(matrix, values, strict=True)
+    ]
+    assert of_nan.values.isnan().all()
+    assert of_nan.indices.tolist() == [0, 0]
+
+
+class Divisors(TorchDispatchMode):
+    """The divisors of all divisions."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.div:
+            self.seen = [*getattr(self, "seen", ()), args[1]]
+        return func(*args, **(kwargs or {}))
+
+
+def test_histc_divides_by_a_tensor_on_the_device() -> None:
+    """As a CPU: CUDA multiplies by the reciprocal of a number and of a 0-d tensor on the CPU."""
+    with Divisors() as divisors:
+        histc(torch.empty(9, device="meta"), 7, 0, 7)
+    assert [by.device.type for by in divisors.seen] == ["meta"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch) -> None:
+    """Three levels of blocks of 4: each is a row, and its end is joined to the next block."""
+    monkeypatch.setattr(reductions, "_SCANNED", 4)
+    row = torch.randn(38, dtype=dtype)
+    with patches_applied("CPU"):
+        products, sums = row.cumprod(0), row[None].logcumsumexp(1)[0]
+        special = torch.tensor([2.0, NAN, 1, 1, 1, 0.5]).cumprod(0)
+    close = {"rtol": 0.05 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+    assert torch.allclose(products.double(), row.double().cumprod(0), **close)
+    assert torch.allclose(sums.double(), row.double().logcumsumexp(0), **close)
+    assert special.isnan().tolist() == [False, *[True] * 5]
+    powers = torch.randint(-3, 4, (38,)).double().exp2()
+    with patches_applied("CPU"):
+        found = powers.cumprod(0)
+    assert torch.equal(found, powers.cumprod(0))  # no product rounds
