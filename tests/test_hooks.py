@@ -11,7 +11,6 @@ import torch
 
 import lightning_d9m
 from lightning_d9m import HookMissingError, deterministic, hooks
-from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control import doctor
 
 ROWS = list(hooks.list_hooks())
@@ -75,13 +74,6 @@ def test_a_name_that_an_older_release_lacks_is_not_missed_there(monkeypatch):
     assert hooks.find_missing([hook]) == []
     monkeypatch.setattr(torch, "__version__", "2.13.0a0")
     assert hooks.find_missing([hook]) == [hook]
-
-
-@pytest.mark.parametrize("owner", [torch, torch.nn.Linear, torch.nn.Linear(1, 1)], ids=type)
-def test_a_name_that_the_owner_lacks_is_not_replaced(owner):
-    with pytest.raises(HookMissingError, match=r"lacks torch\..*_gone"):
-        AttributePatches().replace(owner, "_gone", 1)
-    assert not hasattr(owner, "_gone")
 
 
 def list_names(node):

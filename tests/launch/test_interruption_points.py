@@ -49,22 +49,14 @@ def chosen(*arguments, **words):
     return [str(place) for place, _ in choose_points(shapes(*arguments, **words))]
 
 
-@pytest.mark.parametrize(
-    ("epochs", "batches", "accumulated", "validation", "expected"),
-    [
-        (
-            *(10, 23, 4, 6),
-            ["epoch:4", "batch:5:8+16", "batch:5:11", "validation:5:3", "validated:5"],
-        ),
-        (0, 5, 1, 0, []),
-        (1, 2, 1, 0, ["batch:0:1"]),
-        (2, 1, 1, 0, ["epoch:0"]),
-        (1, 2, 8, 0, ["batch:0:1"]),
-        (1, 1, 1, 1, ["validation:0:1", "validated:0"]),
-    ],
-)
-def test_one_place_of_each_kind_near_the_middle(epochs, batches, accumulated, validation, expected):
-    assert chosen(epochs, batches, accumulated=accumulated, validation=validation) == expected
+def test_one_place_of_each_kind_near_the_middle():
+    found = chosen(epochs=10, batches=23, accumulated=4, validation=6)
+    assert found == ["epoch:4", "batch:5:8+16", "batch:5:11", "validation:5:3", "validated:5"]
+    assert chosen(epochs=0, batches=5) == []
+    assert chosen(epochs=1, batches=2) == ["batch:0:1"]
+    assert chosen(epochs=2, batches=1) == ["epoch:0"]
+    assert chosen(epochs=1, batches=2, accumulated=8) == ["batch:0:1"]
+    assert chosen(epochs=1, batches=1, validation=1) == ["validation:0:1", "validated:0"]
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))

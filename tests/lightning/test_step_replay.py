@@ -1,18 +1,21 @@
 """Steps that are run twice: faults are named, and the training is the one without it."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ledger_runs import list_batches
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 from trainings import make_model
 
 from lightning_d9m.engine.ledger.format.records import Batch, ReplayDrift
 from lightning_d9m.errors import DriftError, SettingError
+from lightning_d9m.integrations.lightning.step_replay import Replay
 
 
 def final(ledger):
@@ -184,3 +187,13 @@ def test_a_step_that_cannot_be_run_twice_is_refused(fit, step, automatic, messag
     model.target = nn.Parameter(model.layers[0].weight.detach().clone(), requires_grad=False)
     with pytest.raises(SettingError, match=message):
         fit(model=model, replay_every=1)
+
+
+def test_a_strategy_that_shards_is_not_replayed():
+    class OwnStrategy(FSDPStrategy):
+        """A user's."""
+
+    model = SimpleNamespace(automatic_optimization=True)
+    trainer = SimpleNamespace(strategy=object.__new__(OwnStrategy), lightning_module=model)
+    with pytest.raises(SettingError, match="strategy is OwnStrategy, which divides the weights"):
+        Replay(trainer, None)

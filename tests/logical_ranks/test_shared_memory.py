@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import current_thread
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -59,14 +60,27 @@ def refuse(monkeypatch, owner, name, process, error):
     monkeypatch.setattr(owner, name, call)
 
 
+class Refusal(NamedTuple):
+    """A call that raises in one process."""
+
+    owner: object
+    name: str
+    process: int
+    error: Exception = FULL
+
+
 PLACES = {
-    "no memory": (shared_memory.os, "posix_fallocate", 0, FULL),
-    "no such memory": (shared_memory.os, "memfd_create", 0, AttributeError("memfd_create")),
-    "no socket": (shared_memory.socket, "socket", 1, FULL),
-    "another host": (shared_memory._Opening, "connect", 2, ConnectionRefusedError()),
-    "no mapping": (shared_memory.mmap, "mmap", 1, FULL),
-    "no mapping in process 0": (shared_memory.mmap, "mmap", 0, FULL),
-    "no file sent": (shared_memory.socket, "send_fds", 0, FULL),
+    "no memory": Refusal(shared_memory.os, "posix_fallocate", process=0),
+    "no such memory": Refusal(
+        shared_memory.os, "memfd_create", process=0, error=AttributeError("memfd_create")
+    ),
+    "no socket": Refusal(shared_memory.socket, "socket", process=1),
+    "another host": Refusal(
+        shared_memory._Opening, "connect", process=2, error=ConnectionRefusedError()
+    ),
+    "no mapping": Refusal(shared_memory.mmap, "mmap", process=1),
+    "no mapping in process 0": Refusal(shared_memory.mmap, "mmap", process=0),
+    "no file sent": Refusal(shared_memory.socket, "send_fds", process=0),
 }
 
 

@@ -291,3 +291,14 @@ def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatc
         assert resolve_seed(None) == 0
     assert not torch.are_deterministic_algorithms_enabled()
     del asked
+
+
+def test_a_run_that_was_asked_for_too_late_and_one_that_did_not_start(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M", "1")
+    monkeypatch.setattr(autoload._AutoloadState, "started", False)
+    monkeypatch.setattr(autoload._AutoloadState, "problem", None)
+    with pytest.raises(TooLateError, match="asks for a seed before the model is built"):
+        autoload.make_lightning_callbacks()
+    monkeypatch.setattr(autoload._AutoloadState, "problem", ValueError())
+    with pytest.raises(SettingError, match=r"is not possible: ValueError: no reason is given\."):
+        autoload.make_lightning_callbacks()

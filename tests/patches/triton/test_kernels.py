@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -142,33 +143,40 @@ def update(number: int) -> Callable[[], Tensor]:
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What is called, for which device, with how many launches, and whether it is assembled.
-CALLS = {
+
+
+class Execution(NamedTuple):
+    """What is called, for which device, with how many launches, and whether it is assembled."""
+
+    call: Callable[[], Tensor]
+    capability: int = 90
+    launches: int = 1
+    assembled: bool = True
+
+
+EXECUTIONS = {
     **{
-        f"sum {number}": (
+        f"sum {number}": Execution(
             update(number),
-            (80, 90, 100)[number % 3],
-            1 if number in {2, 5, 6} else 3,
-            number < 4,
+            capability=(80, 90, 100)[number % 3],
+            launches=1 if number in {2, 5, 6} else 3,
+            assembled=number < 4,
         )
         for number in range(7)
     },
-    "taps": (differentiate("bicubic", torch.float32), 90, 1, True),
-    "half taps": (differentiate("linear", torch.float16), 80, 1, True),
-    "long taps": (differentiate("bicubic-antialiased", torch.float64), 90, 1, False),
-    "taps, channels last": (
-        differentiate("avg_pool3d-overlap", torch.float32, last=True),
-        90,
-        1,
-        False,
+    "taps": Execution(differentiate("bicubic", torch.float32)),
+    "half taps": Execution(differentiate("linear", torch.float16), capability=80),
+    "long taps": Execution(differentiate("bicubic-antialiased", torch.float64), assembled=False),
+    "taps, channels last": Execution(
+        differentiate("avg_pool3d-overlap", torch.float32, last=True), assembled=False
     ),
-    "taps of a padding": (differentiate("replication3d", torch.float32), 100, 1, True),
+    "taps of a padding": Execution(differentiate("replication3d", torch.float32), capability=100),
 }
 
 
-@pytest.mark.parametrize(("call", "capability", "count", "assembled"), CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", EXECUTIONS)
 def test_executed_code_has_the_bits_of_the_torch_ops(
-    call, capability, count, assembled, benchmark, executed, monkeypatch
+    name, benchmark, executed, monkeypatch
 ) -> None:
     """Every access is within the tensors, every read of written bytes, and no addition rounds.
 
@@ -176,6 +184,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
     """
     from lightning_d9m.ops.patches.triton import kernels
 
+    call, capability, count, assembled = EXECUTIONS[name]
     with patches_applied("CPU"):
         expected = call()
         monkeypatch.setattr(kernels, "_ALONE", kernels._ALONE if count == 1 else 0)
