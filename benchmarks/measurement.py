@@ -1,4 +1,4 @@
-"""What the scripts share: calls that alternate, quartiles, processes, results that are kept."""
+"""Helpers of all scripts: calls that alternate, quartiles, processes, results that are kept."""
 
 import json
 import os

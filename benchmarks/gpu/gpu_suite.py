@@ -44,7 +44,7 @@ FIRST = {
     "scans": 40, "steps": 90, "determinism": 300,
 }  # fmt: skip
 SECOND = ("speed", "graphs", "digest", "portable", "models", "facts")
-COMMANDS = ("probes", "gpus", "audit", "graphsage")
+COMMANDS = ("probes", "gpus", "audit")
 PARTS = (*FIRST, *SECOND, *COMMANDS)
 APART = ("sizes",)  # each task in its own process
 CUDA_TESTS = ("tests/hashing/test_cuda.py", "tests/lightning/test_probes_cuda.py")
@@ -71,7 +71,7 @@ class Command:
     continues: bool = False
 
 
-def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
+def list_commands(work: Path, *, dry: bool) -> dict[str, Command]:
     """Return the parts that are commands; they write into a folder of their own."""
     python = sys.executable
     d9m = (python, "-m", "lightning_d9m")
@@ -125,14 +125,6 @@ def list_commands(work: Path, *, dry: bool, limit: float) -> dict[str, Command]:
                 *(audit if dry else ["--runs", "30"]),
             ],
             needs=60,
-            continues=True,
-        ),
-        "graphsage": Command(
-            script(
-                *("ops/graphsage", "--output", work, "--limit", str(int(limit - 60))),
-                small=["--trainings", "2", "--epochs", "1"],
-            ),
-            needs=120,
             continues=True,
         ),
     }
@@ -407,7 +399,7 @@ def main() -> None:
     script = str(HERE / "suite_worker.py")
     worker = Worker([sys.executable, script, device, str(rounds), str(calls), words.only])
     suite = Suite(
-        *(folder, work, worker, list_commands(work, dry=words.dry_run, limit=words.seconds)),
+        *(folder, work, worker, list_commands(work, dry=words.dry_run)),
         seconds=words.seconds - (time.monotonic() - begin),
         about={"rounds": rounds, "calls": calls, "dry": words.dry_run},
     )

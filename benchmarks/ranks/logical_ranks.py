@@ -1,4 +1,4 @@
-"""What gradients of logical ranks cost beside DDP's: time, bytes on the wire, memory.
+"""Costs of the gradients of logical ranks beside DDP: time, bytes on the wire, memory.
 
     python benchmarks/ranks/logical_ranks.py             everything, about 20 minutes on two cores
     python benchmarks/ranks/logical_ranks.py --rounds 3 --settings small-2-of-2

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from dataclasses import fields
+from fnmatch import fnmatch
 from inspect import isclass, signature
 
 import pytest
@@ -279,3 +280,13 @@ def test_a_folder_says_which_file_to_read_first(folder):
     named = re.findall(r"``([a-z0-9_/]+\.py)``", first)
     assert named
     assert [name for name in named if not (folder / name).is_file()] == []
+
+
+def test_the_readme_of_benchmarks_names_every_script_and_no_other():
+    folder = ROOT / "benchmarks"
+    named = set(re.findall(r"`(?:\w+/)*([\w*]+\.(?:py|sh))\b", (folder / "README.md").read_text()))
+    apart = {"loops", "wild", "sklearn"}  # programs that are measured, and a stand-in
+    there = {path.name for path in folder.rglob("*.py") if path.parent.name not in apart}
+    there |= {path.name for path in folder.rglob("*.sh")} | {"run.py"}
+    assert {name for name in there if not any(fnmatch(name, one) for one in named)} == set()
+    assert {one for one in named if not any(fnmatch(name, one) for name in there)} == set()
