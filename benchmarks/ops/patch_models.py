@@ -1,4 +1,4 @@
-"""Training steps of whole models, timed with and without determinism."""
+"""Training steps of whole models that call patched ops, timed with and without determinism."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -8,25 +8,6 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 Step = Callable[[], None]
-
-
-class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return features of the next stage."""
-        return nnf.relu(self.body(x) + self.shortcut(x))
 
 
 class UNet(nn.Module):
@@ -87,30 +68,6 @@ def _train(model: nn.Module, score: Callable[[], Tensor]) -> Step:
     return step
 
 
-def make_resnet(device: str, scale: int) -> Step:
-    blocks = [Residual(3, 64, 2)]
-    for inputs, outputs in pairwise([64, 64, 128, 256, 512]):
-        blocks += [
-            Residual(inputs, outputs, 1 if inputs == outputs else 2),
-            Residual(outputs, outputs, 1),
-        ]
-    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
-    model = model.to(device)
-    images = torch.randn(8 * scale, 3, 28 * scale, 28 * scale, device=device)
-    classes = torch.arange(8 * scale, device=device)
-    return _train(model, lambda: nnf.cross_entropy(model(images), classes))
-
-
-def make_transformer(device: str, scale: int) -> Step:
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
-    model = nn.Sequential(
-        nn.Embedding(1000, 512), nn.TransformerEncoder(layer, 2), nn.Linear(512, 1000)
-    )
-    model = model.to(device)
-    tokens = torch.randint(1000, (2 * scale, 64 * scale), device=device)
-    return _train(model, lambda: nnf.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
-
-
 def make_unet(device: str, scale: int) -> Step:
     model = UNet(32).to(device)
     images = torch.randn(2 * scale, 3, 32 * scale, 32 * scale, device=device)
@@ -126,8 +83,6 @@ def make_graph(device: str, scale: int) -> Step:
 
 
 MODELS = {
-    "ResNet-18": make_resnet,
-    "transformer, 2 layers of 512": make_transformer,
     "U-Net with upsampling": make_unet,
     "graph network with index_add": make_graph,
 }
