@@ -69,7 +69,7 @@ def locate(tmp_path, monkeypatch, capsys):
             run = partial(run, ranks=ranks, pythons=pythons or repeat(shared_python()))
         monkeypatch.setattr(launched, "run_once", run)
         command = [shared_python(), str(TRAINING), cause]
-        status = main(["locate", "--json", *words, "--", *command])
+        status = main(["locate", "--json", "--one-by-one", *words, "--", *command])
         found = json.loads(capsys.readouterr().out)
         codes = [finding.code for finding in kept[-1].lines]
         kept[-1].lines = []

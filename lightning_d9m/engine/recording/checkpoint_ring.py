@@ -26,11 +26,12 @@ class CheckpointRing:
     Args:
         folder: The folder of the checkpoints.
         ranks: The ranks of the training; rank 0 decides.
-        read_clock: Returns seconds.
+        read_clock: Returns seconds in which this thread works. Real time would count the turns of
+            another run, see ``tools.launch``.
     """
 
     def __init__(
-        self, folder: Path, ranks: Ranks, read_clock: Callable[[], float] = time.monotonic
+        self, folder: Path, ranks: Ranks, read_clock: Callable[[], float] = time.thread_time
     ) -> None:
         self._folder = folder
         self._ranks = ranks

@@ -551,6 +551,7 @@ class Run:
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
         record = digest_step(epoch, step, groups)
+        self.probes.collector.close()  # the probes of this step come before it
         self.append(record)
         check = self._check
         if check is None:

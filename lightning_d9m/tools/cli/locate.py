@@ -1,9 +1,9 @@
 """``d9m locate``: run a command several times and narrow down where its runs diverge.
 
-It narrows from the whole run to the steps of the epoch that differs, the modules of the step and
-the operations of the module. Each look is a pair of runs that environment variables control, so
-the program is not edited. A divergence that does not occur again in a narrower look is reported as
-far as it was narrowed down.
+Two runs train in turns, are compared step by step, and end at the first step that differs. The
+step is then run again from the last checkpoint before it, with probes of its modules and of the
+operations of the module. Environment variables control the runs, so the program is not edited. A
+divergence that does not occur again in a narrower look is reported as far as it was narrowed down.
 """
 
 import argparse
@@ -49,7 +49,9 @@ _LONGEST = 400
 ARGUMENTS = f"""
 --no-determinism  seed and record, but leave the determinism settings alone: shows what differs
     without lightning_d9m
---tries N  most pairs of runs for each look (default: 2)
+--tries N  most pairs of whole runs, until two differ (default: 2)
+--one-by-one  run the second training after the first, not beside it in turns: for a program that
+    needs a device, a port or a file for itself
 -o, --output DIR  new folder for ledgers, logs and dumps
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""
@@ -65,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
     output = make_output(arguments.output)
-    runner = Runner(Runs(command, output, arguments.timeout), variables)
+    runs = Runs(command, output, arguments.timeout)
+    runner = Runner(runs, variables, beside=not arguments.one_by_one)
     suspects = find_cause_lines(command, "")
     if suspects and arguments.format == "text":
         # What the source shows already, before the first of many trainings ends.
@@ -73,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         for one in suspects[:_MOST_SUSPECTS]:
             print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
         print(flush=True)
-    found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
+    found = Search(runner, arguments.tries).locate()
     lines = list(
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
     )

@@ -1,12 +1,14 @@
-"""Pairs of runs of one command, the search for their first divergence, and its result.
+"""Runs of one command, the search for their first divergence, and its result.
 
-Environment variables control the runs: what is probed, and which values are saved. Lines of the
-program that the rules of ``d9m scan`` report may explain what is found.
+Environment variables control the runs: where they begin and end, what is probed, and which values
+are saved. Lines of the program that the rules of ``d9m scan`` report may explain what is found.
 """
 
 import ast
 import re
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -19,8 +21,9 @@ from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
-from lightning_d9m.errors import CommandError, DriftError
-from lightning_d9m.text import escape
+from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, KEEP
+from lightning_d9m.errors import CommandError
+from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
     OUTSIDE,
     UNINITIALIZED,
@@ -49,14 +52,16 @@ from lightning_d9m.tools.locate.outside import (
     find_reads,
     list_generators,
 )
+from lightning_d9m.tools.segments.pair import PairWatch
+from lightning_d9m.tools.segments.segment import RecordedRun, Segment, is_drift, run_segment
 
 if TYPE_CHECKING:
     from lightning_d9m.tools.comparison.numeric_difference import Magnitude
     from lightning_d9m.tools.locate.op_evidence import OpFinding
 
 _MOST_FILES = 500
-# The whole run, the steps, the modules, the operations, the values, filled memory.
-_MOST_LOOKS = 6
+# The whole run, the modules, the operations, the values, filled memory.
+_MOST_LOOKS = 5
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
 _ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
 # By the kind of the cause.
@@ -82,6 +87,7 @@ class RunPair:
         fits: Number of fits in each run.
         equal_fits: Number of those before it, which are equal.
         dumps: The folders of dumps of the two runs.
+        actual: Its ledger in the second run.
         rank_drift: Where a rank differs from another, in two runs that are equal.
     """
 
@@ -91,6 +97,7 @@ class RunPair:
     fits: int = 1
     equal_fits: int = 0
     dumps: tuple[Path, ...] = ()
+    actual: Ledger | None = None
     rank_drift: Divergence | None = None
 
     @property
@@ -110,91 +117,181 @@ class RunPair:
 class Runner:
     """Runs the command, each time in a new folder.
 
+    The first two runs train side by side and end at their first difference; they keep checkpoints,
+    from which later looks begin.
+
     Args:
         runs: The runs of the command.
         variables: Environment variables of every run.
+        beside: Whether the first two take turns; else the second follows the first.
 
     Attributes:
         command: The command.
         files: What the runs write and read.
     """
 
-    def __init__(self, runs: Runs, variables: Mapping[str, str]) -> None:
+    def __init__(self, runs: Runs, variables: Mapping[str, str], *, beside: bool = True) -> None:
         self.command = runs.command
         self.files = FileWatch(runs.command, runs.output)
         self._runs = runs
         self._variables = variables
+        self._beside = beside
         self._numbers = count(1)
-        self._stage, self._looks = "", 0
+        self._looks = 0
+        self._seconds = 0.0  # that the first look took
 
     def run(
-        self, stage: str, *, dump: str = "", filled: bool = False, later: int = 0, **probes: str
+        self,
+        stage: str,
+        *,
+        segment: Segment | None = None,
+        dump: str = "",
+        filled: bool = False,
+        later: int = 0,
+        watched: Path | None = None,
+        **probes: str,
     ) -> tuple[Run, Path]:
         """Run once; return the run and the folder of its dumps, which need not exist.
 
         Args:
             stage: Name of the look, for the progress line.
+            segment: The part of the run; None for all of it.
             dump: Name of the place whose values are saved; empty for none.
             filled: Whether to switch on everything that fills new memory.
             later: The number of runs of the look that follow.
+            watched: The folder of a run that has ended; this one ends where it first differs.
             **probes: Settings of the probes, by name.
 
         Raises:
             CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
                 ledger.
         """
-        number = next(self._numbers)
-        folder = self._runs.output / f"run-{number:03d}"
+        folder, variables = self._prepare(dump=dump, filled=filled, probes=probes)
+        title = f"{folder.name.replace('-', ' ')}, {stage}"
+        if segment is not None:
+            words: dict[str, Any] = {"variables": variables, "later": later}
+            run = run_segment(self._runs, segment, folder.name, title, **words)
+        else:
+            watch = None if watched is None else PairWatch((watched, folder))
+            run = self._runs.run(
+                folder.name,
+                title,
+                variables=variables,
+                may_fail=True,
+                later=later,
+                killed_when=(lambda: False) if watch is None else watch.differs,
+            )
+        self._check(run)
+        self.files.note_run()
+        return run, folder / "dump"
+
+    def _prepare(
+        self, *, dump: str = "", filled: bool = False, probes: Mapping[str, str]
+    ) -> tuple[Path, dict[str, str]]:
+        """Return the folder of the next run, and its variables."""
+        folder = self._runs.output / f"run-{next(self._numbers):03d}"
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
         variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
         if dump:
             place = escape_name(dump)  # and its leaves
             variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
-        run = self._runs.run(
-            folder.name,
-            f"run {number}, {stage}",
-            variables={**self._variables, **variables},
-            may_fail=True,
-            later=later,
-        )
+        return folder, {**self._variables, **variables}
+
+    @staticmethod
+    def _check(run: Run) -> None:
+        """Raise the failure of a run, unless a difference between ranks ended it."""
         if run.failure is not None:
             ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
-            if not any(end and (end.error or "").startswith(DriftError.__name__) for end in ends):
+            if not any(end is not None and is_drift(end) for end in ends):
                 raise run.failure
-        self.files.note_run()
-        return run, folder / "dump"
 
-    def run_pair(
-        self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
-    ) -> RunPair:
-        """Run twice and compare; the arguments are those of ``run``.
+    def run_first(self, stage: str, **probes: str) -> list[tuple[Run, Path]]:
+        """Run twice, and compare while the runs train; both end where they first differ."""
+        made = [self._prepare(probes=probes) for _ in range(_PAIR)]
+        folders = [folder for folder, _ in made]
+        variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
+        watch = PairWatch((folders[0], folders[1]))
+        names = [folder.name for folder in folders]
+        title = f"runs 1 and 2, {stage}"
+        runs = self._runs.run_beside(names, title, variables, watch.differs)
+        self.files.note_run()
+        if runs[1].failure is not None and runs[0].failure is None:
+            # They may need a port, a device or memory that only one of them can have.
+            self._numbers = count(_PAIR)
+            shutil.rmtree(folders[1], ignore_errors=True)
+            words: dict[str, Any] = dict(probes)
+            return [(runs[0], folders[0] / "dump"), self.run(stage, watched=folders[0], **words)]
+        for run in runs:
+            self._check(run)
+        return [(run, folder / "dump") for run, folder in zip(runs, folders, strict=True)]
+
+    def run_pairs(
+        self,
+        stage: str,
+        tries: int,
+        *,
+        segment: Segment | None = None,
+        dump: str = "",
+        filled: bool = False,
+        **probes: str,
+    ) -> Iterator[RunPair]:
+        """Run, and yield how each further run compares with the first one.
+
+        Whole runs are ``2 * tries``. A segment is run up to 50 times, as long as this takes no
+        longer than the first look did; the other arguments are those of ``run``.
 
         Raises:
-            CommandError: If a run fails, if the two leave different ledgers, or if a run ends with
-                a ``DriftError`` that neither the comparison of the runs nor that of the ranks
-                shows.
+            CommandError: If a run fails, if two leave different ledgers, or if a run ends with a
+                ``DriftError`` that neither the comparison of the runs nor that of the ranks shows.
         """
-        known, self._stage = self._stage, stage
-        self._looks += known != stage
-        if known != stage and self._runs.seconds is not None:
+        begun = time.monotonic()
+        self._looks += 1
+        words: dict[str, Any] = {"segment": segment, "dump": dump, "filled": filled, **probes}
+        if stage == _WHOLE and self._beside:
+            first, *others = self.run_first(stage, **probes)
+        else:
+            self._announce(stage)
+            first, others = self.run(stage, later=1, **words), []
+        made = 1
+        while others or made < 2 * tries or (segment is not None and self._allows(made, begun)):
+            if not others:
+                watched = first[1].parent if stage == _WHOLE else None
+                others = [self.run(stage, watched=watched, **words)]
+            made += 1
+            yield self._compare(first, others.pop())
+        if stage == _WHOLE:
+            self._seconds = time.monotonic() - begun
+
+    def _announce(self, stage: str) -> None:
+        if self._runs.seconds is not None:
             look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
-            seconds = f"{2 * self._runs.seconds:.0f} s for each pair of runs"
-            print(f"{look}, about {seconds}", file=sys.stderr, flush=True)
-        runs = [
-            self.run(stage, dump=dump, filled=filled, later=later, **probes) for later in (1, 0)
-        ]
+            print(look, file=sys.stderr, flush=True)
+
+    def _allows(self, made: int, begun: float) -> bool:
+        """Return whether a segment is run once more, for a rare difference."""
+        return made < _MOST_SEGMENTS and time.monotonic() - begun < self._seconds
+
+    def _compare(self, first: tuple[Run, Path], second: tuple[Run, Path]) -> RunPair:
+        runs = [first, second]
         expected, actual = (run.fits for run, _ in runs)
-        if expected.keys() != actual.keys():
+        if expected.keys() != actual.keys() and not self._is_cut(expected, actual):
             raise CommandError(
                 f"The two runs left different ledgers: {', '.join(expected)} and "
                 f"{', '.join(actual)}. Each run must fit the same models in the same order."
             )
         dumps = tuple(dump for _, dump in runs)
+        both = [name for name in expected if name in actual]
         pairs = [
             RunPair(
-                name, compare_ledgers(ledger, actual[name]), ledger, len(expected), number, dumps
+                name,
+                compare_ledgers(expected[name], actual[name]),
+                expected[name],
+                len(both),
+                number,
+                dumps,
+                actual[name],
             )
-            for number, (name, ledger) in enumerate(expected.items())
+            for number, name in enumerate(both)
         ]
         pair = next((pair for pair in pairs if pair.differs), None)
         error = next((run.failure for run, _ in runs if run.failure is not None), None)
@@ -205,6 +302,13 @@ class Runner:
                 raise error
         return pair or pairs[-1]
 
+    @staticmethod
+    def _is_cut(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> bool:
+        """Return whether a run was ended where it differs, so that it lacks later fits."""
+        fewer = min(expected, actual, key=len)
+        last = list(fewer.values())[-1] if fewer else None
+        return last is not None and last.outcome(min(last.files)).end is None
+
 
 def escape_name(name: str) -> str:
     """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
@@ -212,7 +316,6 @@ def escape_name(name: str) -> str:
 
 
 _WHOLE = "whole run"
-_SUSPECTS = "suspects"
 _FIRST = "steps of the epoch"
 _SECOND = "modules of the step"
 _OPERATIONS = "operations of "
@@ -222,8 +325,10 @@ _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
 _MOST_LINES = 5
-# The first steps, of which the look at suspects takes probes.
-_SUSPECT_STEPS = "0:1000"
+_MOST_SEGMENTS = 50
+_PAIR = 2
+# The folder of the checkpoints that a run keeps for later looks.
+KEPT = "kept"
 
 
 @dataclass
@@ -339,20 +444,22 @@ def describe_place(found: Sequence[Divergence]) -> str:
 class Search:
     """Narrows down a divergence.
 
+    The first look compares two runs step by step. Later ones run only a segment again: from the
+    last checkpoint at which the runs were equal to the step in which they differ, with more probes.
+
     Args:
         runner: Runs the command in pairs.
-        tries: Most pairs for each look, until one differs.
-        suspects: Whether the program has lines that make batches, numbers or weights differ. Then
-            the first look has probes of them, so that it tells whether they do.
+        tries: Most pairs of whole runs for the first look, until one differs.
     """
 
-    def __init__(self, runner: Runner, tries: int, *, suspects: bool = False) -> None:
+    def __init__(self, runner: Runner, tries: int) -> None:
         self._runner = runner
         self._tries = tries
-        self._suspects = suspects
         self._gone = False  # whether no pair of a later look differs
         self._found = SearchResult(tries=tries)
         self._low = 0
+        self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
+        self._resumes = True  # until a resume fails
         self._probes: dict[str, str] = {}
 
     def locate(self) -> SearchResult:
@@ -390,43 +497,32 @@ class Search:
 
     def _narrow(self) -> None:
         """Look closer and closer; each look adds to what was found."""
-        if self._suspects:
-            pair = self._look(_SUSPECTS, probes=_STEPS, probe_steps=_SUSPECT_STEPS)
-        else:
-            pair = self._look(_WHOLE)
+        pair = self._look(_WHOLE, probes=_STEPS)
         if pair is not None and pair.rank_drift is not None:
             self._look_at_ranks(pair, pair.rank_drift)
             return
         while pair is not None:
-            pair = self._look_into_epoch(pair)
+            pair = self._look_into_step(pair)
         self._look_at_values()
 
-    def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
-        """Narrow from an epoch to its steps; return a pair that diverged in an earlier epoch."""
+    def _look_into_step(self, pair: RunPair) -> RunPair | None:
+        """Narrow from a step to its operations; return a pair that diverged in an earlier epoch."""
         known, found = self._found.cause, self._found.divergences
         if known is None or not found:
             return None
         first = found[0]
-        # Each pair may diverge at a different step, so all looks begin at the start of the epoch,
-        # the last point at which the runs are known to agree.
-        low, high = pair.steps_of_epoch(first.epoch)
-        # Steps after the last epoch that was recorded end with the final state.
-        if not known.narrows and not (first.moment == "final" and first.step > low):
+        segment = self._choose_segment(first)
+        self._low = pair.steps_of_epoch(first.epoch)[0] if segment is None else segment.first
+        if not known.narrows and not (first.moment == "final" and first.step > self._low):
             return None
-        self._low = low
-        stages = [(_FIRST, _STEPS), (_SECOND, _MODULES)]
-        if first.moment == "batch":  # the look at suspects saw the step
-            high = first.step + 1
-            del stages[0]
-        for stage, kinds in stages:
-            seen = self._look(stage, probes=kinds, probe_steps=f"{low}:{max(high, low + 1)}")
-            if seen is None:
-                return None
-            if self._found.divergences[0].epoch < first.epoch:
-                return seen
-            if self._found.cause is None or not self._found.cause.narrows:
-                return None
-            high = self._found.divergences[0].step + 1
+        steps = f"{self._low}:{first.step + 1}"
+        seen = self._look(_SECOND, probes=_MODULES, probe_steps=steps)
+        if seen is None:
+            return None
+        if self._found.divergences[0].epoch < first.epoch:
+            return seen
+        if self._found.cause is None or not self._found.cause.narrows:
+            return None
         # Operations of other modules are left out: the program may compute more there that differs
         # and is not the cause.
         first = self._found.divergences[0]
@@ -438,6 +534,22 @@ class Search:
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
         return None
+
+    def _choose_segment(self, first: Divergence) -> Segment | None:
+        """Return the part of a run that a look at a place needs; None for the whole run.
+
+        It begins before the step in which the place was written, at a checkpoint that the run has
+        kept, and ends after the step that differs. Variables reach only the first fit of a program.
+        """
+        pair = self._first
+        if pair is None or pair.actual is None or pair.actual.header.fit:
+            return None
+        start = None
+        if self._resumes and first.moment != "initial":
+            points = RecordedRun(pair.actual.path).points
+            kept = [own for own in points if own.path.parent.name == KEPT and own.is_there]
+            start = next((own for own in kept[::-1] if own.step < first.step), None)
+        return Segment(start, first.step + 1)
 
     def _look_at_values(self) -> None:
         """Save the values of the first place that differs, and measure how far they are apart."""
@@ -480,8 +592,8 @@ class Search:
         found.op = examine_op(at, pair.dumps)
         inputs_differ = found.op is not None and not found.op.inputs_equal
         if inputs_differ and found.cause is not None and found.cause.kind == "op":
-            pairs = (
-                self._runner.run_pair("filled memory", filled=True) for _ in range(self._tries)
+            pairs = self._runner.run_pairs(
+                "filled memory", self._tries, segment=self._choose_segment(first), filled=True
             )
             differ = any(pair.differs for pair in pairs)
             runs = f"nothing differs in {2 * self._tries} runs"
@@ -557,11 +669,27 @@ class Search:
         return not (first.step == start > self._low and began)
 
     def _look(self, stage: str, *, dump: str = "", **probes: str) -> RunPair | None:
-        """Run pairs until one differs, and record it as the finding; None if none does."""
-        missed = 0
-        for _ in range(self._tries):
-            pair = self._runner.run_pair(stage, dump=dump, filled=False, **probes)
-            if pair.rank_drift and stage in (_WHOLE, _SUSPECTS):
+        """Run until a run differs from the first one, and record it; None if none does."""
+        known = self._found.divergences
+        segment = self._choose_segment(known[0]) if known else None
+        try:
+            return self._look_at(stage, segment, dump, probes)
+        except CommandError:
+            if segment is None or segment.start is None:
+                raise
+        # As where the resume is refused: the state of the program cannot be saved.
+        self._resumes = False
+        self._found.looks.append(f"{stage}: the runs could not resume, so they begin at step 0")
+        return self._look_at(stage, replace(segment, start=None), dump, probes)
+
+    def _look_at(
+        self, stage: str, segment: Segment | None, dump: str, probes: Mapping[str, str]
+    ) -> RunPair | None:
+        missed = made = 0
+        words: dict[str, Any] = {"segment": segment, "dump": dump, **probes}
+        for pair in self._runner.run_pairs(stage, self._tries, **words):
+            made += 1
+            if pair.rank_drift and stage == _WHOLE:
                 return pair
             if not pair.differs:
                 continue
@@ -579,16 +707,16 @@ class Search:
             seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
             found.cause = find_cause(pair.comparison, batches_seen=seen)
             found.divergences = divergences
-            found.pair, found.ranks = pair, max(1, len(pair.comparison.ranks))
+            found.ranks = max(1, len(pair.comparison.ranks))
+            found.pair, self._first = pair, self._first or pair
             found.looks.append(f"{stage}: {describe_place(divergences)}")
-            self._probes = probes
+            self._probes = dict(probes)
             return pair
-        runs = 2 * self._tries
-        whole = stage in (_WHOLE, _SUSPECTS)
-        self._gone |= not missed and not whole
-        outcome = "nothing differs" if whole else "the divergence did not occur again"
-        elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
-        self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
+        runs = pluralize(made + 1, "run")
+        self._gone |= not missed and stage != _WHOLE
+        outcome = "nothing differs" if stage == _WHOLE else "the divergence did not occur again"
+        elsewhere = f", {missed} of {made} pairs differ elsewhere" if missed else ""
+        self._found.looks.append(f"{stage}: {outcome} in {runs}{elsewhere}")
         return None
 
 

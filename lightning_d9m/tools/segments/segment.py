@@ -5,7 +5,7 @@ the step, and write no checkpoints; see ``engine.recording.interruption_points``
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -201,7 +201,7 @@ def run_segment(
             "not continue another one. Let its first fit resume, or give a checkpoint that was "
             f"saved with DeterminismCallback. Log: {folder.parent / 'output.log'}."
         )
-    return run
+    return replace(run, failure=None) if mark.exists() else run
 
 
 def is_drift(end: End) -> bool:
