@@ -50,6 +50,7 @@ from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.interruption_points import (
     INTERRUPT,
+    KEEP,
     RESUME,
     Interruption,
     InterruptRequest,
@@ -200,15 +201,15 @@ class StepRecorder(Recorder):
         Raises:
             SettingError: If they save or resume the training.
         """
-        request = read_request(environment)
-        if request.resume or request.point or request.surveys:
-            name = RESUME if request.resume else INTERRUPT
+        interrupts = (environment.get(INTERRUPT) or KEEP).partition(":")[0] not in (KEEP, "stop")
+        if environment.get(RESUME) or interrupts:
+            name = RESUME if environment.get(RESUME) else INTERRUPT
             raise SettingError(
                 f"The variable {name} is set, and this training has no Trainer and no "
                 "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
                 "loop; see docs/loops.md."
             )
-        return replace(request, keeps=False)
+        return replace(read_request(environment), keeps=False)
 
     def open(self) -> None:
         """Open the ledger, before the first step."""

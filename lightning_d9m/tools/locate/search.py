@@ -1,27 +1,13 @@
-"""Runs of one command, the search for their first divergence, and its result.
+"""The search for the first divergence of runs of one command, and its result."""
 
-Environment variables control the runs: where they begin and end, what is probed, and which values
-are saved. Lines of the program that the rules of ``d9m scan`` report may explain what is found.
-"""
-
-import ast
-import re
-import shutil
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_value
-from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
-from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
-from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, KEEP
 from lightning_d9m.errors import CommandError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
@@ -35,16 +21,12 @@ from lightning_d9m.tools.comparison.causes import (
     name_module,
 )
 from lightning_d9m.tools.comparison.ledgers import (
-    Comparison,
     compare_ledgers,
     find_rank_drift,
     reference_rank,
 )
-from lightning_d9m.tools.launch.left_files import FileWatch
-from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.lint.rules import Finding
-from lightning_d9m.tools.lint.scanner import scan_file
-from lightning_d9m.tools.lint.source import SourceError, list_imports, read_python
+from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
 from lightning_d9m.tools.locate.outside import (
     UNLIKELY,
     OutsideRead,
@@ -52,270 +34,17 @@ from lightning_d9m.tools.locate.outside import (
     find_reads,
     list_generators,
 )
-from lightning_d9m.tools.segments.pair import PairWatch
-from lightning_d9m.tools.segments.segment import RecordedRun, Segment, is_drift, run_segment
+from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair, escape_name
+from lightning_d9m.tools.segments.segment import (
+    RecordedRun,
+    SavedPoint,
+    Segment,
+)
 
 if TYPE_CHECKING:
     from lightning_d9m.tools.comparison.numeric_difference import Magnitude
     from lightning_d9m.tools.locate.op_evidence import OpFinding
 
-_MOST_FILES = 500
-# The whole run, the modules, the operations, the values, filled memory.
-_MOST_LOOKS = 5
-# Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
-_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
-# By the kind of the cause.
-_RULES = {
-    **dict.fromkeys(("data", "initial weights", "inputs", "value from outside torch"), _ANY),
-    "random numbers": ("D9M204",),
-}
-
-_DUMP = "LIGHTNING_D9M_DUMP"
-_DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
-# torch fills new memory only while deterministic algorithms are on.
-_FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
-
-
-@dataclass(frozen=True)
-class RunPair:
-    """Two runs and how they compare.
-
-    Attributes:
-        fit: Name of the first fit that differs; of the last one if none does.
-        comparison: How that fit compares.
-        expected: Its ledger in the first run.
-        fits: Number of fits in each run.
-        equal_fits: Number of those before it, which are equal.
-        dumps: The folders of dumps of the two runs.
-        actual: Its ledger in the second run.
-        rank_drift: Where a rank differs from another, in two runs that are equal.
-    """
-
-    fit: str
-    comparison: Comparison
-    expected: Ledger
-    fits: int = 1
-    equal_fits: int = 0
-    dumps: tuple[Path, ...] = ()
-    actual: Ledger | None = None
-    rank_drift: Divergence | None = None
-
-    @property
-    def differs(self) -> bool:
-        """Whether the two runs differ."""
-        return not self.comparison.equal
-
-    def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the global steps of an epoch, as the first one and the one after the last."""
-        ends = {-1: 0}
-        for record in self.expected.line_records(min(self.expected.files)):
-            if isinstance(record, Digests) and record.moment == "epoch":
-                ends[record.epoch] = record.step
-        return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
-
-
-class Runner:
-    """Runs the command, each time in a new folder.
-
-    The first two runs train side by side and end at their first difference; they keep checkpoints,
-    from which later looks begin.
-
-    Args:
-        runs: The runs of the command.
-        variables: Environment variables of every run.
-        beside: Whether the first two take turns; else the second follows the first.
-
-    Attributes:
-        command: The command.
-        files: What the runs write and read.
-    """
-
-    def __init__(self, runs: Runs, variables: Mapping[str, str], *, beside: bool = True) -> None:
-        self.command = runs.command
-        self.files = FileWatch(runs.command, runs.output)
-        self._runs = runs
-        self._variables = variables
-        self._beside = beside
-        self._numbers = count(1)
-        self._looks = 0
-        self._seconds = 0.0  # that the first look took
-
-    def run(
-        self,
-        stage: str,
-        *,
-        segment: Segment | None = None,
-        dump: str = "",
-        filled: bool = False,
-        later: int = 0,
-        watched: Path | None = None,
-        **probes: str,
-    ) -> tuple[Run, Path]:
-        """Run once; return the run and the folder of its dumps, which need not exist.
-
-        Args:
-            stage: Name of the look, for the progress line.
-            segment: The part of the run; None for all of it.
-            dump: Name of the place whose values are saved; empty for none.
-            filled: Whether to switch on everything that fills new memory.
-            later: The number of runs of the look that follow.
-            watched: The folder of a run that has ended; this one ends where it first differs.
-            **probes: Settings of the probes, by name.
-
-        Raises:
-            CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
-                ledger.
-        """
-        folder, variables = self._prepare(dump=dump, filled=filled, probes=probes)
-        title = f"{folder.name.replace('-', ' ')}, {stage}"
-        if segment is not None:
-            words: dict[str, Any] = {"variables": variables, "later": later}
-            run = run_segment(self._runs, segment, folder.name, title, **words)
-        else:
-            watch = None if watched is None else PairWatch((watched, folder))
-            run = self._runs.run(
-                folder.name,
-                title,
-                variables=variables,
-                may_fail=True,
-                later=later,
-                killed_when=(lambda: False) if watch is None else watch.differs,
-            )
-        self._check(run)
-        self.files.note_run()
-        return run, folder / "dump"
-
-    def _prepare(
-        self, *, dump: str = "", filled: bool = False, probes: Mapping[str, str]
-    ) -> tuple[Path, dict[str, str]]:
-        """Return the folder of the next run, and its variables."""
-        folder = self._runs.output / f"run-{next(self._numbers):03d}"
-        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
-        variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
-        if dump:
-            place = escape_name(dump)  # and its leaves
-            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
-        return folder, {**self._variables, **variables}
-
-    @staticmethod
-    def _check(run: Run) -> None:
-        """Raise the failure of a run, unless a difference between ranks ended it."""
-        if run.failure is not None:
-            ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
-            if not any(end is not None and is_drift(end) for end in ends):
-                raise run.failure
-
-    def run_first(self, stage: str, **probes: str) -> list[tuple[Run, Path]]:
-        """Run twice, and compare while the runs train; both end where they first differ."""
-        made = [self._prepare(probes=probes) for _ in range(_PAIR)]
-        folders = [folder for folder, _ in made]
-        variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
-        watch = PairWatch((folders[0], folders[1]))
-        names = [folder.name for folder in folders]
-        title = f"runs 1 and 2, {stage}"
-        runs = self._runs.run_beside(names, title, variables, watch.differs)
-        self.files.note_run()
-        if runs[1].failure is not None and runs[0].failure is None:
-            # They may need a port, a device or memory that only one of them can have.
-            self._numbers = count(_PAIR)
-            shutil.rmtree(folders[1], ignore_errors=True)
-            words: dict[str, Any] = dict(probes)
-            return [(runs[0], folders[0] / "dump"), self.run(stage, watched=folders[0], **words)]
-        for run in runs:
-            self._check(run)
-        return [(run, folder / "dump") for run, folder in zip(runs, folders, strict=True)]
-
-    def run_pairs(
-        self,
-        stage: str,
-        tries: int,
-        *,
-        segment: Segment | None = None,
-        dump: str = "",
-        filled: bool = False,
-        **probes: str,
-    ) -> Iterator[RunPair]:
-        """Run, and yield how each further run compares with the first one.
-
-        Whole runs are ``2 * tries``. A segment is run up to 50 times, as long as this takes no
-        longer than the first look did; the other arguments are those of ``run``.
-
-        Raises:
-            CommandError: If a run fails, if two leave different ledgers, or if a run ends with a
-                ``DriftError`` that neither the comparison of the runs nor that of the ranks shows.
-        """
-        begun = time.monotonic()
-        self._looks += 1
-        words: dict[str, Any] = {"segment": segment, "dump": dump, "filled": filled, **probes}
-        if stage == _WHOLE and self._beside:
-            first, *others = self.run_first(stage, **probes)
-        else:
-            self._announce(stage)
-            first, others = self.run(stage, later=1, **words), []
-        made = 1
-        while others or made < 2 * tries or (segment is not None and self._allows(made, begun)):
-            if not others:
-                watched = first[1].parent if stage == _WHOLE else None
-                others = [self.run(stage, watched=watched, **words)]
-            made += 1
-            yield self._compare(first, others.pop())
-        if stage == _WHOLE:
-            self._seconds = time.monotonic() - begun
-
-    def _announce(self, stage: str) -> None:
-        if self._runs.seconds is not None:
-            look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
-            print(look, file=sys.stderr, flush=True)
-
-    def _allows(self, made: int, begun: float) -> bool:
-        """Return whether a segment is run once more, for a rare difference."""
-        return made < _MOST_SEGMENTS and time.monotonic() - begun < self._seconds
-
-    def _compare(self, first: tuple[Run, Path], second: tuple[Run, Path]) -> RunPair:
-        runs = [first, second]
-        expected, actual = (run.fits for run, _ in runs)
-        if expected.keys() != actual.keys() and not self._is_cut(expected, actual):
-            raise CommandError(
-                f"The two runs left different ledgers: {', '.join(expected)} and "
-                f"{', '.join(actual)}. Each run must fit the same models in the same order."
-            )
-        dumps = tuple(dump for _, dump in runs)
-        both = [name for name in expected if name in actual]
-        pairs = [
-            RunPair(
-                name,
-                compare_ledgers(expected[name], actual[name]),
-                expected[name],
-                len(both),
-                number,
-                dumps,
-                actual[name],
-            )
-            for number, name in enumerate(both)
-        ]
-        pair = next((pair for pair in pairs if pair.differs), None)
-        error = next((run.failure for run, _ in runs if run.failure is not None), None)
-        if pair is None and error is not None:
-            drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
-            pair = next((found for found in drifting if found.rank_drift), None)
-            if pair is None:
-                raise error
-        return pair or pairs[-1]
-
-    @staticmethod
-    def _is_cut(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> bool:
-        """Return whether a run was ended where it differs, so that it lacks later fits."""
-        fewer = min(expected, actual, key=len)
-        last = list(fewer.values())[-1] if fewer else None
-        return last is not None and last.outcome(min(last.files)).end is None
-
-
-def escape_name(name: str) -> str:
-    """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
-    return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
-
-
-_WHOLE = "whole run"
 _FIRST = "steps of the epoch"
 _SECOND = "modules of the step"
 _OPERATIONS = "operations of "
@@ -325,10 +54,6 @@ _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
 _MOST_LINES = 5
-_MOST_SEGMENTS = 50
-_PAIR = 2
-# The folder of the checkpoints that a run keeps for later looks.
-KEPT = "kept"
 
 
 @dataclass
@@ -351,6 +76,7 @@ class SearchResult:
         generators: Paths of the generators in the data, if the batches differ and nothing else
             explains it.
         left: A sentence on files through which a run may have changed later ones.
+        agreement: With which of two runs that exist the new runs agree; empty without them.
         writer: What ran when the first place was written; empty if it is not known.
         tries: Most pairs of runs for each look.
     """
@@ -368,6 +94,7 @@ class SearchResult:
     samples: str = ""
     generators: list[str] = field(default_factory=list)
     left: str = ""
+    agreement: str = ""
     writer: str = ""
     tries: int = 1
 
@@ -414,6 +141,7 @@ class SearchResult:
             "generators": self.generators or None,
             "left": self.left or None,
             "writer": self.writer or None,
+            "agreement": self.agreement or None,
         }
         return {
             "verdict": "different",
@@ -459,14 +187,22 @@ class Search:
         self._found = SearchResult(tries=tries)
         self._low = 0
         self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
+        # Checkpoints at which the runs were equal; None until they differ in the first fit.
+        self._points: list[SavedPoint] | None = None
         self._resumes = True  # until a resume fails
         self._probes: dict[str, str] = {}
 
-    def locate(self) -> SearchResult:
-        """Return what was found, even if a later look fails or is interrupted."""
+    def locate(self, between: tuple[RecordedRun, RecordedRun] | None = None) -> SearchResult:
+        """Return what was found, even if a later look fails or is interrupted.
+
+        ``between`` are two runs that exist. Then the first look is the segment in which they part.
+        """
         found = self._found
         try:
-            self._narrow()
+            if between is None:
+                self._narrow(self._look(WHOLE, probes=_STEPS))
+            elif self._note_known(*between):
+                self._narrow(self._look_between(*between))
         except (Exception, KeyboardInterrupt) as error:
             if found.cause is None:
                 raise
@@ -482,7 +218,7 @@ class Search:
         """Find what the program read from outside, unless an operation alone is the cause."""
         found, pair = self._found, self._found.pair
         alone = found.op is not None and found.op.outcomes > 1
-        if alone or pair is None or found.reference_rank is not None:
+        if alone or pair is None or not pair.dumps or found.reference_rank is not None:
             return
         first = found.divergences[0] if found.divergences else None
         name, folders = pair.expected.path.name, [dump.parent for dump in pair.dumps]
@@ -495,9 +231,69 @@ class Search:
             if found.explained in ("data", "inputs") and unexplained:
                 found.generators = list_generators(folders[0], name, first.rank)
 
-    def _narrow(self) -> None:
+    def _note_known(self, expected: RecordedRun, actual: RecordedRun) -> bool:
+        """Note where two runs that exist part; return whether they do within the training."""
+        found, ledgers = self._found, (expected.ledger, actual.ledger)
+        found.pair = RunPair(ledgers[0].path.name, compare_ledgers(*ledgers), ledgers[0])
+        if not found.pair.differs:
+            return False
+        found.cause = find_cause(found.pair.comparison)
+        found.divergences = earliest_divergences(found.pair.comparison)
+        found.looks.append(f"the two runs: {describe_place(found.divergences)}")
+        return bool(found.divergences) and found.cause.kind not in ("stack", "incomparable")
+
+    def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
+        """Run the segment in which two runs part again, and tell with which one that agrees."""
+        found = self._found
+        assert found.pair is not None, "the runs differ"
+        first = found.divergences[0]
+        # They were equal at the end of the epoch before, and, with probes, before the step.
+        equal = first.step if first.moment == "batch" else found.pair.steps_of_epoch(first.epoch)[0]
+        stop = first.step + 1
+        for step, totals in sorted(expected.step_totals.items()):
+            if equal < step < stop and step in actual.step_totals:
+                if totals != actual.step_totals[step]:
+                    stop = step
+                    break
+                equal = step
+        self._points = [
+            point
+            for run in (expected, actual)
+            for point in run.points
+            if point.is_there and point.step <= equal
+        ]
+        segment = self._choose_segment(first, stop)
+        assert segment is not None, "a recorded run is the first fit of its program"
+        self._low = segment.first
+        steps = f"{segment.first}:{stop}"
+        pair = self._look_at(_FIRST, segment, "", {"probes": _STEPS, "probe_steps": steps})
+        counts = [
+            sum(known.compare(run).equal for run in self._runner.made)
+            for known in (expected, actual)
+        ]
+        made = len(self._runner.made)
+        found.agreement = (
+            f"Of {pluralize(made, 'new run')} of steps {segment.first:,} to {stop:,}, "
+            f"{counts[0]} agree with the reference and {counts[1]} with the other run."
+        )
+        if pair is None and max(counts) == made:
+            other = "the other run" if counts[0] == made else "the reference"
+            found.agreement += (
+                f" So {other} is the one that parted from what the program computes here: by "
+                "something rare, such as a race, by its machine, or by an input that has changed "
+                "since."
+            )
+        elif pair is None and not max(counts):
+            found.agreement += (
+                " They agree with each other: the program, its data or the machine is not what it "
+                "was in both runs."
+            )
+        return pair
+
+    def _narrow(self, pair: RunPair | None) -> None:
         """Look closer and closer; each look adds to what was found."""
-        pair = self._look(_WHOLE, probes=_STEPS)
+        if pair is None and self._found.agreement:
+            return
         if pair is not None and pair.rank_drift is not None:
             self._look_at_ranks(pair, pair.rank_drift)
             return
@@ -535,21 +331,22 @@ class Search:
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
         return None
 
-    def _choose_segment(self, first: Divergence) -> Segment | None:
+    def _choose_segment(self, first: Divergence, stop: int | None = None) -> Segment | None:
         """Return the part of a run that a look at a place needs; None for the whole run.
 
         It begins before the step in which the place was written, at a checkpoint that the run has
         kept, and ends after the step that differs. Variables reach only the first fit of a program.
         """
         pair = self._first
-        if pair is None or pair.actual is None or pair.actual.header.fit:
-            return None
-        start = None
-        if self._resumes and first.moment != "initial":
+        if self._points is None and pair is not None and pair.actual and not pair.actual.header.fit:
             points = RecordedRun(pair.actual.path).points
-            kept = [own for own in points if own.path.parent.name == KEPT and own.is_there]
-            start = next((own for own in kept[::-1] if own.step < first.step), None)
-        return Segment(start, first.step + 1)
+            self._points = [own for own in points if own.path.parent.name == KEPT and own.is_there]
+        if self._points is None:
+            return None
+        usable = self._points if self._resumes and first.moment != "initial" else []
+        before = [point for point in usable if point.step < max(1, first.step)]
+        start = max(before, key=lambda point: point.step, default=None)
+        return Segment(start, first.step + 1 if stop is None else stop)
 
     def _look_at_values(self) -> None:
         """Save the values of the first place that differs, and measure how far they are apart."""
@@ -689,7 +486,7 @@ class Search:
         words: dict[str, Any] = {"segment": segment, "dump": dump, **probes}
         for pair in self._runner.run_pairs(stage, self._tries, **words):
             made += 1
-            if pair.rank_drift and stage == _WHOLE:
+            if pair.rank_drift and stage == WHOLE:
                 return pair
             if not pair.differs:
                 continue
@@ -713,8 +510,8 @@ class Search:
             self._probes = dict(probes)
             return pair
         runs = pluralize(made + 1, "run")
-        self._gone |= not missed and stage != _WHOLE
-        outcome = "nothing differs" if stage == _WHOLE else "the divergence did not occur again"
+        self._gone |= not missed and stage != WHOLE
+        outcome = "nothing differs" if stage == WHOLE else "the divergence did not occur again"
         elsewhere = f", {missed} of {made} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs}{elsewhere}")
         return None
@@ -730,62 +527,3 @@ def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     own = (known.kind, known.name, known.call)
     again = [place for place in first.places if (place.kind, place.name, place.call) == own]
     return replace(first, places=[*again, *first.places]) if again else None
-
-
-def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
-    """Scan the program of a command and the modules beside it that it imports.
-
-    Returns:
-        The findings of the rules that explain the cause, the likeliest first; then what is certain
-        and explains others. An empty cause has these alone.
-    """
-    program = find_program(command)
-    if program is None:
-        return []
-    scans = [scan_file(str(path), frozenset(_ANY)) for path in _list_modules(program)]
-    found = [finding for scan in scans for finding in scan.findings]
-    found = [one for one in found if explains(one.rule, cause) or one.certainty == "certain"]
-    order = (*_RULES.get(cause, ()), *_ANY)
-    return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
-
-
-def explains(rule: str, cause: str) -> bool:
-    """Return whether what a rule finds can be a cause of this kind."""
-    return rule in _RULES.get(cause, ())
-
-
-def find_program(command: Sequence[str]) -> Path | None:
-    """Return the Python file that a command runs, or None.
-
-    >>> find_program(["no-such-program", "--fast"])
-    """
-    for flag, word in zip(("", *command), command, strict=False):
-        candidates = [Path(word)]
-        if flag == "-m":
-            stem = Path(*word.split("."))
-            candidates = [stem.with_suffix(".py"), stem / "__main__.py"]
-        for path in candidates:
-            if path.suffix == ".py" and path.is_file():
-                return path
-    return None
-
-
-def _list_modules(program: Path) -> Iterator[Path]:
-    """Yield the program and, transitively, the files that it imports from its folder."""
-    waiting, seen = [program], {program}
-    while waiting and len(seen) <= _MOST_FILES:
-        path = waiting.pop(0)
-        yield path
-        try:
-            tree = ast.parse(read_python(path.read_bytes()).text)
-        except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # the scan reports such a file
-        for name in sorted(set(list_imports(tree))):
-            parts = name.split(".")
-            for folder in (program.parent, path.parent):
-                for end in range(1, len(parts) + 1):
-                    stem = folder.joinpath(*parts[:end])
-                    found = (stem.with_suffix(".py"), stem / "__init__.py")
-                    new = [file for file in found if file not in seen and file.is_file()]
-                    waiting += new
-                    seen.update(new)

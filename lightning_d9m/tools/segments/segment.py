@@ -13,7 +13,13 @@ from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
-from lightning_d9m.engine.ledger.format.records import Checkpoint, Digests, End, Resume
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    Digests,
+    End,
+    Resume,
+    StepDigests,
+)
 from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, MARK, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
@@ -113,6 +119,15 @@ class RecordedRun:
                         if known is None or point.is_there or not known.is_there:
                             found[record.step] = point
         return [found[step] for step in sorted(found)]
+
+    @cached_property
+    def step_totals(self) -> dict[int, Mapping[str, str]]:
+        """The digests of the state after the steps that follow a checkpoint, by global step."""
+        return {
+            record.step: record.totals
+            for record in self.ledger.records(min(self.ledger.files))
+            if isinstance(record, StepDigests)
+        }
 
     @cached_property
     def last_step(self) -> int:
