@@ -10,8 +10,8 @@ from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.comparison.ledgers import RankComparison, Side
 from lightning_d9m.tools.locate import search as search_module
-from lightning_d9m.tools.locate.op_evidence import find_patch
 from lightning_d9m.tools.locate.cause_lines import find_cause_lines, find_program
+from lightning_d9m.tools.locate.op_evidence import find_patch
 from lightning_d9m.tools.locate.search import Search
 
 

@@ -133,19 +133,16 @@ class Runner:
         """
         folder, variables = self._prepare(dump=dump, filled=filled, probes=probes)
         title = f"{folder.name.replace('-', ' ')}, {stage}"
+        words: dict[str, Any] = {"variables": variables, "later": later}
         if segment is not None:
-            words: dict[str, Any] = {"variables": variables, "later": later}
             run = run_segment(self._runs, segment, folder.name, title, **words)
         else:
-            watch = None if watched is None else PairWatch((watched, folder))
-            run = self._runs.run(
-                folder.name,
-                title,
-                variables=variables,
-                may_fail=True,
-                later=later,
-                killed_when=(lambda: False) if watch is None else watch.differs,
-            )
+            words["may_fail"] = True
+            if watched is None:
+                run = self._runs.run(folder.name, title, **words)
+            else:
+                with PairWatch((watched, folder)) as watch:
+                    run = self._runs.run(folder.name, title, killed_when=watch.differs, **words)
         self._check(run)
         self.files.note_run()
         self.made.append(run)
@@ -176,10 +173,10 @@ class Runner:
         made = [self._prepare(probes=probes) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
         variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
-        watch = PairWatch((folders[0], folders[1]))
         names = [folder.name for folder in folders]
         title = f"runs 1 and 2, {stage}"
-        runs = self._runs.run_beside(names, title, variables, watch.differs)
+        with PairWatch((folders[0], folders[1])) as watch:
+            runs = self._runs.run_beside(names, title, variables, watch.differs)
         self.files.note_run()
         if runs[1].failure is not None and runs[0].failure is None:
             # They may need a port, a device or memory that only one of them can have.

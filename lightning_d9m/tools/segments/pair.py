@@ -4,7 +4,7 @@ Records are compared as their bytes. Only where these differ are they parsed: nu
 logs, such as measured times, may differ without an effect on the training.
 """
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +27,7 @@ _LEFT_OUT = (b'{"kind":"step"', b'{"kind":"checkpoint"', b'{"kind":"resume"', b'
 _CHECK = b',"check":"'
 
 
-class PairWatch:
+class PairWatch(AbstractContextManager["PairWatch"]):
     """Compares the ledgers of two runs as far as both go.
 
     A program that fits in several processes at once may number its ledgers in any order: then
@@ -54,6 +54,11 @@ class PairWatch:
             return False
         self._differs = self._differs or any(map(self._compare, [*self._files.values()]))
         return self._differs
+
+    def __exit__(self, *_: object) -> None:
+        for streams in self._files.values():
+            for stream in streams:
+                stream.close()
 
     def _list_names(self) -> list[str]:
         """Return the files that both runs have, with a whole header in each."""
@@ -115,6 +120,10 @@ class _RecordStream:
             assert isinstance(layout, ProbeLayout), "told by the first bytes"
             self._places[layout.id] = layout.places
         return self._last
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     @property
     def item(self) -> Item | None:
