@@ -313,7 +313,7 @@ def run_beside(
                 tree.kill()
             tree.end(_GRACE_SECONDS, lambda: len(received) > 1)
     if timeout is not None and passed > 2 * timeout:
-        statuses = [None] * len(statuses)
+        statuses = [None] * len(folders)
     elif killed:
         return [None, None]
     return [
