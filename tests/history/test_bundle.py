@@ -64,7 +64,7 @@ def located(here, d9m, monkeypatch):
         pair=RunPair("fit-000", comparison, ledgers[0]),
         lines=[line],
     )
-    monkeypatch.setattr(locate_module.Search, "locate", lambda _: found)
+    monkeypatch.setattr(locate_module.Search, "locate", lambda *_: found)
     monkeypatch.setattr(locate_module, "make_output", lambda _: here / "runs")
     assert d9m("locate", "--", "python", "train.py")[0] == 1
     return here

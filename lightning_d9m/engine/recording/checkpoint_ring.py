@@ -27,7 +27,7 @@ class CheckpointRing:
         folder: The folder of the checkpoints.
         ranks: The ranks of the training; rank 0 decides.
         read_clock: Returns seconds in which this thread works. Real time would count the turns of
-            another run, see ``tools.launch``.
+            another run, which trains while this one is stopped.
     """
 
     def __init__(
