@@ -572,6 +572,7 @@ class Run:
         processes: The number of processes that trained; None if the command decided.
         seconds: How long it took; None if it was not measured.
         failure: Why it failed; None if it did not.
+        is_part: Whether it is a segment, which has no later fits.
     """
 
     fits: Mapping[str, Ledger]
@@ -579,6 +580,7 @@ class Run:
     processes: int | None = None
     seconds: float | None = None
     failure: CommandError | None = None
+    is_part: bool = False
 
 
 @dataclass
