@@ -31,11 +31,12 @@ def use_full_folder(g):
 
 
 def find_unlike_runs(g):
-    found = iter([{"fit-000": 1}, {"fit-000": 1, "fit-001": 2}])
+    fit = SimpleNamespace(files=[0], outcome=lambda _: SimpleNamespace(end="finished"))
+    found = iter([{"fit-000": fit}, {"fit-000": fit, "fit-001": fit}])
     runs = g.module.Runs(["true"], g.folder)
     run = import_module(f"{PREFIX}tools.launch.run").Run
     g.patch.setattr(runs, "run", lambda *_, **__: run(next(found)))
-    g.module.Runner(runs, {}).run_pair("whole run")
+    next(g.module.Runner(runs, {}, beside=False).run_pairs("whole run", 1))
 
 
 def save_a_checkpoint_of_something_else(g):
@@ -80,7 +81,7 @@ CASES = [
     ),
     ("tools.cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
     ("tools.launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
-    ("tools.locate.search", find_unlike_runs, "The two runs left different ledgers:"),
+    ("tools.locate.runner", find_unlike_runs, "The two runs left different ledgers:"),
     (
         "integrations.lightning.callback",
         import_the_other_package,

@@ -57,8 +57,8 @@ def locate(tmp_path, monkeypatch, capsys):
     class Kept(Search):
         """Keeps the result, for its report as text."""
 
-        def locate(self):
-            kept.append(super().locate())
+        def locate(self, between=None):
+            kept.append(super().locate(between))
             return kept[-1]
 
     kept = []
@@ -69,8 +69,10 @@ def locate(tmp_path, monkeypatch, capsys):
             run = partial(run, ranks=ranks, pythons=pythons or repeat(shared_python()))
         monkeypatch.setattr(launched, "run_once", run)
         command = [shared_python(), str(TRAINING), cause]
-        status = main(["locate", "--json", *words, "--", *command])
-        found = json.loads(capsys.readouterr().out)
+        status = main(["locate", "--json", "--one-by-one", *words, "--", *command])
+        printed = capsys.readouterr()
+        assert printed.out, printed.err
+        found = json.loads(printed.out)
         codes = [finding.code for finding in kept[-1].lines]
         kept[-1].lines = []
         said = "\n".join(describe(kept[-1], determinism=True))

@@ -392,7 +392,7 @@ def test_a_point_that_fails_has_its_remedy_and_leaves_the_verdicts_of_the_others
 
 def test_a_loop_that_nothing_can_save_is_named_before_any_point(resume):
     with pytest.raises(SettingError) as error:
-        StepRecorder.check_interruption({"LIGHTNING_D9M_INTERRUPT": "survey"})
+        StepRecorder.read_request({"LIGHTNING_D9M_INTERRUPT": "survey"})
     status, _, errors = resume(f"print({str(error.value)!r})")
     assert status == 3
     assert "needs a training that can be saved and resumed, and this loop has neither" in errors

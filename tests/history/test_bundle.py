@@ -19,7 +19,8 @@ from lightning_d9m.tools.comparison.causes import Cause
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.history.bundle import SecretFilter, open_bundle, write_bundle
 from lightning_d9m.tools.lint.rules import Finding
-from lightning_d9m.tools.locate.search import RunPair, SearchResult
+from lightning_d9m.tools.locate.runner import RunPair
+from lightning_d9m.tools.locate.search import SearchResult
 
 SECRET = "s3cr3t-value"  # noqa: S105 - no secret
 COMMAND = f"python train.py --hf-token {SECRET}"
@@ -63,7 +64,7 @@ def located(here, d9m, monkeypatch):
         pair=RunPair("fit-000", comparison, ledgers[0]),
         lines=[line],
     )
-    monkeypatch.setattr(locate_module.Search, "locate", lambda _: found)
+    monkeypatch.setattr(locate_module.Search, "locate", lambda *_: found)
     monkeypatch.setattr(locate_module, "make_output", lambda _: here / "runs")
     assert d9m("locate", "--", "python", "train.py")[0] == 1
     return here

@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.launch import run as launched
 from lightning_d9m.tools.launch.progress import RunProgress
-from lightning_d9m.tools.launch.run import make_output, pair_fits, run_once
+from lightning_d9m.tools.launch.run import make_output, pair_fits, run_beside, run_once
 
 PAUSE = "import signal; signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -246,3 +248,64 @@ def test_git_ignores_runs_in_the_folder_that_we_choose(tmp_path, monkeypatch):
     ignored.unlink()  # by a user who keeps runs in git
     make_output(None)
     assert not ignored.exists()
+
+
+# It writes to its ledger, and notes in a common file when.
+WRITES = """
+import os, sys, time
+from pathlib import Path
+own = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
+(own / "fit-000").mkdir()
+with open(own / "fit-000/rank-0.jsonl", "wb", buffering=0) as ledger, open("order", "a") as order:
+    for number in range(30):
+        ledger.write(b"x")
+        order.write(own.name)
+        order.flush()
+        time.sleep(0.05)
+raise SystemExit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """Return a function that runs a program twice, in turns."""
+    monkeypatch.chdir(tmp_path)
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+
+    def run(code, *, killed_when=lambda: False, variables=({}, {}), timeout=60.0):
+        words = {"progress": Quiet("", folders[0]), "timeout": timeout, "variables": variables}
+        return run_beside([sys.executable, "-c", code], folders, killed_when=killed_when, **words)
+
+    return run
+
+
+@linux
+def test_two_runs_take_turns(beside, tmp_path):
+    assert beside(WRITES) == [None, None]
+    order = (tmp_path / "order").read_text()
+    assert order.count("a") == order.count("b") == 30
+    # Neither ends before the other has begun, and each waits for the other several times.
+    assert order[0] == "a"
+    assert len(re.findall("a+b+", order)) > 2
+
+
+@linux
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_run_that_fails_beside_another_lets_it_end(beside, failing):
+    variables = [{}, {}]
+    variables[failing] = {"STATUS": "3"}
+    found = beside(WRITES, variables=variables)
+    assert "ended with exit status 3" in str(found[failing])
+    assert found[1 - failing] is None
+
+
+@linux
+def test_both_runs_end_where_they_differ_or_hang(beside, tmp_path):
+    found = beside(WRITES, killed_when=(tmp_path / "b/fit-000").exists)
+    assert found == [None, None]
+    assert (tmp_path / "order").read_text().count("a") < 30
+    shutil.rmtree(tmp_path / "a/fit-000")
+    found = beside("import time; time.sleep(60)", timeout=0.3)
+    assert all("was still running after 0.3 s" in str(error) for error in found)

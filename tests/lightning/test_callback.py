@@ -24,7 +24,7 @@ from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.recording import interruption_points
 from lightning_d9m.engine.recording.interruption_points import EpochShape
-from lightning_d9m.integrations.lightning.callback import change_last_bits
+from lightning_d9m.integrations.lightning.interruption import change_last_bits
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import state_verdict
 

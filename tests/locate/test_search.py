@@ -10,8 +10,9 @@ from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.comparison.ledgers import RankComparison, Side
 from lightning_d9m.tools.locate import search as search_module
+from lightning_d9m.tools.locate.cause_lines import find_cause_lines, find_program
 from lightning_d9m.tools.locate.op_evidence import find_patch
-from lightning_d9m.tools.locate.search import Search, find_cause_lines, find_program
+from lightning_d9m.tools.locate.search import Search
 
 
 def pair(
@@ -39,36 +40,38 @@ def pair(
         ),
         steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit=fit,
+        actual=None,
         expected=SimpleNamespace(path=Path("nowhere/fit-000")),
         fits=1,
         dumps=(Path("nowhere"), Path("nowhere")),
     )
 
 
-def search(*pairs, tries=1, suspects=False):
+def search(*pairs, tries=1):
     """Search in the given pairs; return the result, and (stage, settings) of each look."""
     looks = []
     remaining = iter(pairs)
 
-    def run_pair(stage, **words):
-        looks.append((stage, words))
-        if isinstance(found := next(remaining), BaseException):
-            raise found
-        return found
+    def run_pairs(stage, tries, **words):
+        for _ in range(2 * tries - 1):
+            looks.append((stage, words))
+            if isinstance(found := next(remaining), BaseException):
+                raise found
+            yield found
 
     files = SimpleNamespace(describe=lambda *, first_alone: "left by run 1" * first_alone)
-    runner = SimpleNamespace(run_pair=run_pair, command=["true"], files=files)
-    return Search(runner, tries, suspects=suspects).locate(), looks
+    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], files=files)
+    return Search(runner, tries).locate(), looks
 
 
 EPOCH = {"kind": "weights", "moment": "epoch", "step": 10}
 
 
-@pytest.mark.parametrize("suspects", [False, True])
-def test_runs_that_agree(suspects):
-    found, looks = search(pair(), pair(), tries=2, suspects=suspects)
+def test_runs_that_agree():
+    found, looks = search(pair(), pair(), pair(), tries=2)
     assert found.cause is None
-    assert len(looks) == 2
+    assert len(looks) == 3
+    assert found.looks == ["whole run: nothing differs in 4 runs"]
     said = " ".join(describe(found, determinism=True))
     assert "no two runs differ. A difference in more than 53% of the runs would have shown" in said
 
@@ -81,30 +84,25 @@ ELSEWHERE = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ e
 SEARCHES = {
     # Only that module is probed, so the cause in a different pair may lie outside.
     "inputs of a module are not of its operations": (
-        [pair(**EPOCH), LOSS, OUTPUT, pair("input", "layers", step=4), OUTPUT],
+        [LOSS, OUTPUT, pair("input", "layers", step=4), OUTPUT],
         ("module", None, {-2: f"operations of layers: {ELSEWHERE}"}),
     ),
     # The step before shows whether it was equal there.
     "values of state are saved with the step before": (
-        [pair(**EPOCH), *[pair("weight", "layers.weight", step=4)] * 2],
-        (
-            "weights",
-            [None, "0:10", "3:5"],
-            {-1: "values: epoch 0, step 4, batch 4: weight layers.weight"},
-        ),
+        [pair("weight", "layers.weight", step=4)] * 2,
+        ("weights", [None, "3:5"], {-1: "values: epoch 0, step 4, batch 4: weight layers.weight"}),
     ),
     "values of a pair that diverges earlier do not count": (
-        [pair(**EPOCH), *[pair("weight", "layers.weight", step=step) for step in (4, 3)]],
+        [pair("weight", "layers.weight", step=step) for step in (4, 3)],
         ("weights", None, {-1: f"values: {ELSEWHERE}"}),
     ),
     "values of a different kind do not count": (
-        [pair(**EPOCH), pair("gradient", "a", step=4), pair("local_gradient", "a", step=4)],
+        [pair("gradient", "a", step=4), pair("local_gradient", "a", step=4)],
         ("gradients", None, {-1: f"values: {ELSEWHERE}"}),
     ),
     # As in a race: chance decides which gradients a fused buffer rounds differently.
     "values count if another place of that kind differs first": (
         [
-            pair(**EPOCH),
             pair("gradient", "b.weight", step=4),
             pair("gradient", "a.weight", step=5, others=("b.weight",)),
         ],
@@ -112,29 +110,29 @@ SEARCHES = {
     ),
     # The cause lies before the steps that were probed.
     "state that differs in the first probed step does not count": (
-        [pair(**EPOCH), LOSS, OUTPUT, pair("weight", "layers.weight", step=4), pair()],
+        [LOSS, OUTPUT, pair("weight", "layers.weight", step=4), pair()],
         ("module", None, {-2: f"operations of layers: {ELSEWHERE}"}),
     ),
     "the end of an epoch after the probed steps does not count": (
-        [pair(**EPOCH), LOSS, pair("weights", moment="epoch", step=10), pair()],
-        ("module", None, {2: f"modules of the step: {ELSEWHERE}"}),
+        [LOSS, pair("weights", moment="epoch", step=10), pair()],
+        ("module", None, {1: f"modules of the step: {ELSEWHERE}"}),
     ),
     "a different fit of a run does not count": (
-        [pair(**EPOCH), LOSS, pair("batch", "batch", step=4, fit="fit-001"), pair()],
-        ("module", None, {2: f"modules of the step: {ELSEWHERE}"}),
+        [LOSS, pair("batch", "batch", step=4, fit="fit-001"), pair()],
+        ("module", None, {1: f"modules of the step: {ELSEWHERE}"}),
     ),
     "the end of a fit after the probed steps does not count": (
-        [pair(**EPOCH), LOSS, pair("weights", moment="final", step=10), pair()],
-        ("module", None, {2: f"modules of the step: {ELSEWHERE}"}),
+        [LOSS, pair("weights", moment="final", step=10), pair()],
+        ("module", None, {1: f"modules of the step: {ELSEWHERE}"}),
     ),
     # A race: the second pair diverges in an earlier epoch than the first.
     "an earlier epoch sends the search back to it": (
         [
-            pair(**EPOCH | {"epoch": 3, "step": 40}),
-            pair(**EPOCH | {"epoch": 1, "step": 20}),
+            pair("loss", "loss", step=34, epoch=3),
+            pair("loss", "loss", step=14, epoch=1),
             *[pair("batch", "batch", step=12, epoch=1)] * 2,
         ],
-        ("data", [None, "30:40", "10:20", "12:13"], {}),
+        ("data", [None, "30:35", "10:15", "12:13"], {}),
     ),
     # The values are saved in the first step of a resumed fit; there is none before.
     "initial weights of a resumed fit": (
@@ -153,18 +151,19 @@ def test_a_search(name):
     assert {number: found.looks[number] for number in said} == said
 
 
-def test_the_look_at_suspects_has_the_probes_that_show_their_effect():
-    found, looks = search(BATCH, BATCH, suspects=True)
+def test_each_look_has_the_probes_that_show_more():
+    found, looks = search(BATCH, BATCH)
     assert found.cause.kind == "data"
-    assert [stage for stage, _ in looks] == ["suspects", "values"]
-    assert looks[0][1]["probe_steps"] == "0:1000"
+    assert [stage for stage, _ in looks] == ["whole run", "values"]
     assert looks[-1][1].get("dump") == "batch:0"
     later = {"step": 14, "epoch": 1}
     op = pair("op", "layers[0]::aten.max.dim:1", **later)
-    pairs = (pair("loss", "loss", **later), pair("output", "layers[0]", **later), op, op)
-    found, looks = search(*pairs, suspects=True)
+    found, looks = search(
+        pair("loss", "loss", **later), pair("output", "layers[0]", **later), op, op
+    )
     assert found.cause.kind == "op"
-    assert [words["probe_steps"] for _, words in looks] == ["0:1000", "10:15", "14:15", "14:15"]
+    steps = [words.get("probe_steps") for _, words in looks]
+    assert steps == [None, "10:15", "14:15", "14:15"]
     modules = [words.get("probe_modules") for _, words in looks[-2:]]
     assert modules == ["layers[[]0],layers[[]0].*"] * 2
     assert looks[-1][1]["dump"] == "layers[0]::aten.max.dim"
@@ -194,11 +193,11 @@ def test_a_value_of_a_validation_is_followed_into_its_operations(extent):
     logged = pair("scalars", "val_loss", moment="epoch", step=10, values=("0x0p+0", "0x1p+0"))
     logged.comparison.extent = extent
     op = pair("op", "(model)::aten.add.Tensor", step=9)
-    found, looks = search(logged, logged, logged, op, op)
+    found, looks = search(logged, logged, op, op)
     assert (found.cause.kind, found.divergences[0].step) == ("op", 9)
     steps = [words.get("probe_steps") for _, words in looks]
-    assert steps == [None, "0:10", "0:11", "9:10", "9:10"]
-    assert looks[3][0] == "operations of (model)"
+    assert steps == [None, "0:11", "9:10", "9:10"]
+    assert looks[2][0] == "operations of (model)"
 
 
 @pytest.mark.parametrize("error", [ValueError("the dump"), KeyboardInterrupt()])

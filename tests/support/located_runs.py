@@ -14,6 +14,7 @@ from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.launch import run as launched
+from lightning_d9m.tools.locate.search import Search
 
 
 def locate(train, output, *, rank=0, ranks=1, program=__file__):
@@ -50,10 +51,25 @@ def locate(train, output, *, rank=0, ranks=1, program=__file__):
         run(*what)
 
     if rank == 0:
-        words = ["locate", "--json", "--tries", "1", "-o", str(output), "--", sys.executable]
+        words = [
+            "locate",
+            "--json",
+            "--one-by-one",
+            "--tries",
+            "1",
+            "-o",
+            str(output),
+            "--",
+            sys.executable,
+        ]
         printed = io.StringIO()
         try:
-            with mock.patch.object(launched, "run_once", run_here), redirect_stdout(printed):
+            with (
+                mock.patch.object(launched, "run_once", run_here),
+                # A segment ends its process, which is this one.
+                mock.patch.object(Search, "_choose_segment", return_value=None),
+                redirect_stdout(printed),
+            ):
                 assert main([*words, program]) < 2
         finally:
             request(None)

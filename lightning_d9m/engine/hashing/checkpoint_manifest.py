@@ -57,6 +57,17 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
 
 
+def digest_manifest(manifest: Mapping[str, Any] | None) -> str:
+    """Return the digest of a manifest, 32 hex digits: one for all that the checkpoint holds.
+
+    Empty without a manifest.
+    """
+    if manifest is None:
+        return ""
+    content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
+    return blake2b(content, digest_size=16).hexdigest()
+
+
 def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
     """Compare a checkpoint's content with its manifest.
 

@@ -19,6 +19,7 @@ from lightning_d9m.engine.ledger.format.records import (
     ProbeKey,
     Record,
     RunFacts,
+    StepDigests,
 )
 from lightning_d9m.engine.ledger.keys import Item, describe_record
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, PROBE_KINDS
@@ -39,8 +40,11 @@ GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 # Kind of probe by the group of digests that holds the same values.
 KIND_OF_GROUP = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
+# Settings of probes. What was probed is not what was computed: probes only read.
+PROBE_SETTINGS = frozenset({"probes", "probe_modules", "probe_steps", "probe_ranks"})
 # Settings in which two comparable runs may differ, each with the reason.
 INFORMATIONAL_SETTINGS = {
+    **dict.fromkeys(PROBE_SETTINGS, "runs are compared in the probes that both have"),
     "seed": "the header has the seed that was used",
     "overridden": "names settings of the program that the session has switched off",
     "threads": "the stack has the number of threads that was used",
@@ -334,6 +338,13 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group: the digests, or the fields that are compared."""
+    if isinstance(expected, StepDigests) and isinstance(actual, StepDigests):
+        names = dict.fromkeys((*GROUPS, *expected.totals, *actual.totals))
+        pairs = ((expected.totals.get(name), actual.totals.get(name)) for name in names)
+        return {
+            name: ({_TOTAL: one} if one else {}, {_TOTAL: other} if other else {})
+            for name, (one, other) in zip(names, pairs, strict=True)
+        }
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
         fields: list[dict[str, Json]] = [{}, {}]
         for record, own in zip((expected, actual), fields, strict=True):

@@ -9,6 +9,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Evaluation,
     Record,
     ReplayDrift,
+    StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import ENDS, describe_batch
 from lightning_d9m.text import describe_moment, escape
@@ -33,6 +34,8 @@ def record_key(record: Item) -> Key:
     if isinstance(record, Digests):
         counted = record.moment in {"initial", "epoch", *ENDS}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
+    if isinstance(record, StepDigests):
+        return ("step", record.epoch, record.step)
     if isinstance(record, Evaluation | ReplayDrift):
         return (record.kind, *(getattr(record, name, None) for name in _NAMED))
     return (record.kind,)
@@ -54,6 +57,9 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         return (_LAST, 1, 0)
     if isinstance(record, Batch | Evaluation | ReplayDrift):
         return max(previous, (record.epoch, 1, record.step))
+    if isinstance(record, StepDigests):
+        # It has the step after it; probes of a batch have the step before it.
+        return max(previous, (record.epoch, 1, record.step - 1))
     return previous
 
 
@@ -63,6 +69,8 @@ def describe_record(record: Item) -> str:
         return describe_moment(record.moment, record.epoch, record.step)
     if isinstance(record, Batch):
         return f"{describe_batch(record.batch)} of epoch {record.epoch} (step {record.step})"
+    if isinstance(record, StepDigests):
+        return f"the state after step {record.step} (epoch {record.epoch})"
     if isinstance(record, Evaluation | ReplayDrift):
         named = [(name, getattr(record, name)) for name in _NAMED if hasattr(record, name)]
         return " ".join([record.kind, *(f"{name} {escape(value)}" for name, value in named)])

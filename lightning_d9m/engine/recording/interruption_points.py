@@ -1,11 +1,14 @@
-"""Interruptions of a training, for ``d9m repeat --interrupt``: survey, save and kill, resume.
+"""Interruptions of a training: survey, save and kill, resume, keep checkpoints, stop at a step.
 
-The command sets variables, which apply to the first fit of a process, so that the program needs no
+Commands set variables, which apply to the first fit of a process, so that the program needs no
 change:
 
-- ``LIGHTNING_D9M_INTERRUPT``: ``survey``, or a point such as ``batch:1:7``; see
-  :class:`InterruptionPoint`;
-- ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for the checkpoint and a file that
+- ``LIGHTNING_D9M_INTERRUPT``: ``survey``; a point such as ``batch:1:7`` at which the training is
+  saved and killed, see :class:`InterruptionPoint`; ``keep``, which saves checkpoints as often as
+  costs little; or ``stop:320``, which makes the run a segment: it ends after this global step, and
+  the checkpoints that the program saves are not written, because those of the earlier run have the
+  same names;
+- ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for checkpoints and a file that
   marks that the point was reached;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
 
@@ -21,7 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.checkpoint_ring import CheckpointRing
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.text import pluralize
 
@@ -32,11 +37,13 @@ RESUME = "LIGHTNING_D9M_RESUME"
 LAST_BITS = "LIGHTNING_D9M_LAST_BITS"
 # Files in FOLDER: the epochs' shapes, the checkpoint, and the mark that the point was reached.
 SURVEY = "survey"
+KEEP = "keep"
 CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
 
 InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
 _PLURALS = {"batch": "batches", "step": "steps"}
+_STOP = re.compile(r"stop:(\d{1,18})", re.ASCII)
 _PATTERN = re.compile(
     rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
 )
@@ -89,13 +96,19 @@ class InterruptRequest:
 
     Attributes:
         resume: The checkpoint to resume from; None for none.
-        folder: The folder for the survey or the checkpoint; None if neither is wanted.
-        point: Where to save and kill; None for a survey.
+        folder: The folder for the survey, checkpoints and marks; None if nothing is wanted.
+        point: Where to save and kill; None for nowhere.
+        surveys: Whether to write the shapes of the epochs.
+        keeps: Whether to save checkpoints from time to time.
+        stop: The global step after which to stop; None for none.
     """
 
     resume: Path | None = None
     folder: Path | None = None
     point: InterruptionPoint | None = None
+    surveys: bool = False
+    keeps: bool = False
+    stop: int | None = None
 
 
 class _FaultState:
@@ -136,7 +149,12 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
             f"The variable {INTERRUPT} is {request!r} and {FOLDER} is not set. Set it to a "
             "folder for the checkpoint."
         )
-    return InterruptRequest(path, Path(folder), None if request == SURVEY else parse_point(request))
+    if request in (SURVEY, KEEP):
+        surveys = request == SURVEY
+        return InterruptRequest(path, Path(folder), surveys=surveys, keeps=not surveys)
+    if (stop := _STOP.fullmatch(request)) is not None:
+        return InterruptRequest(path, Path(folder), stop=int(stop[1]))
+    return InterruptRequest(path, Path(folder), parse_point(request))
 
 
 def parse_point(text: str) -> InterruptionPoint:
@@ -151,18 +169,21 @@ def parse_point(text: str) -> InterruptionPoint:
     match = _PATTERN.fullmatch(text)
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
         raise SettingError(
-            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, epoch:E, validated:E, "
-            "batch:E:N or validation:E:N, with whole numbers, and +N after it for N batches more."
+            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, epoch:E, "
+            "validated:E, batch:E:N or validation:E:N, with whole numbers, and +N after it for N "
+            "batches more."
         )
     kind: InterruptionKind = match[1]  # type: ignore[assignment]
     return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
 class Interruption:
-    """Surveys a training, or kills its process at a point after it has saved itself.
+    """Surveys a training, saves it, or ends its process at a point.
 
     The training calls ``reach`` at each point, on all ranks. If that returns True, it saves itself
-    to ``checkpoint`` and calls ``end_save``. ``before_kill`` waits for a save in the background.
+    to ``checkpoint`` and calls ``end_save``. It calls ``pass_step`` after each step, with a
+    function that saves it, and ``stop`` at its end. ``before_kill`` waits for a save in the
+    background; ``before_stop`` closes the ledger with the record that it is given.
     """
 
     def __init__(
@@ -170,23 +191,49 @@ class Interruption:
         request: InterruptRequest,
         ranks: Ranks,
         before_kill: Callable[[], object] = lambda: None,
+        before_stop: Callable[[End], object] = lambda _: None,
     ) -> None:
         self._request = request
         self._ranks = ranks
         self._before_kill = before_kill
+        self._before_stop = before_stop
         self._shapes: list[EpochShape] = []
         self._remaining: int | None = None  # batches until the kill
+        self._ring: CheckpointRing | None = None
+        if request.keeps and request.folder is not None:
+            self._ring = CheckpointRing(request.folder, ranks)
 
     @property
     def is_wanted(self) -> bool:
         """True if this run, or the one after a survey, needs a checkpoint."""
-        return self._request.folder is not None
+        return self._request.folder is not None and not self.is_segment
+
+    @property
+    def is_segment(self) -> bool:
+        """True if the run stops at a step and writes no checkpoints."""
+        return self._request.stop is not None
 
     @property
     def checkpoint(self) -> Path:
         """The path of the checkpoint."""
         assert self._request.folder is not None, "there is a point"
         return self._request.folder / CHECKPOINT
+
+    def pass_step(self, step: int, save: Callable[[Path], object] | None) -> None:
+        """Keep a checkpoint after a step, if it is time, or stop there."""
+        if self._ring is not None and save is not None:
+            self._ring.reach(step, save)
+        if self._request.stop is not None and step >= self._request.stop:
+            self.stop(f"the segment ends after step {step}")
+
+    def stop(self, reason: str = "the segment ends with the fit") -> None:
+        """End this process, if the run is a segment: what the program does next is not part of it.
+
+        It would write files that the earlier run has written.
+        """
+        if self.is_segment:
+            self._before_stop(End(status="stopped", reason=reason))
+            self._kill(reason)
 
     def reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> bool:
         """Return whether the training must save itself now; kill it if this is the last batch."""
@@ -211,21 +258,24 @@ class Interruption:
     def write_survey(self) -> None:
         """Write the shapes of the epochs for ``read_survey``, if they were asked for."""
         folder = self._request.folder
-        if folder is not None and self._request.point is None and self._ranks.rank == 0:
+        if folder is not None and self._request.surveys and self._ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / SURVEY).write_text(json.dumps([asdict(shape) for shape in self._shapes]))
 
     def _count_down(self, batches: int) -> None:
-        """Kill this process with SIGKILL, on every rank, if no batch remains."""
+        """Kill this process, if no batch remains."""
         assert self._remaining is not None, "it was saved"
         self._remaining -= batches
-        if self._remaining:
-            return
+        if not self._remaining:
+            self._kill(str(self._request.point))
+
+    def _kill(self, reached: str) -> None:
+        """Kill this process with SIGKILL, on every rank, after it has marked what was reached."""
         self._before_kill()
         # A launcher ends all ranks when one has died; that must not happen before the file exists.
         self._ranks.raise_on_all(lambda: None)
         if self._ranks.rank == 0:
-            self.checkpoint.with_name(MARK).write_text(str(self._request.point))
+            self.checkpoint.with_name(MARK).write_text(reached)
         self._ranks.raise_on_all(lambda: None)
         os.kill(os.getpid(), signal.SIGKILL)
 

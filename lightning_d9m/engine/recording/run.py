@@ -46,6 +46,7 @@ from lightning_d9m.engine.hashing.training_state import (
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import (
     MAX_NAME,
+    Checkpoint,
     Digests,
     End,
     Header,
@@ -61,6 +62,7 @@ from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
     SEEDED,
+    SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
     capture_program,
@@ -160,6 +162,8 @@ class Run:
             the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
+        stop: The global step at which the run stops, if it is a segment; else None. The state after
+            it is digested.
         open_runs: Those of this process with an open ledger.
     """
 
@@ -169,6 +173,7 @@ class Run:
         self.options = self._given = options
         self.digest: str | None = None
         self.folder: Path | None = None
+        self.stop: int | None = None
         self.held: list[dict[str, Json]] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
@@ -283,6 +288,8 @@ class Run:
             self.held.clear()
         self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
+        if self.stop is not None:
+            header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
         self.folder = make_folder()
         self._header, self._used_options = header, options or self.options
         if not ranks.is_alone and replicated is not None:
@@ -341,6 +348,14 @@ class Run:
     def note_save(self, step: int) -> None:
         """Digest the state after the steps that follow a checkpoint saved after this one."""
         self._due, self._saved_step = STEPS, step
+
+    def note_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Record a checkpoint that is complete, whose path is made relative to the ledger."""
+        if self.folder is not None:
+            path = os.path.abspath(checkpoint.path)  # noqa: PTH100 - also of a URL's text
+            with suppress(ValueError):  # on Windows, another drive
+                path = os.path.relpath(path, self.folder)
+            self.append(replace(checkpoint, path=path))
 
     def record(
         self,
@@ -512,7 +527,8 @@ class Run:
         agreement, header = self._agreement, self._header
         if header is None:
             return
-        follows = self._due > 0 and step > self._saved_step
+        stops = self.stop is not None and self._saved_step < self.stop <= step
+        follows = (self._due > 0 and step > self._saved_step) or stops
         wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
         kept = agreement if agreement is not None and wanted and agreement.wants(step) else None
         if not follows and kept is None:
@@ -523,7 +539,7 @@ class Run:
             if kept is not None:
                 kept.keep_step(step, groups)
         if follows:
-            self._due, self._saved_step = self._due - 1, step
+            self._due, self._saved_step = max(0, self._due - 1), step
             self._check_step(epoch, step, groups)
 
     def _check_step(self, epoch: int, step: int, groups: dict[str, dict[str, str]]) -> None:
@@ -535,6 +551,7 @@ class Run:
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
         record = digest_step(epoch, step, groups)
+        self.probes.collector.close()  # the probes of this step come before it
         self.append(record)
         check = self._check
         if check is None:

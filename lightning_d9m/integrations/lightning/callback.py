@@ -5,7 +5,7 @@ Each hook calls one function of :mod:`lightning_d9m.integrations.lightning` or o
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from functools import cache, partial
@@ -39,22 +39,20 @@ from lightning_d9m.engine.control.settings import (
     variable_of,
 )
 from lightning_d9m.engine.ledger.format.records import End
-from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.engine.ranks.groups import (
     RankLiveness,
     add_lost_ranks,
     close_group_at_exit,
     connect_liveness,
 )
-from lightning_d9m.engine.recording.interruption_points import (
-    LAST_BITS,
-    EpochShape,
-    Interruption,
-    InterruptionKind,
-    read_request,
-)
 from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.lightning.interruption import (
+    InterruptingCallback,
+    apply_interrupt_variables,
+    change_last_bits,
+    record_saves,
+)
 from lightning_d9m.integrations.lightning.resume.resumable_fit import CheckpointState
 from lightning_d9m.integrations.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.integrations.lightning.trainer_recorder import (
@@ -72,11 +70,7 @@ from lightning_d9m.integrations.strategies.strategies import (
     refuse_unread_variable,
     register_strategies,
 )
-from lightning_d9m.integrations.trainer.lightning_private import (
-    is_search,
-    resume_next_fit,
-    wrap_launches,
-)
+from lightning_d9m.integrations.trainer.lightning_private import wrap_launches
 from lightning_d9m.integrations.trainer.packages import (
     combined_base,
     extend_base,
@@ -87,7 +81,6 @@ from lightning_d9m.integrations.trainer.packages import (
 from lightning_d9m.integrations.trainer.trainer_attributes import KEY, Trainer, ranks_of
 
 _Callback: Any = combined_base("callbacks.Callback")
-_Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
 class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package that is loaded
@@ -192,6 +185,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         accepted = [accepted_unknown] if isinstance(accepted_unknown, str) else accepted_unknown
         self._checkpoint_state = CheckpointState(accepted)
         self._session: TrainerSession | None = None
+        self._saves = AttributePatches()
         self._liveness: RankLiveness | None = None
         # The launcher and NCCL start before `setup` is called and read these variables then.
         self.early_variables = EarlyVariables()
@@ -205,7 +199,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         # A copy (in a spawned process, or of the list of callbacks) has no open session. Lightning
         # attaches the module's methods for logging in each run; with them a copy would have the
         # module, whose class may be local.
-        state = self.__dict__ | {"_session": None, "_liveness": None}
+        state = self.__dict__ | {"_session": None, "_liveness": None, "_saves": AttributePatches()}
         return {name: part for name, part in state.items() if name not in ("log", "log_dict")}
 
     def __repr__(self) -> str:
@@ -241,6 +235,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Restore everything."""
+        for callback in trainer.callbacks if stage == "fit" else ():
+            if isinstance(callback, InterruptingCallback):
+                callback.interruption.stop()
         self._close(End(status="finished", reason=describe_end(trainer, stage)))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -358,8 +355,11 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)
         self._session = TrainerSession(trainer, resolve_settings(self._given, threads), stage)
+        run = self._recorder.run
+        apply_interrupt_variables(trainer, stage, run, self._recorder.end)
+        # Before a manifest is added, so that a segment makes none.
+        self._saves = record_saves(trainer, run)
         self._checkpoint_state.attach(trainer, self._session, self._recorder)
-        apply_interrupt_variables(trainer, stage)
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
@@ -372,6 +372,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             session, self._session = self._session, None
             if session is not None:
                 session.close()
+            self._saves.undo()
             self.early_variables.restore()
 
 
@@ -547,111 +548,3 @@ def make_callback(package: str) -> AddedCallback:
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)
-
-
-def apply_interrupt_variables(
-    trainer: Trainer, stage: str, environment: Mapping[str, str] = os.environ
-) -> None:
-    """Let variables interrupt a run that begins; see ``recording/interruption_points.py``.
-
-    Raises:
-        SettingError: If a variable has a value that is not allowed.
-    """
-    # A Trainer that fits again still has that of its first fit.
-    callbacks = [c for c in trainer.callbacks if not isinstance(c, InterruptingCallback)]
-    trainer.callbacks = callbacks
-    if stage != "fit" or is_search(trainer):
-        return
-    request = read_request(environment)
-    if request.resume is not None:
-        resume_next_fit(trainer, request.resume)
-    if request.folder is not None:
-
-        def wait() -> None:
-            trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
-
-        callbacks.append(InterruptingCallback(Interruption(request, ranks_of(trainer), wait)))
-
-
-def change_last_bits(
-    module: Any, environment: Mapping[str, str] = os.environ
-) -> dict[str, str | int]:
-    """Move each weight to the next number above or below, as the variable's number draws it.
-
-    Both parts of a complex number move; weights that are whole numbers have no last bit.
-
-    Returns:
-        The setting that the ledger records; empty if the variable is not set.
-
-    Raises:
-        SettingError: If the variable is not a whole number.
-    """
-    text = environment.get(LAST_BITS)
-    if not text:
-        return {}
-    if not text.isdecimal():
-        raise SettingError(f"{LAST_BITS} is {text!r}; allowed: digits, such as 1.")
-    generator = torch.Generator().manual_seed(int(text))
-    with torch.no_grad():
-        for whole in module.parameters():
-            weight = torch.view_as_real(whole) if whole.is_complex() else whole
-            if not weight.is_floating_point():
-                continue
-            upwards = torch.randint(2, weight.shape, generator=generator, device="cpu").bool()
-            limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
-            weight.copy_(torch.nextafter(weight, limit))
-    return {LAST_BITS_SETTING: int(text)}
-
-
-class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback
-    """Surveys a fit, or saves a checkpoint at a point and kills its process.
-
-    It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
-    after the module's hooks at the end of an epoch, too.
-    """
-
-    def __init__(self, interruption: Interruption) -> None:
-        self._interruption = interruption
-        self._validation = 0  # batches of validations in this epoch
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Count the validation batches of each epoch."""
-        self._validation = 0
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Interrupt after a batch of training."""
-        self._reach(trainer, "batch", batch_idx + 1)
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Interrupt after a batch of a validation."""
-        if not trainer.sanity_checking:
-            self._validation += 1
-            self._reach(trainer, "validation", self._validation)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Interrupt at the end of a validation."""
-        if not trainer.sanity_checking:
-            self._reach(trainer, "validated")
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note the batches of the epoch, and interrupt at its end."""
-        self._interruption.note_epoch(
-            EpochShape(
-                epoch=trainer.current_epoch,
-                batches=trainer.fit_loop.epoch_loop.batch_progress.current.processed,
-                accumulated=trainer.accumulate_grad_batches,
-                validation=self._validation,
-            )
-        )
-        self._reach(trainer, "epoch")
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the survey."""
-        self._interruption.write_survey()
-
-    def _reach(self, trainer: Trainer, kind: InterruptionKind, number: int = 0) -> None:
-        if self._interruption.reach(kind, trainer.current_epoch, number):
-            trainer.save_checkpoint(self._interruption.checkpoint)
-            self._interruption.end_save()

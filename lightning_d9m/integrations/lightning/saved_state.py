@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,11 @@ from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from lightning_d9m.attribute_patches import replace_method
-from lightning_d9m.engine.hashing.checkpoint_manifest import check_manifest, make_manifest
+from lightning_d9m.engine.hashing.checkpoint_manifest import (
+    check_manifest,
+    digest_manifest,
+    make_manifest,
+)
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer.lightning_private import wrap_resume_start
@@ -270,9 +273,7 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
     ranks = ranks_of(trainer)
     checkpoint = ranks.raise_on_all(load)
     place = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-    manifest = find_manifest(checkpoint) or {"tensors": torch.empty(0, device="cpu"), "values": ""}
-    content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
-    own = [str(path) if checkpoint else "", place, blake2b(content, digest_size=16).hexdigest()]
+    own = [str(path) if checkpoint else "", place, digest_manifest(find_manifest(checkpoint))]
     rows = ranks.gather_json(own)
     other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
     if other is None:

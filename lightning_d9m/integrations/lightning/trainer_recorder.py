@@ -213,9 +213,10 @@ class TrainerRecorder:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss
-        self.run.end_step(trainer.current_epoch, trainer.global_step)
         scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
         self.run.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
+        # After the probes, so that records have the order of the training.
+        self.run.end_step(trainer.current_epoch, trainer.global_step)
 
     def start_validation_batch(self, trainer: Trainer, batch: Any) -> None:
         """Probe a batch of a validation within a fit, which may feed back into the training."""

@@ -48,7 +48,14 @@ from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.engine.recording.interruption_points import (
+    INTERRUPT,
+    KEEP,
+    RESUME,
+    Interruption,
+    InterruptRequest,
+    read_request,
+)
 from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, unwrap_model
@@ -164,7 +171,7 @@ class StepRecorder(Recorder):
     _is_hosted = True
 
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
-        self.check_interruption(os.environ)
+        request = self.read_request(os.environ)
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
         self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
@@ -178,6 +185,8 @@ class StepRecorder(Recorder):
         self._covered = set(map(_count, optimizers))
         peers, self._world_size = find_ranks()
         self._ranks = Ranks(peers.rank)
+        self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
+        self.run.stop = request.stop
         self._make_folder = lambda: _make_folder(peers.rank, self._world_size, number)
         self.run.prepare(self._world_size)
         self._further = {"every_n_steps": self._every}
@@ -186,14 +195,21 @@ class StepRecorder(Recorder):
             self._further["overridden"] = ", ".join(names)
 
     @staticmethod
-    def check_interruption(environment: Mapping[str, str]) -> None:
-        """Raise a ``SettingError`` if variables interrupt or resume the training."""
-        if interrupting := [name for name in (INTERRUPT, RESUME) if environment.get(name)]:
+    def read_request(environment: Mapping[str, str]) -> InterruptRequest:
+        """Return the step at which the training stops, if variables ask for one.
+
+        Raises:
+            SettingError: If they save or resume the training.
+        """
+        interrupts = (environment.get(INTERRUPT) or KEEP).partition(":")[0] not in (KEEP, "stop")
+        if environment.get(RESUME) or interrupts:
+            name = RESUME if environment.get(RESUME) else INTERRUPT
             raise SettingError(
-                f"The variable {interrupting[0]} is set, and this training has no Trainer and no "
+                f"The variable {name} is set, and this training has no Trainer and no "
                 "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
                 "loop; see docs/loops.md."
             )
+        return replace(read_request(environment), keeps=False)
 
     def open(self) -> None:
         """Open the ledger, before the first step."""
@@ -221,6 +237,7 @@ class StepRecorder(Recorder):
         if self.epoch_steps == self._every:
             self.epoch()
         self.start_batch()
+        self.interruption.pass_step(self.global_step, None)
 
     def _verify(self) -> None:
         """Set the flags again that the program has changed, as the user asked from outside."""

@@ -31,7 +31,12 @@ from lightning_d9m.engine.control.session import Session, active_session, next_f
 from lightning_d9m.engine.control.settings import Settings
 from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder
-from lightning_d9m.engine.ledger.format.records import End, Resume, Scalar
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    End,
+    Resume,
+    Scalar,
+)
 from lightning_d9m.engine.probes.batch_probes import BatchProbes, Training
 from lightning_d9m.engine.probes.trace import ProbePoint
 from lightning_d9m.engine.ranks.groups import ranks_of_group
@@ -242,7 +247,8 @@ class Recorder:
             from lightning_d9m.ops.portability.mode import portable
 
             self._opened.enter_context(portable())
-        self.interruption = Interruption(request, self._ranks)
+        self.interruption = Interruption(request, self._ranks, before_stop=self._run.end)
+        self._run.stop = request.stop
         if request.resume is not None and not self._is_hosted:
             load = partial(torch.load, map_location="cpu", weights_only=True)
             saved = self._ranks.raise_on_all(partial(load, self._path_of_rank(request.resume)))
@@ -264,6 +270,7 @@ class Recorder:
                 if error is None and self._run.is_open:
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
                     self.interruption.write_survey()
+                    self.interruption.stop()
                 elif error is not None:
                     self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
             except BaseException as failure:
@@ -354,6 +361,7 @@ class Recorder:
             self._validating.close()
             if self.epoch_steps > before:  # gradients between steps are not saved
                 self._reach("batch", epoch, self.epoch_steps)
+                self.interruption.pass_step(self.global_step, self._save)
 
     def _start_loader(
         self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any]
@@ -396,10 +404,21 @@ class Recorder:
         ``epoch`` in the program. Each rank saves its own file.
         """
         if self.interruption.reach(kind, epoch, number):
-            saved = {name: part.state_dict() for name, part in self._name_parts().items()}
-            path = self._path_of_rank(self.interruption.checkpoint)
-            self._ranks.raise_on_all(lambda: torch.save(saved, path))
+            self._save(self.interruption.checkpoint)
             self.interruption.end_save()
+
+    def _save(self, path: Path) -> None:
+        """Save all parts; each rank saves its own file."""
+        saved = {name: part.state_dict() for name, part in self._name_parts().items()}
+        own = self._path_of_rank(path)
+        self._ranks.raise_on_all(lambda: torch.save(saved, own))
+        self.note_checkpoint(path)
+
+    def note_checkpoint(self, path: Path) -> None:
+        """Record that a checkpoint is complete, on every rank."""
+        step, batch = self.global_step, self._batch
+        own = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
+        self._run.note_checkpoint(own)
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""

@@ -182,6 +182,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Count the step."""
         self._recorder.step(self._loss)
         self._reach(control, "batch", self._recorder.next_epoch, self._recorder.epoch_steps)
+        # Without a function that saves: the Trainer saves when it has called its callbacks.
+        self._recorder.interruption.pass_step(self._recorder.global_step, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
@@ -192,6 +194,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Let the Trainer save a checkpoint, if the training is to be interrupted here."""
         self._interrupts = self._recorder.interruption.reach(kind, epoch, number)
         control.should_save |= self._interrupts
+        if self._recorder.interruption.is_segment:
+            control.should_save = False
 
     def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
         """Keep the logged numbers for the next record."""
@@ -211,6 +215,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             folder = _name_checkpoint(args, state)
             ranks = find_ranks()[0]
             ranks.raise_on_all(lambda: self._save_state(folder, args))
+            self._recorder.note_checkpoint(folder)
             if self._interrupts:
                 self._interrupts = False
                 copies, target = ranks.rank == 0, self._recorder.interruption.checkpoint

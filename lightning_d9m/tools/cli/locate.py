@@ -1,9 +1,9 @@
 """``d9m locate``: run a command several times and narrow down where its runs diverge.
 
-It narrows from the whole run to the steps of the epoch that differs, the modules of the step and
-the operations of the module. Each look is a pair of runs that environment variables control, so
-the program is not edited. A divergence that does not occur again in a narrower look is reported as
-far as it was narrowed down.
+Two runs train in turns, are compared step by step, and end at the first step that differs. The
+step is then run again from the last checkpoint before it, with probes of its modules and of the
+operations of the module. Environment variables control the runs, so the program is not edited. A
+divergence that does not occur again in a narrower look is reported as far as it was narrowed down.
 """
 
 import argparse
@@ -16,23 +16,19 @@ from typing import TYPE_CHECKING
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.kinds import STATE
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.lint.rules import Finding
-from lightning_d9m.tools.locate.search import (
-    Runner,
-    RunPair,
-    Search,
-    SearchResult,
-    describe_place,
-    explains,
-    find_cause_lines,
-)
+from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
+from lightning_d9m.tools.locate.runner import Runner, RunPair
+from lightning_d9m.tools.locate.search import Search, SearchResult, describe_place
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_field, list_one_sided
 from lightning_d9m.tools.output.terminal import make_table, measure, print_lines, render, wrap
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 if TYPE_CHECKING:
     from lightning_d9m.tools.comparison.numeric_difference import Magnitude
@@ -47,9 +43,14 @@ _MISSED = 0.05
 # A line of the program, with its file's path, is shown in full.
 _LONGEST = 400
 ARGUMENTS = f"""
+expected:REFERENCE?  ledger of a run that exists: only the part in which it differs from THIS_RUN is
+    run again
+actual:THIS_RUN?  ledger of another run
 --no-determinism  seed and record, but leave the determinism settings alone: shows what differs
     without lightning_d9m
---tries N  most pairs of runs for each look (default: 2)
+--tries N  most pairs of whole runs, until two differ (default: 2)
+--one-by-one  run the second training after the first, not beside it in turns: for a program that
+    needs a device, a port or a file for itself
 -o, --output DIR  new folder for ledgers, logs and dumps
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
     output = make_output(arguments.output)
-    runner = Runner(Runs(command, output, arguments.timeout), variables)
+    runs = Runs(command, output, arguments.timeout)
+    runner = Runner(runs, variables, beside=not arguments.one_by_one)
     suspects = find_cause_lines(command, "")
     if suspects and arguments.format == "text":
         # What the source shows already, before the first of many trainings ends.
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         for one in suspects[:_MOST_SUSPECTS]:
             print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
         print(flush=True)
-    found = Search(runner, arguments.tries, suspects=bool(suspects)).locate()
+    found = Search(runner, arguments.tries).locate(_read_runs(arguments))
     lines = list(
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
     )
@@ -88,10 +90,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if found.cause is not None else 0
 
 
+def _read_runs(arguments: argparse.Namespace) -> tuple[RecordedRun, RecordedRun] | None:
+    """Return the two runs that are given; None without any."""
+    if arguments.expected is None:
+        return None
+    if arguments.actual is None:
+        raise SettingError(
+            f"One run is given, {arguments.expected}. Give two, whose difference is searched for, "
+            "or none, which trains twice."
+        )
+    return RecordedRun(arguments.expected), RecordedRun(arguments.actual)
+
+
 def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of the report: the cause, where it is, the evidence, the advice."""
     if found.cause is None:
-        yield "equal: no two runs differ."
+        yield "equal: no two runs differ." if found.looks else "equal: the runs do not differ."
         yield from wrap(describe_power(2 * found.tries))
         if determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
@@ -108,8 +122,8 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _describe_magnitude(magnitude, verbose=verbose)
         if found.op is not None and found.op.inputs_equal and found.op.generator_equal:
             yield from _describe_fix(found.op)
-        if found.left:
-            yield from _label("files", printable(found.left))
+        for label, text in (("files", printable(found.left)), ("new runs", found.agreement)):
+            yield from _label(label, text) if text else ()
         # What is certain was found: the advice to look for it would not help.
         if found.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.advice)

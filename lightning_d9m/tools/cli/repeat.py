@@ -4,17 +4,19 @@ With ``--processes`` it runs on several numbers of processes; with logical ranks
 docs/logical-ranks.md) all runs have the same bits.
 
 With ``--interrupt``, runs that are killed and resumed are compared with a straight run. The user's
-program is not changed: variables control the callback in it (see ``lightning.callback``) or
-the recorder of its loop (``recording.interruption_points``). The straight run reports the points at
-which it can be interrupted. For each chosen point, one run is killed there, and another resumes
-from its checkpoint.
+program is not changed: variables control the callback in it or the recorder of its loop (see
+``recording.interruption_points``). The straight run reports the points at which it can be
+interrupted. For each chosen point, one run is killed there, and another resumes from its
+checkpoint. The checkpoints that the program itself saves are tried, too, each for a few steps.
 """
 
 import argparse
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,17 @@ from lightning_d9m.tools.comparison.printed_output import compare_printed
 from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.run import Run, Runs, count_threads, make_output
 from lightning_d9m.tools.output.repeat_text import RepeatReport
+from lightning_d9m.tools.segments.segment import (
+    RecordedRun,
+    SavedPoint,
+    Segment,
+    find_first_fit,
+    run_segment,
+)
 
 _FEWEST_RUNS = 2
+# After a checkpoint, which the straight run has recorded.
+_FEW_STEPS = 3
 # What changes the bits of a training on one machine, unless they are portable.
 _PORTABLE = {"LIGHTNING_D9M_PORTABLE": "1", "OMP_NUM_THREADS": "1"}
 _STACKS = (
@@ -230,34 +241,104 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
                 "Add lightning_d9m.Recorder to the loop; see docs/loops.md."
             ) from error
         raise
-    made = {1: replace(straight, label="straight")}
+    trial = _Trial(runs, {1: replace(straight, label="straight")}, allow_objects=allow_objects)
+    own = _choose_saved(straight)
     points = list(choose_points(read_survey(folder)))
-    if not points:
+    if not points and not own:
         raise CommandError(
             "The command's first fit has no point at which it can be interrupted: it has one epoch "
             "of one batch, and no validation. Train for more batches."
         )
-    for number, (point, label) in enumerate(points, start=2):
-        title, name = f"run {number} of {len(points) + 1}", f"run-{number:03d}"
+    trial.last = len(own) + len(points) + 1
+    # First, as later runs may write checkpoints of the same names.
+    for saved in own:
+        label = f"resumed from its own checkpoint of step {saved.step}, for {_FEW_STEPS} steps"
+        trial.add(label, partial(trial.resume_own, Segment(saved, saved.step + _FEW_STEPS)))
+    for point, label in points:
+        trial.add(f"{label}, resumed", partial(trial.resume_killed, point))
+    return RepeatReport(trial.made, runs.output, argv, resumed=True, steady=trial.steady)
+
+
+def _choose_saved(straight: Run) -> list[SavedPoint]:
+    """Return at most three checkpoints that the first fit itself has saved, not at its end."""
+    first = find_first_fit(straight)
+    if first is None:
+        return []
+    recorded = RecordedRun(first.path)
+    saved = [own for own in recorded.points if own.is_there and own.step < recorded.last_step]
+    places = sorted({0, len(saved) // 2, len(saved) - 1}) if saved else []
+    return [saved[place] for place in places]
+
+
+class _Trial:
+    """Runs that resume from the checkpoints of one straight run.
+
+    Args:
+        runs: The runs of the command.
+        made: The runs by number; run 1 is the straight one.
+        allow_objects: Whether checkpoints may hold Python objects.
+
+    Attributes:
+        last: The number of the last run, for progress.
+        steady: Whether the first run that differs does so in the same way twice; None if none does.
+    """
+
+    def __init__(self, runs: Runs, made: dict[int, Run], *, allow_objects: bool) -> None:
+        self._runs = runs
+        self.made = made
+        self._allowed = _ALLOW_OBJECTS if allow_objects else {}
+        self._has_objects = False  # in the checkpoints of all points
+        self.last = 1
+        self.steady: bool | None = None
+
+    def add(self, label: str, resume: Callable[[str, str, int], tuple[Run, Path | None]]) -> None:
+        """Resume, and compare with the straight run; a failure is kept and stops no other."""
+        if self._has_objects:
+            return
+        number = max(self.made) + 1
+        title, name = f"run {number} of {self.last}", f"run-{number:03d}"
         try:
-            later = len(points) + 1 - number
-            checkpoints = _kill(runs, f"{name}-killed", point, f"{title}, to be killed", later + 1)
-            variables = {RESUME: str(checkpoints / CHECKPOINT)}
-            variables |= _ALLOW_OBJECTS if allow_objects else {}
-            resumed = runs.run(name, f"{title}, resumed", later=later, variables=variables)
-            run = replace(resumed, label=f"{label}, resumed")
-            if RepeatReport({1: made[1], number: run}, runs.output, argv).verdict == "equal":
-                # A checkpoint that leads to a different run is kept.
-                shutil.rmtree(checkpoints, ignore_errors=True)
-            made[number] = run
+            run, checkpoints = resume(name, title, self.last - number)
         except (CommandError, LedgerError) as error:
-            said = _read_log(runs.output / name)
+            said = _read_log(self._runs.output / name)
             remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
             failure = CommandError("\n".join([str(error), *remedies]))
-            made[number] = Run({}, f"{label}, failed", failure=failure)
-            if _OBJECTS in said:  # as in the checkpoints of all other points
-                break
-    return RepeatReport(made, runs.output, argv, resumed=True)
+            failed = f"{label.removesuffix(', resumed')}, failed"
+            self.made[number] = Run({}, failed, failure=failure)
+            self._has_objects = _OBJECTS in said
+            return
+        self.made[number] = run = replace(run, label=label)
+        if self._is_equal(self.made[1], run):
+            # A checkpoint that leads to a different run is kept.
+            if checkpoints is not None:
+                shutil.rmtree(checkpoints, ignore_errors=True)
+        elif self.steady is None:
+            with suppress(CommandError, LedgerError):
+                again, _ = resume(f"{name}-again", f"{title}, once more", self.last - number)
+                self.steady = self._is_equal(run, again)
+
+    def _is_equal(self, one: Run, other: Run) -> bool:
+        report = RepeatReport({1: one, 2: other}, self._runs.output, self._runs.command)
+        return report.verdict == "equal"
+
+    def resume_own(
+        self, segment: Segment, name: str, title: str, later: int
+    ) -> tuple[Run, Path | None]:
+        """Resume from a checkpoint that the program has saved, for a few steps."""
+        words: dict[str, Any] = {"variables": self._allowed, "later": later}
+        run = run_segment(self._runs, segment, name, f"{title}, resumed", **words)
+        return replace(run, is_part=True), None
+
+    def resume_killed(
+        self, point: InterruptionPoint, name: str, title: str, later: int
+    ) -> tuple[Run, Path | None]:
+        """Resume from the checkpoint of a run that is killed at a point; it is made once."""
+        checkpoints = self._runs.output / f"{name.removesuffix('-again')}-killed" / "checkpoints"
+        if not checkpoints.exists():
+            _kill(self._runs, checkpoints, point, f"{title}, to be killed", later + 1)
+        variables = {RESUME: str(checkpoints / CHECKPOINT), **self._allowed}
+        words: dict[str, Any] = {"variables": variables, "later": later}
+        return self._runs.run(name, f"{title}, resumed", **words), checkpoints
 
 
 def _read_log(folder: Path) -> str:
@@ -265,18 +346,16 @@ def _read_log(folder: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _kill(runs: Runs, name: str, point: InterruptionPoint, title: str, later: int) -> Path:
-    """Run the command until it is killed at a point; return the folder with its checkpoint."""
-    checkpoints = runs.output / name / "checkpoints"
+def _kill(runs: Runs, checkpoints: Path, point: InterruptionPoint, title: str, later: int) -> None:
+    """Run the command until it is killed at a point, with its checkpoint in a new folder."""
     with file_errors(LedgerError, f"The folder {checkpoints} cannot be made"):
         checkpoints.mkdir(parents=True)
     mark = checkpoints / MARK
     variables = {INTERRUPT: str(point), FOLDER: str(checkpoints)}
     options: dict[str, Any] = {"variables": variables, "killed_when": mark.exists, "later": later}
-    killed = runs.run(name, title, may_fail=True, **options)
+    killed = runs.run(checkpoints.parent.name, title, may_fail=True, **options)
     if not mark.exists():
         raise killed.failure or CommandError(
             "The command ended without reaching the point at which it should be killed, which the "
             f"straight run had reached: its runs differ. Log: {checkpoints.parent / 'output.log'}."
         )
-    return checkpoints

@@ -5,7 +5,7 @@ First differences in stack and settings, then the divergences of the records of 
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from lightning_d9m.engine.ledger.differences import (
     KIND_OF_GROUP,
+    PROBE_SETTINGS,
     Divergence,
     FieldDifference,
     find_difference,
@@ -30,6 +31,7 @@ from lightning_d9m.engine.ledger.format.records import (
     ProbeLayout,
     RankDrift,
     RunFacts,
+    StepDigests,
 )
 from lightning_d9m.engine.ledger.keys import (
     LEDGER_START,
@@ -43,6 +45,7 @@ from lightning_d9m.engine.ledger.keys import (
 from lightning_d9m.engine.ledger.kinds import ENDS
 from lightning_d9m.engine.ledger.stack import (
     SEEDED,
+    SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
     same_logical_ranks,
@@ -73,6 +76,7 @@ class Side:
         complete: Whether the run wrote its last record; a killed run does not.
         truncated: Whether its last record is torn and was skipped.
         breaks: Where the run was interrupted and resumed.
+        last_step: The global step of its last record.
         reason: What ended it; empty if that is not known.
     """
 
@@ -83,10 +87,19 @@ class Side:
     complete: bool = False
     truncated: bool = False
     breaks: tuple[Break, ...] = ()
+    last_step: int = 0
     reason: str = ""
 
-    def note_end(self, item: Item | None) -> None:
-        """Keep what ended the run, if this is its last record."""
+    def note_alone(self, items: list[Item]) -> None:
+        """Count records that the other run does not have, and forget them."""
+        if items:
+            self.first_record = self.first_record or describe_record(items[0])
+        self.records += len(items)
+        items.clear()
+
+    def note(self, item: Item | None) -> None:
+        """Keep the last step, and what ended the run, of a record of this run."""
+        self.last_step = max(self.last_step, getattr(item, "step", 0))
         if isinstance(item, End):
             self.reason = item.reason or (item.error or "").partition("\n")[0]
 
@@ -120,6 +133,8 @@ class RankComparison:
             long as no state of the training does.
         divergence: The first divergence; None if all pairs agree.
         trained: The first one in more than logged values and evaluations; None without one.
+        segment: If one of the runs is a segment of the other, its first and its last global step;
+            what comes before or after it is not compared.
     """
 
     rank: int
@@ -139,6 +154,7 @@ class RankComparison:
     groups: tuple[str, ...] = ()
     divergence: Divergence | None = None
     trained: Divergence | None = None
+    segment: tuple[int, int] | None = None
 
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
@@ -146,7 +162,7 @@ class RankComparison:
         if not isinstance(item, Batch):
             self.records += 1
             self.differing += bool(differing)
-            self.digests += isinstance(item, Digests)
+            self.digests += isinstance(item, Digests | StepDigests)
             self.epochs += isinstance(item, Digests) and item.moment == "epoch"
             self.sees_end |= isinstance(item, Digests) and item.moment in ENDS
             if isinstance(item, End) and item.status == "failed" and found is None:
@@ -243,7 +259,8 @@ class Comparison:
         """``"equal"`` only if something was compared and no record differs or is missing.
 
         ``"incomplete"`` if one run was ended early, or an exception ended both at a state that was
-        not recorded, and all that was recorded is equal.
+        not recorded, and all that was recorded is equal. A segment ends early on purpose: it is
+        equal to its part of the other run.
         """
         if self.refusals or not self.ranks:
             return "not comparable"
@@ -362,6 +379,9 @@ def compare_ledgers(
         _add_fields(refusals, refused, where)
     any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
     same_size = expected.header.world_size == actual.header.world_size
+    # What was probed is not what was computed.
+    selected = all(entry.field not in PROBE_SETTINGS for entry in settings.values())
+    parts = tuple(SEGMENT in run.header.program for run in both)
     ranks: list[RankComparison] = []
     for rank in () if refusals else common:
         done = sum(entry.records + entry.places for entry in ranks)
@@ -372,7 +392,9 @@ def compare_ledgers(
                     progress(done + records)
 
             files = (one_file, other_file)
-            comparison, found_in_run = _compare_rank(rank, files, tick, watch, probes=same_size)
+            comparison, found_in_run = _compare_rank(
+                rank, files, tick, watch, probes=same_size, selected=selected, parts=parts
+            )
         ranks.append(comparison)
         _add_fields(refusals, found_in_run, (rank,))
     alone = [
@@ -423,41 +445,102 @@ def _compare_rank(
     watch: RecordObserver | None,
     *,
     probes: bool,
+    selected: bool,
+    parts: Sequence[bool],
 ) -> tuple[RankComparison, list[FieldDifference]]:
-    """Compare two files; stop if they are incomparable."""
+    """Compare two files; stop if they are incomparable.
+
+    ``probes`` says whether batches have counterparts, ``selected`` whether both runs have the same
+    probes of them, and ``parts`` which of the two runs are segments.
+    """
     result = RankComparison(rank)
+    sides = (result.expected, result.actual)
     refusals: list[FieldDifference] = []
+    # By side, what follows the last record of both; it does not count if the other is a segment.
+    alone: tuple[list[Item], list[Item]] = ([], [])
     ticked = 0
-    for one, other in align_records(*files):
-        item = other or one
-        assert item is not None, "one run has it"
-        result.expected.note_end(one)
-        result.actual.note_end(other)
+    for item, one, other in _list_compared(result, files, parts, selected=selected):
         found = None
         if isinstance(item, Batch) and not probes:
             result.uncompared_batches += 1
             continue
         if one is None or other is None:
-            side = result.actual if one is None else result.expected
-            side.records += 1
-            side.first_record = side.first_record or describe_record(item)
+            alone[one is None].append(item)
         elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
             result.records += 1
             if refusals := run_refusals(one, other):
                 break
         else:
-            found = find_difference(one, other)
+            found = _find_selected(one, other, selected=selected)
             result.count(item, found)
+            for side, left in zip(sides, alone, strict=True):
+                side.note_alone(left)
         if watch is not None:
             watch(rank, one, other, found)
-        done = result.records + result.places
-        if done - ticked > _TICK:
-            ticked = done
-            progress(done)
-    for side, file in zip((result.expected, result.actual), files, strict=True):
+        if (done := result.records + result.places) - ticked > _TICK:
+            progress(ticked := done)
+    for side, left, other_ends in zip(sides, alone, parts[::-1], strict=True):
+        side.note_alone([] if other_ends else left)
+    _note_ends(result, files, parts)
+    return result, refusals
+
+
+def _note_ends(
+    result: RankComparison, files: tuple[RankReader, RankReader], parts: Sequence[bool]
+) -> None:
+    """Note how two files end, that were read, and the steps of a segment."""
+    sides = (result.expected, result.actual)
+    for side, file in zip(sides, files, strict=True):
         side.complete, side.truncated = file.complete, file.truncated
         side.breaks = tuple(file.breaks)
-    return result, refusals
+    if any(parts):
+        start = max(map(_find_start, files, parts))[2]
+        result.segment = (start, sides[parts.index(True)].last_step)
+
+
+def _list_compared(
+    result: RankComparison,
+    files: tuple[RankReader, RankReader],
+    parts: Sequence[bool],
+    *,
+    selected: bool,
+) -> Iterator[tuple[Item, Item | None, Item | None]]:
+    """Yield each record that counts, as the one or the other run has it, and as both have it."""
+    sides = (result.expected, result.actual)
+    start, place = max(map(_find_start, files, parts)), LEDGER_START
+    for one, other in align_records(*files):
+        item = other or one
+        assert item is not None, "one run has it"
+        for side, own in zip(sides, (one, other), strict=True):
+            side.note(own)
+        place = record_place(item, place)
+        is_pair = one is not None and other is not None
+        if isinstance(item, StepDigests):
+            # Runs may save at different steps.
+            counts = any(parts) and is_pair and place >= start
+        elif isinstance(item, Batch):
+            counts = place >= start and (is_pair or selected)
+        else:
+            outside = isinstance(item, End) or place < start
+            counts = isinstance(item, RunFacts) or not (any(parts) and outside)
+        if counts:
+            yield item, one, other
+
+
+def _find_selected(one: Item, other: Item, *, selected: bool) -> Divergence | None:
+    """Return how counterparts differ; without the places of probes that one did not select."""
+    found = find_difference(one, other)
+    if found is None or selected:
+        return found
+    return replace(found, one_sided=[]) if found.places else None
+
+
+def _find_start(file: RankReader, is_part: bool) -> LedgerPosition:
+    """Return the place at which a segment begins; the beginning of any other run."""
+    if not (is_part and file.breaks):
+        return LEDGER_START
+    last = file.breaks[-1]
+    return (last.epoch, 1 if last.batch else 0, last.step)
 
 
 def find_rank_drift(ledger: Ledger) -> Divergence | None:

@@ -211,6 +211,119 @@ def run_once(
             raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
 
 
+_STALLED_SECONDS = 30.0
+# Memory that the second of two runs may need, as a multiple of what the first one has.
+_MEMORY = 1.2
+
+
+class _Turns:
+    """Two runs take turns, so that neither needs the cores of the other; see ``run_beside``.
+
+    The one with fewer bytes in its ledgers runs, and the other is stopped (SIGSTOP). If nothing is
+    written for some time, both run: one may wait for a lock that the other has.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._sizes: list[int] = []
+        self._since = _read_clock()
+
+    def may_begin(self, leader: "subprocess.Popen[bytes]") -> bool:
+        """Return whether the second run can start beside the first: it trains, and fits twice."""
+        if not _size_ledgers(self._folders[0]):
+            return False
+        used = 0
+        with suppress(psutil.Error):
+            first = psutil.Process(leader.pid)
+            for process in (first, *first.children(recursive=True)):
+                with suppress(psutil.Error):
+                    used += process.memory_info().rss
+        return bool(psutil.virtual_memory().available > _MEMORY * used)
+
+    def change(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
+        """Let the run that is behind run."""
+        sizes = [_size_ledgers(folder) for folder in self._folders]
+        if sizes != self._sizes:
+            self._sizes, self._since = sizes, _read_clock()
+        behind = sizes.index(min(sizes))
+        both_run = _read_clock() - self._since > _STALLED_SECONDS
+        alone = len([leader for leader in leaders if leader.poll() is None]) < len(self._folders)
+        for number, leader in enumerate(leaders):
+            runs = both_run or alone or number == behind
+            _send(leader, signal.SIGCONT if runs else signal.SIGSTOP)
+
+
+def _size_ledgers(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("fit-*/rank-0.jsonl"))
+
+
+def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    if leader.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader.pid, number)
+
+
+def run_beside(
+    command: Sequence[str],
+    folders: Sequence[Path],
+    *,
+    progress: RunProgress,
+    timeout: float | None,
+    variables: Sequence[Mapping[str, str]],
+    killed_when: Callable[[], bool],
+) -> list[CommandError | None]:
+    """Run the command twice, in turns, so that both can be compared while they run.
+
+    The second begins when the first trains, or when it has ended if the memory is short. Folders
+    and variables are those of each run; the other arguments are those of ``run_once``.
+
+    Returns:
+        For each run, why it failed; None if it did not, or was killed.
+
+    Raises:
+        CommandError: If the command does not start.
+    """
+    logs = [folder / "output.log" for folder in folders]
+    environments = [
+        _make_environment(folder) | dict(own)
+        for folder, own in zip(folders, variables, strict=True)
+    ]
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    turns, start, killed = _Turns(folders), _read_clock(), False
+    with progress, _signals_deferred() as received, subreaper_enabled():
+        try:
+            tree.leaders.append(_start(command, None, logs[0], environments[0]))
+            while not received and not killed:
+                time.sleep(_TICK_SECONDS)
+                first = tree.leaders[0]
+                if not tree.leaders[1:] and (first.poll() is not None or turns.may_begin(first)):
+                    tree.leaders.append(_start(command, None, logs[1], environments[1]))
+                passed = _read_clock() - start
+                killed = killed_when() or (timeout is not None and passed > 2 * timeout)
+                if len(tree.leaders) > 1:
+                    if all(leader.poll() is not None for leader in tree.leaders):
+                        break
+                    turns.change(tree.leaders)
+                progress.tick(passed)
+            statuses = [leader.poll() for leader in tree.leaders]
+        finally:
+            for leader in tree.leaders:
+                _send(leader, signal.SIGCONT)  # a stopped process does not end
+            if killed:
+                tree.kill()
+            tree.end(_GRACE_SECONDS, lambda: len(received) > 1)
+    if timeout is not None and passed > 2 * timeout:
+        statuses = [None] * len(folders)
+    elif killed:
+        return [None, None]
+    return [
+        CommandError(_describe_failure(command, 0, status, logs=[log], timeout=timeout))
+        if status or (status is None and timeout is not None)
+        else None
+        for status, log in zip(statuses, logs, strict=True)
+    ]
+
+
 def _make_environment(folder: Path) -> dict[str, str]:
     """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
     environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
@@ -459,6 +572,7 @@ class Run:
         processes: The number of processes that trained; None if the command decided.
         seconds: How long it took; None if it was not measured.
         failure: Why it failed; None if it did not.
+        is_part: Whether it is a segment, which has no later fits.
     """
 
     fits: Mapping[str, Ledger]
@@ -466,6 +580,7 @@ class Run:
     processes: int | None = None
     seconds: float | None = None
     failure: CommandError | None = None
+    is_part: bool = False
 
 
 @dataclass
@@ -512,9 +627,7 @@ class Runs:
             CommandError: If the command fails or leaves no ledger.
             LedgerError: If a ledger cannot be read.
         """
-        folder, command = self.output / name, command or self.command
-        with file_errors(LedgerError, f"The folder {folder} cannot be made"):
-            folder.mkdir(exist_ok=True)
+        folder, command = self._make_folder(name), command or self.command
         failure: CommandError | None = None
         start = time.monotonic()
         progress = RunProgress(title, folder, self.seconds or 0.0, later)
@@ -527,7 +640,53 @@ class Runs:
                 self.output.rmdir()
             if not may_fail:
                 raise
-        seconds = time.monotonic() - start
+        return self._collect(folder, time.monotonic() - start, failure, command, may_fail=may_fail)
+
+    def run_beside(
+        self,
+        names: Sequence[str],
+        title: str,
+        variables: Sequence[Mapping[str, str]],
+        killed_when: Callable[[], bool],
+    ) -> list[Run]:
+        """Run the command twice, in turns, see ``run_beside``; runs may fail.
+
+        Raises:
+            CommandError: If the command does not start.
+            LedgerError: If a ledger cannot be read.
+        """
+        folders = [self._make_folder(name) for name in names]
+        start = time.monotonic()
+        failures = run_beside(
+            self.command,
+            folders,
+            progress=RunProgress(title, folders[0], 2 * (self.seconds or 0.0)),
+            timeout=self.timeout,
+            variables=variables,
+            killed_when=killed_when,
+        )
+        seconds = (time.monotonic() - start) / 2
+        return [
+            self._collect(folder, seconds, failure, self.command, may_fail=True)
+            for folder, failure in zip(folders, failures, strict=True)
+        ]
+
+    def _make_folder(self, name: str) -> Path:
+        folder = self.output / name
+        with file_errors(LedgerError, f"The folder {folder} cannot be made"):
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def _collect(
+        self,
+        folder: Path,
+        seconds: float,
+        failure: CommandError | None,
+        command: Sequence[str],
+        *,
+        may_fail: bool,
+    ) -> Run:
+        """Return the ledgers that a run has left in its folder."""
         paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
         try:
             fits = {path.name: read_ledger(path) for path in paths}

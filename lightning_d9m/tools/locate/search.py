@@ -1,26 +1,15 @@
-"""Pairs of runs of one command, the search for their first divergence, and its result.
+"""The search for the first divergence of runs of one command, and its result."""
 
-Environment variables control the runs: what is probed, and which values are saved. Lines of the
-program that the rules of ``d9m scan`` report may explain what is found.
-"""
-
-import ast
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_value
-from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
 from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
-from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
-from lightning_d9m.errors import CommandError, DriftError
-from lightning_d9m.text import escape
+from lightning_d9m.errors import CommandError
+from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
     OUTSIDE,
     UNINITIALIZED,
@@ -32,16 +21,12 @@ from lightning_d9m.tools.comparison.causes import (
     name_module,
 )
 from lightning_d9m.tools.comparison.ledgers import (
-    Comparison,
     compare_ledgers,
     find_rank_drift,
     reference_rank,
 )
-from lightning_d9m.tools.launch.left_files import FileWatch
-from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.lint.rules import Finding
-from lightning_d9m.tools.lint.scanner import scan_file
-from lightning_d9m.tools.lint.source import SourceError, list_imports, read_python
+from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
 from lightning_d9m.tools.locate.outside import (
     UNLIKELY,
     OutsideRead,
@@ -49,170 +34,17 @@ from lightning_d9m.tools.locate.outside import (
     find_reads,
     list_generators,
 )
+from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair, escape_name
+from lightning_d9m.tools.segments.segment import (
+    RecordedRun,
+    SavedPoint,
+    Segment,
+)
 
 if TYPE_CHECKING:
     from lightning_d9m.tools.comparison.numeric_difference import Magnitude
     from lightning_d9m.tools.locate.op_evidence import OpFinding
 
-_MOST_FILES = 500
-# The whole run, the steps, the modules, the operations, the values, filled memory.
-_MOST_LOOKS = 6
-# Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
-_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
-# By the kind of the cause.
-_RULES = {
-    **dict.fromkeys(("data", "initial weights", "inputs", "value from outside torch"), _ANY),
-    "random numbers": ("D9M204",),
-}
-
-_DUMP = "LIGHTNING_D9M_DUMP"
-_DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
-# torch fills new memory only while deterministic algorithms are on.
-_FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
-
-
-@dataclass(frozen=True)
-class RunPair:
-    """Two runs and how they compare.
-
-    Attributes:
-        fit: Name of the first fit that differs; of the last one if none does.
-        comparison: How that fit compares.
-        expected: Its ledger in the first run.
-        fits: Number of fits in each run.
-        equal_fits: Number of those before it, which are equal.
-        dumps: The folders of dumps of the two runs.
-        rank_drift: Where a rank differs from another, in two runs that are equal.
-    """
-
-    fit: str
-    comparison: Comparison
-    expected: Ledger
-    fits: int = 1
-    equal_fits: int = 0
-    dumps: tuple[Path, ...] = ()
-    rank_drift: Divergence | None = None
-
-    @property
-    def differs(self) -> bool:
-        """Whether the two runs differ."""
-        return not self.comparison.equal
-
-    def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the global steps of an epoch, as the first one and the one after the last."""
-        ends = {-1: 0}
-        for record in self.expected.line_records(min(self.expected.files)):
-            if isinstance(record, Digests) and record.moment == "epoch":
-                ends[record.epoch] = record.step
-        return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
-
-
-class Runner:
-    """Runs the command, each time in a new folder.
-
-    Args:
-        runs: The runs of the command.
-        variables: Environment variables of every run.
-
-    Attributes:
-        command: The command.
-        files: What the runs write and read.
-    """
-
-    def __init__(self, runs: Runs, variables: Mapping[str, str]) -> None:
-        self.command = runs.command
-        self.files = FileWatch(runs.command, runs.output)
-        self._runs = runs
-        self._variables = variables
-        self._numbers = count(1)
-        self._stage, self._looks = "", 0
-
-    def run(
-        self, stage: str, *, dump: str = "", filled: bool = False, later: int = 0, **probes: str
-    ) -> tuple[Run, Path]:
-        """Run once; return the run and the folder of its dumps, which need not exist.
-
-        Args:
-            stage: Name of the look, for the progress line.
-            dump: Name of the place whose values are saved; empty for none.
-            filled: Whether to switch on everything that fills new memory.
-            later: The number of runs of the look that follow.
-            **probes: Settings of the probes, by name.
-
-        Raises:
-            CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
-                ledger.
-        """
-        number = next(self._numbers)
-        folder = self._runs.output / f"run-{number:03d}"
-        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
-        variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
-        if dump:
-            place = escape_name(dump)  # and its leaves
-            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
-        run = self._runs.run(
-            folder.name,
-            f"run {number}, {stage}",
-            variables={**self._variables, **variables},
-            may_fail=True,
-            later=later,
-        )
-        if run.failure is not None:
-            ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
-            if not any(end and (end.error or "").startswith(DriftError.__name__) for end in ends):
-                raise run.failure
-        self.files.note_run()
-        return run, folder / "dump"
-
-    def run_pair(
-        self, stage: str, *, dump: str = "", filled: bool = False, **probes: str
-    ) -> RunPair:
-        """Run twice and compare; the arguments are those of ``run``.
-
-        Raises:
-            CommandError: If a run fails, if the two leave different ledgers, or if a run ends with
-                a ``DriftError`` that neither the comparison of the runs nor that of the ranks
-                shows.
-        """
-        known, self._stage = self._stage, stage
-        self._looks += known != stage
-        if known != stage and self._runs.seconds is not None:
-            look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
-            seconds = f"{2 * self._runs.seconds:.0f} s for each pair of runs"
-            print(f"{look}, about {seconds}", file=sys.stderr, flush=True)
-        runs = [
-            self.run(stage, dump=dump, filled=filled, later=later, **probes) for later in (1, 0)
-        ]
-        expected, actual = (run.fits for run, _ in runs)
-        if expected.keys() != actual.keys():
-            raise CommandError(
-                f"The two runs left different ledgers: {', '.join(expected)} and "
-                f"{', '.join(actual)}. Each run must fit the same models in the same order."
-            )
-        dumps = tuple(dump for _, dump in runs)
-        pairs = [
-            RunPair(
-                name, compare_ledgers(ledger, actual[name]), ledger, len(expected), number, dumps
-            )
-            for number, (name, ledger) in enumerate(expected.items())
-        ]
-        pair = next((pair for pair in pairs if pair.differs), None)
-        error = next((run.failure for run, _ in runs if run.failure is not None), None)
-        if pair is None and error is not None:
-            drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
-            pair = next((found for found in drifting if found.rank_drift), None)
-            if pair is None:
-                raise error
-        return pair or pairs[-1]
-
-
-def escape_name(name: str) -> str:
-    """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
-    return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")
-
-
-_WHOLE = "whole run"
-_SUSPECTS = "suspects"
 _FIRST = "steps of the epoch"
 _SECOND = "modules of the step"
 _OPERATIONS = "operations of "
@@ -222,8 +54,6 @@ _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,
 _MODULES = f"{_STEPS},input,output,grad_output"
 _OPS = f"{_MODULES},op"
 _MOST_LINES = 5
-# The first steps, of which the look at suspects takes probes.
-_SUSPECT_STEPS = "0:1000"
 
 
 @dataclass
@@ -246,6 +76,7 @@ class SearchResult:
         generators: Paths of the generators in the data, if the batches differ and nothing else
             explains it.
         left: A sentence on files through which a run may have changed later ones.
+        agreement: With which of two runs that exist the new runs agree; empty without them.
         writer: What ran when the first place was written; empty if it is not known.
         tries: Most pairs of runs for each look.
     """
@@ -263,6 +94,7 @@ class SearchResult:
     samples: str = ""
     generators: list[str] = field(default_factory=list)
     left: str = ""
+    agreement: str = ""
     writer: str = ""
     tries: int = 1
 
@@ -309,6 +141,7 @@ class SearchResult:
             "generators": self.generators or None,
             "left": self.left or None,
             "writer": self.writer or None,
+            "agreement": self.agreement or None,
         }
         return {
             "verdict": "different",
@@ -339,27 +172,37 @@ def describe_place(found: Sequence[Divergence]) -> str:
 class Search:
     """Narrows down a divergence.
 
+    The first look compares two runs step by step. Later ones run only a segment again: from the
+    last checkpoint at which the runs were equal to the step in which they differ, with more probes.
+
     Args:
         runner: Runs the command in pairs.
-        tries: Most pairs for each look, until one differs.
-        suspects: Whether the program has lines that make batches, numbers or weights differ. Then
-            the first look has probes of them, so that it tells whether they do.
+        tries: Most pairs of whole runs for the first look, until one differs.
     """
 
-    def __init__(self, runner: Runner, tries: int, *, suspects: bool = False) -> None:
+    def __init__(self, runner: Runner, tries: int) -> None:
         self._runner = runner
         self._tries = tries
-        self._suspects = suspects
         self._gone = False  # whether no pair of a later look differs
         self._found = SearchResult(tries=tries)
         self._low = 0
+        self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
+        # Checkpoints at which the runs were equal; None until they differ in the first fit.
+        self._points: list[SavedPoint] | None = None
+        self._resumes = True  # until a resume fails
         self._probes: dict[str, str] = {}
 
-    def locate(self) -> SearchResult:
-        """Return what was found, even if a later look fails or is interrupted."""
+    def locate(self, between: tuple[RecordedRun, RecordedRun] | None = None) -> SearchResult:
+        """Return what was found, even if a later look fails or is interrupted.
+
+        ``between`` are two runs that exist. Then the first look is the segment in which they part.
+        """
         found = self._found
         try:
-            self._narrow()
+            if between is None:
+                self._narrow(self._look(WHOLE, probes=_STEPS))
+            elif self._note_known(*between):
+                self._narrow(self._look_between(*between))
         except (Exception, KeyboardInterrupt) as error:
             if found.cause is None:
                 raise
@@ -375,7 +218,7 @@ class Search:
         """Find what the program read from outside, unless an operation alone is the cause."""
         found, pair = self._found, self._found.pair
         alone = found.op is not None and found.op.outcomes > 1
-        if alone or pair is None or found.reference_rank is not None:
+        if alone or pair is None or not pair.dumps or found.reference_rank is not None:
             return
         first = found.divergences[0] if found.divergences else None
         name, folders = pair.expected.path.name, [dump.parent for dump in pair.dumps]
@@ -388,45 +231,94 @@ class Search:
             if found.explained in ("data", "inputs") and unexplained:
                 found.generators = list_generators(folders[0], name, first.rank)
 
-    def _narrow(self) -> None:
+    def _note_known(self, expected: RecordedRun, actual: RecordedRun) -> bool:
+        """Note where two runs that exist part; return whether they do within the training."""
+        found, ledgers = self._found, (expected.ledger, actual.ledger)
+        found.pair = RunPair(ledgers[0].path.name, compare_ledgers(*ledgers), ledgers[0])
+        if not found.pair.differs:
+            return False
+        found.cause = find_cause(found.pair.comparison)
+        found.divergences = earliest_divergences(found.pair.comparison)
+        found.looks.append(f"the two runs: {describe_place(found.divergences)}")
+        return bool(found.divergences) and found.cause.kind not in ("stack", "incomparable")
+
+    def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
+        """Run the segment in which two runs part again, and tell with which one that agrees."""
+        found = self._found
+        assert found.pair is not None, "the runs differ"
+        first = found.divergences[0]
+        # They were equal at the end of the epoch before, and, with probes, before the step.
+        equal = first.step if first.moment == "batch" else found.pair.steps_of_epoch(first.epoch)[0]
+        stop = first.step + 1
+        for step, totals in sorted(expected.step_totals.items()):
+            if equal < step < stop and step in actual.step_totals:
+                if totals != actual.step_totals[step]:
+                    stop = step
+                    break
+                equal = step
+        self._points = [
+            point
+            for run in (expected, actual)
+            for point in run.points
+            if point.is_there and point.step <= equal
+        ]
+        segment = self._choose_segment(first, stop)
+        assert segment is not None, "a recorded run is the first fit of its program"
+        self._low = segment.first
+        steps = f"{segment.first}:{stop}"
+        pair = self._look_at(_FIRST, segment, "", {"probes": _STEPS, "probe_steps": steps})
+        counts = [
+            sum(known.compare(run).equal for run in self._runner.made)
+            for known in (expected, actual)
+        ]
+        made = len(self._runner.made)
+        found.agreement = (
+            f"Of {pluralize(made, 'new run')} of steps {segment.first:,} to {stop:,}, "
+            f"{counts[0]} agree with the reference and {counts[1]} with the other run."
+        )
+        if pair is None and max(counts) == made:
+            other = "the other run" if counts[0] == made else "the reference"
+            found.agreement += (
+                f" So {other} is the one that parted from what the program computes here: by "
+                "something rare, such as a race, by its machine, or by an input that has changed "
+                "since."
+            )
+        elif pair is None and not max(counts):
+            found.agreement += (
+                " They agree with each other: the program, its data or the machine is not what it "
+                "was in both runs."
+            )
+        return pair
+
+    def _narrow(self, pair: RunPair | None) -> None:
         """Look closer and closer; each look adds to what was found."""
-        if self._suspects:
-            pair = self._look(_SUSPECTS, probes=_STEPS, probe_steps=_SUSPECT_STEPS)
-        else:
-            pair = self._look(_WHOLE)
+        if pair is None and self._found.agreement:
+            return
         if pair is not None and pair.rank_drift is not None:
             self._look_at_ranks(pair, pair.rank_drift)
             return
         while pair is not None:
-            pair = self._look_into_epoch(pair)
+            pair = self._look_into_step(pair)
         self._look_at_values()
 
-    def _look_into_epoch(self, pair: RunPair) -> RunPair | None:
-        """Narrow from an epoch to its steps; return a pair that diverged in an earlier epoch."""
+    def _look_into_step(self, pair: RunPair) -> RunPair | None:
+        """Narrow from a step to its operations; return a pair that diverged in an earlier epoch."""
         known, found = self._found.cause, self._found.divergences
         if known is None or not found:
             return None
         first = found[0]
-        # Each pair may diverge at a different step, so all looks begin at the start of the epoch,
-        # the last point at which the runs are known to agree.
-        low, high = pair.steps_of_epoch(first.epoch)
-        # Steps after the last epoch that was recorded end with the final state.
-        if not known.narrows and not (first.moment == "final" and first.step > low):
+        segment = self._choose_segment(first)
+        self._low = pair.steps_of_epoch(first.epoch)[0] if segment is None else segment.first
+        if not known.narrows and not (first.moment == "final" and first.step > self._low):
             return None
-        self._low = low
-        stages = [(_FIRST, _STEPS), (_SECOND, _MODULES)]
-        if first.moment == "batch":  # the look at suspects saw the step
-            high = first.step + 1
-            del stages[0]
-        for stage, kinds in stages:
-            seen = self._look(stage, probes=kinds, probe_steps=f"{low}:{max(high, low + 1)}")
-            if seen is None:
-                return None
-            if self._found.divergences[0].epoch < first.epoch:
-                return seen
-            if self._found.cause is None or not self._found.cause.narrows:
-                return None
-            high = self._found.divergences[0].step + 1
+        steps = f"{self._low}:{first.step + 1}"
+        seen = self._look(_SECOND, probes=_MODULES, probe_steps=steps)
+        if seen is None:
+            return None
+        if self._found.divergences[0].epoch < first.epoch:
+            return seen
+        if self._found.cause is None or not self._found.cause.narrows:
+            return None
         # Operations of other modules are left out: the program may compute more there that differs
         # and is not the cause.
         first = self._found.divergences[0]
@@ -438,6 +330,23 @@ class Search:
         steps = f"{step}:{step + 1}"
         self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
         return None
+
+    def _choose_segment(self, first: Divergence, stop: int | None = None) -> Segment | None:
+        """Return the part of a run that a look at a place needs; None for the whole run.
+
+        It begins before the step in which the place was written, at a checkpoint that the run has
+        kept, and ends after the step that differs. Variables reach only the first fit of a program.
+        """
+        pair = self._first
+        if self._points is None and pair is not None and pair.actual and not pair.actual.header.fit:
+            points = RecordedRun(pair.actual.path).points
+            self._points = [own for own in points if own.path.parent.name == KEPT and own.is_there]
+        if self._points is None:
+            return None
+        usable = self._points if self._resumes and first.moment != "initial" else []
+        before = [point for point in usable if point.step < max(1, first.step)]
+        start = max(before, key=lambda point: point.step, default=None)
+        return Segment(start, first.step + 1 if stop is None else stop)
 
     def _look_at_values(self) -> None:
         """Save the values of the first place that differs, and measure how far they are apart."""
@@ -480,8 +389,8 @@ class Search:
         found.op = examine_op(at, pair.dumps)
         inputs_differ = found.op is not None and not found.op.inputs_equal
         if inputs_differ and found.cause is not None and found.cause.kind == "op":
-            pairs = (
-                self._runner.run_pair("filled memory", filled=True) for _ in range(self._tries)
+            pairs = self._runner.run_pairs(
+                "filled memory", self._tries, segment=self._choose_segment(first), filled=True
             )
             differ = any(pair.differs for pair in pairs)
             runs = f"nothing differs in {2 * self._tries} runs"
@@ -557,11 +466,27 @@ class Search:
         return not (first.step == start > self._low and began)
 
     def _look(self, stage: str, *, dump: str = "", **probes: str) -> RunPair | None:
-        """Run pairs until one differs, and record it as the finding; None if none does."""
-        missed = 0
-        for _ in range(self._tries):
-            pair = self._runner.run_pair(stage, dump=dump, filled=False, **probes)
-            if pair.rank_drift and stage in (_WHOLE, _SUSPECTS):
+        """Run until a run differs from the first one, and record it; None if none does."""
+        known = self._found.divergences
+        segment = self._choose_segment(known[0]) if known else None
+        try:
+            return self._look_at(stage, segment, dump, probes)
+        except CommandError:
+            if segment is None or segment.start is None:
+                raise
+        # As where the resume is refused: the state of the program cannot be saved.
+        self._resumes = False
+        self._found.looks.append(f"{stage}: the runs could not resume, so they begin at step 0")
+        return self._look_at(stage, replace(segment, start=None), dump, probes)
+
+    def _look_at(
+        self, stage: str, segment: Segment | None, dump: str, probes: Mapping[str, str]
+    ) -> RunPair | None:
+        missed = made = 0
+        words: dict[str, Any] = {"segment": segment, "dump": dump, **probes}
+        for pair in self._runner.run_pairs(stage, self._tries, **words):
+            made += 1
+            if pair.rank_drift and stage == WHOLE:
                 return pair
             if not pair.differs:
                 continue
@@ -579,16 +504,16 @@ class Search:
             seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
             found.cause = find_cause(pair.comparison, batches_seen=seen)
             found.divergences = divergences
-            found.pair, found.ranks = pair, max(1, len(pair.comparison.ranks))
+            found.ranks = max(1, len(pair.comparison.ranks))
+            found.pair, self._first = pair, self._first or pair
             found.looks.append(f"{stage}: {describe_place(divergences)}")
-            self._probes = probes
+            self._probes = dict(probes)
             return pair
-        runs = 2 * self._tries
-        whole = stage in (_WHOLE, _SUSPECTS)
-        self._gone |= not missed and not whole
-        outcome = "nothing differs" if whole else "the divergence did not occur again"
-        elsewhere = f", {missed} of {self._tries} pairs differ elsewhere" if missed else ""
-        self._found.looks.append(f"{stage}: {outcome} in {runs} runs{elsewhere}")
+        runs = pluralize(made + 1, "run")
+        self._gone |= not missed and stage != WHOLE
+        outcome = "nothing differs" if stage == WHOLE else "the divergence did not occur again"
+        elsewhere = f", {missed} of {made} pairs differ elsewhere" if missed else ""
+        self._found.looks.append(f"{stage}: {outcome} in {runs}{elsewhere}")
         return None
 
 
@@ -602,62 +527,3 @@ def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     own = (known.kind, known.name, known.call)
     again = [place for place in first.places if (place.kind, place.name, place.call) == own]
     return replace(first, places=[*again, *first.places]) if again else None
-
-
-def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
-    """Scan the program of a command and the modules beside it that it imports.
-
-    Returns:
-        The findings of the rules that explain the cause, the likeliest first; then what is certain
-        and explains others. An empty cause has these alone.
-    """
-    program = find_program(command)
-    if program is None:
-        return []
-    scans = [scan_file(str(path), frozenset(_ANY)) for path in _list_modules(program)]
-    found = [finding for scan in scans for finding in scan.findings]
-    found = [one for one in found if explains(one.rule, cause) or one.certainty == "certain"]
-    order = (*_RULES.get(cause, ()), *_ANY)
-    return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
-
-
-def explains(rule: str, cause: str) -> bool:
-    """Return whether what a rule finds can be a cause of this kind."""
-    return rule in _RULES.get(cause, ())
-
-
-def find_program(command: Sequence[str]) -> Path | None:
-    """Return the Python file that a command runs, or None.
-
-    >>> find_program(["no-such-program", "--fast"])
-    """
-    for flag, word in zip(("", *command), command, strict=False):
-        candidates = [Path(word)]
-        if flag == "-m":
-            stem = Path(*word.split("."))
-            candidates = [stem.with_suffix(".py"), stem / "__main__.py"]
-        for path in candidates:
-            if path.suffix == ".py" and path.is_file():
-                return path
-    return None
-
-
-def _list_modules(program: Path) -> Iterator[Path]:
-    """Yield the program and, transitively, the files that it imports from its folder."""
-    waiting, seen = [program], {program}
-    while waiting and len(seen) <= _MOST_FILES:
-        path = waiting.pop(0)
-        yield path
-        try:
-            tree = ast.parse(read_python(path.read_bytes()).text)
-        except (OSError, SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # the scan reports such a file
-        for name in sorted(set(list_imports(tree))):
-            parts = name.split(".")
-            for folder in (program.parent, path.parent):
-                for end in range(1, len(parts) + 1):
-                    stem = folder.joinpath(*parts[:end])
-                    found = (stem.with_suffix(".py"), stem / "__init__.py")
-                    new = [file for file in found if file not in seen and file.is_file()]
-                    waiting += new
-                    seen.update(new)

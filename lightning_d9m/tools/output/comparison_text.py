@@ -195,8 +195,9 @@ def _state_verdict(comparison: Comparison) -> str:
         epochs = pluralize(max(rank.epochs for rank in comparison.ranks), "epoch")
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
-            f"equal: {count_compared(comparison)} bit for bit the same ({digests:,} of digests; "
-            f"{epochs}; {ranks}).{describe_exception(comparison, ' Each run')}"
+            f"equal: {_describe_segment(comparison)}{count_compared(comparison)} bit for bit the "
+            f"same ({digests:,} of digests; {epochs}; {ranks})."
+            f"{describe_exception(comparison, ' Each run')}"
         )
     if comparison.verdict == "incomplete":
         return (
@@ -218,6 +219,15 @@ def _state_verdict(comparison: Comparison) -> str:
     if not comparison.ranks:
         return "not comparable: the ledgers have no rank in common."
     return "not comparable: a rank has no digests in common, so nothing was proven."
+
+
+def _describe_segment(comparison: Comparison) -> str:
+    """Return the steps of a segment and of the whole run; empty for two whole runs."""
+    first = comparison.ranks[0]
+    if first.segment is None:
+        return ""
+    end = max(first.expected.last_step, first.actual.last_step)
+    return f"steps {first.segment[0]:,} to {first.segment[1]:,} of 0 to {end:,}, "
 
 
 _CUT = "; one was ended before it finished its ledger."

@@ -118,6 +118,7 @@ class RepeatReport:
         output: The folder with their ledgers.
         command: The command that was run.
         resumed: Whether runs from run 2 on were killed and resumed.
+        steady: Whether a resumed run that differs did so twice in the same way; None if unknown.
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.
         left: Returns a sentence on files through which runs may have changed later ones, given
@@ -136,6 +137,7 @@ class RepeatReport:
         command: Sequence[str],
         *,
         resumed: bool = False,
+        steady: bool | None = None,
         printed: str = "",
         left: Callable[..., str] | None = None,
         watch: Callable[[int, str], RecordObserver] | None = None,
@@ -145,6 +147,7 @@ class RepeatReport:
         runs = {number: run for number, run in runs.items() if run.failure is None}
         self._runs, self._command, self._output = runs, command, output
         self._resumed, self._printed, self._left = resumed, printed, left
+        self._steady = steady
         self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
@@ -172,7 +175,11 @@ class RepeatReport:
                     self._compared.append(FitOutcome(name, ledger, found, row))
         self._differing = [own for own in self._compared if own.row["verdict"] == "differs"]
         self._partial = [own for own in self._compared if own.row["verdict"] == "incomplete"]
-        self._unmatched = [n for n, run in runs.items() if run.fits.keys() != first.keys()]
+        self._unmatched = [
+            number
+            for number, run in runs.items()
+            if run.fits.keys() != first.keys() and not run.is_part
+        ]
 
     @property
     def verdict(self) -> Literal["equal", "different", "incomplete"]:
@@ -297,6 +304,11 @@ class RepeatReport:
 
     def _advise(self) -> str:
         """Return what to do about runs that were resumed, or had several numbers of processes."""
+        if self._resumed and self._steady is False:
+            return (
+                "Two runs that resumed from the same checkpoint differ from each other, so the "
+                "program itself varies: find out where with d9m locate, before you test resumes."
+            )
         if self._resumed:
             return (
                 "A resumed run differs from the straight one: the checkpoint lacks state that the "

@@ -27,6 +27,7 @@ from lightning_d9m.engine.ledger.format.records import (
     MAX_LINE,
     SCHEMA,
     Batch,
+    Checkpoint,
     Digests,
     End,
     FieldError,
@@ -103,10 +104,11 @@ class RankReader(AbstractContextManager["RankReader"]):
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
         """Yield each record after the header, with batches in place of records of probes.
 
-        With ``lines_only`` it leaves them out. It leaves out what only a resume is compared with.
+        With ``lines_only`` it leaves out batches, and the state after the steps that follow a save.
+        It leaves out checkpoints, see ``list_checkpoints``.
         """
         for record in self.read_lines():
-            if isinstance(record, StepDigests):
+            if isinstance(record, Checkpoint) or (lines_only and isinstance(record, StepDigests)):
                 continue
             if not isinstance(record, ProbesRecord):
                 yield record

@@ -354,10 +354,10 @@ class RankDrift(Part, frozen=True, kw_only=True):
 
 
 class End(Entry, frozen=True, tag="end", kw_only=True):
-    """The last record of a fit that finished or failed; a killed fit has none.
+    """The last record of a fit that finished, failed or was stopped; a killed fit has none.
 
     Attributes:
-        status: The outcome.
+        status: The outcome; ``"stopped"`` of a segment, which ends at a step on purpose.
         error: The error's message.
         drift: The difference between ranks, if that is the error.
         reason: What ended a training that finished, where it is known.
@@ -366,7 +366,11 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
     cut: ClassVar[tuple[str, ...]] = ("error", "reason")
     uncompared: ClassVar[tuple[str, ...]] = ("error", "drift", "reason")
     status: Annotated[
-        str, Meta(pattern=r"\A(?:finished|failed)\Z", description="'finished' or 'failed'")
+        str,
+        Meta(
+            pattern=r"\A(?:finished|failed|stopped)\Z",
+            description="'finished', 'failed' or 'stopped'",
+        ),
     ]
     error: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
     drift: Annotated[RankDrift | None, _describe("an object: RankDrift")] = None
@@ -466,6 +470,26 @@ class StepDigests(Entry, frozen=True, tag="step", kw_only=True):
     entries: Annotated[Mapping[Name, bytes], _describe("an object of base64 texts")]
 
 
+class Checkpoint(Entry, frozen=True, tag="checkpoint", kw_only=True):
+    """A checkpoint that the run has saved completely.
+
+    A run may save more often than another one, so no comparison of two ledgers reads it.
+
+    Attributes:
+        path: The file or folder, relative to the ledger's folder where that is possible.
+        epoch: The epoch that is under way, counted from 0.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+        manifest: The digest of the manifest in it; empty where each rank saves its own part.
+    """
+
+    path: Text
+    epoch: Whole
+    step: Whole
+    batch: Whole
+    manifest: Text = ""
+
+
 class Resume(Entry, frozen=True, tag="resume", kw_only=True):
     """The ledger that a resumed run continues.
 
@@ -509,6 +533,7 @@ Record: TypeAlias = (
     | ProbesRecord
     | ReplayDrift
     | StepDigests
+    | Checkpoint
     | Resume
     | End
 )

@@ -1,0 +1,70 @@
+"""Checkpoints that a run keeps by itself, for a search that returns to a step before a difference.
+
+The last three are kept. A later one replaces an earlier one, so that their space is bounded; three,
+because a difference is noticed some time after its step.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_d9m.engine.ranks.ranks import Ranks
+
+_KEPT = 3
+# The share of the time that saving may take. It counts twice: the state after the steps that follow
+# a save is digested, too.
+_SHARE = 0.02
+_SECONDS_BEFORE = 0.5
+
+
+class CheckpointRing:
+    """Saves a training from time to time, on all ranks at the same step.
+
+    Args:
+        folder: The folder of the checkpoints.
+        ranks: The ranks of the training; rank 0 decides.
+        read_clock: Returns seconds in which this thread works. Real time would count the turns of
+            another run, which trains while this one is stopped.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Ranks, read_clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._read_clock = read_clock
+        self._kept: list[Path] = []
+        self._first: tuple[int, float] | None = None  # step, and when it was reached
+        self._next = 0
+
+    def reach(self, step: int, save: Callable[[Path], object]) -> None:
+        """Save after a step, if it is time; every rank calls this after each step.
+
+        Ranks communicate only at a step at which the last call has let them.
+        """
+        now = self._read_clock()
+        if self._first is None:
+            self._first, self._next = (step, now), step + 1
+        if step < self._next:
+            return
+        first, start = self._first
+        seconds = (now - start) / max(1, step - first)  # of a step
+        pause = step - first  # looks at the clock become rare, and communicate as rarely
+        if self._ranks.gather_json(now - start >= _SECONDS_BEFORE)[0]:
+            self._save(step, save)
+            spent = 2 * (self._read_clock() - now)
+            pause = math.ceil(spent / _SHARE / max(seconds, 1e-9))
+        self._next = step + max(1, self._ranks.gather_json(pause)[0])
+
+    def _save(self, step: int, save: Callable[[Path], object]) -> None:
+        path = self._folder / f"step-{step}.ckpt"
+        save(path)
+        self._kept.append(path)
+        for old in self._kept[:-_KEPT]:
+            if self._ranks.rank == 0:
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+        del self._kept[:-_KEPT]

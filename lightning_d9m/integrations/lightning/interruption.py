@@ -1,0 +1,184 @@
+"""Interruptions of a Trainer that variables ask for, and the checkpoints that a fit saves."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.engine.hashing.checkpoint_manifest import digest_manifest
+from lightning_d9m.engine.ledger.format.records import Checkpoint, End
+from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
+from lightning_d9m.engine.recording.interruption_points import (
+    LAST_BITS,
+    EpochShape,
+    Interruption,
+    InterruptionKind,
+    read_request,
+)
+from lightning_d9m.engine.recording.run import Run
+from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.lightning.saved_state import find_manifest
+from lightning_d9m.integrations.trainer.lightning_private import is_search, resume_next_fit
+from lightning_d9m.integrations.trainer.packages import combined_base
+from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
+
+_Checkpoint: Any = combined_base("callbacks.Checkpoint")
+
+
+def apply_interrupt_variables(
+    trainer: Trainer,
+    stage: str,
+    run: Run,
+    end: Callable[[End], None],
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Let variables interrupt a run that begins; see ``recording/interruption_points.py``.
+
+    ``end`` closes the ledger of ``run``.
+
+    Raises:
+        SettingError: If a variable has a value that is not allowed.
+    """
+    # A Trainer that fits again still has that of its first fit.
+    callbacks = [c for c in trainer.callbacks if not isinstance(c, InterruptingCallback)]
+    trainer.callbacks, run.stop = callbacks, None
+    if stage != "fit" or is_search(trainer):
+        return
+    request = read_request(environment)
+    run.stop = request.stop
+    if request.resume is not None:
+        resume_next_fit(trainer, request.resume)
+    if request.folder is not None:
+
+        def wait() -> None:
+            trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
+
+        callbacks.append(InterruptingCallback(Interruption(request, ranks_of(trainer), wait, end)))
+
+
+def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
+    """Record each checkpoint that a fit saves in its ledger; in a segment, write none.
+
+    The checkpoints of a segment would take the place of those of the earlier run. What saving does
+    to the training still happens, such as the hooks of the module.
+
+    Returns:
+        The patches of the strategy, to be undone.
+    """
+    patches, strategy = AttributePatches(), trainer.strategy
+    save = strategy.save_checkpoint
+
+    def save_and_record(checkpoint: dict[str, Any], filepath: Any, *args: Any, **words: Any) -> Any:
+        saved = save(checkpoint, filepath, *args, **words)
+        if run.is_open:
+            progress = trainer.fit_loop.epoch_loop.batch_progress.current
+            run.note_checkpoint(
+                Checkpoint(
+                    path=str(filepath),
+                    epoch=trainer.current_epoch,
+                    step=trainer.global_step,
+                    batch=progress.ready,
+                    manifest=digest_manifest(find_manifest(checkpoint)),
+                )
+            )
+        return saved
+
+    def leave(*_: Any, **__: Any) -> None:
+        """Write nothing and remove nothing."""
+
+    if run.stop is None:
+        patches.replace(strategy, "save_checkpoint", save_and_record)
+    else:
+        patches.replace(strategy, "save_checkpoint", leave)
+        patches.replace(strategy, "remove_checkpoint", leave)
+    return patches
+
+
+def change_last_bits(
+    module: Any, environment: Mapping[str, str] = os.environ
+) -> dict[str, str | int]:
+    """Move each weight to the next number above or below, as the variable's number draws it.
+
+    Both parts of a complex number move; weights that are whole numbers have no last bit.
+
+    Returns:
+        The setting that the ledger records; empty if the variable is not set.
+
+    Raises:
+        SettingError: If the variable is not a whole number.
+    """
+    text = environment.get(LAST_BITS)
+    if not text:
+        return {}
+    if not text.isdecimal():
+        raise SettingError(f"{LAST_BITS} is {text!r}; allowed: digits, such as 1.")
+    generator = torch.Generator().manual_seed(int(text))
+    with torch.no_grad():
+        for whole in module.parameters():
+            weight = torch.view_as_real(whole) if whole.is_complex() else whole
+            if not weight.is_floating_point():
+                continue
+            upwards = torch.randint(2, weight.shape, generator=generator, device="cpu").bool()
+            limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
+            weight.copy_(torch.nextafter(weight, limit))
+    return {LAST_BITS_SETTING: int(text)}
+
+
+class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback
+    """Surveys a fit, saves checkpoints, and ends its process at a point.
+
+    It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
+    after the module's hooks at the end of an epoch, too.
+    """
+
+    def __init__(self, interruption: Interruption) -> None:
+        self.interruption = interruption
+        self._validation = 0  # batches of validations in this epoch
+        self._step = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Count the validation batches of each epoch."""
+        self._validation = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Interrupt after a batch of training."""
+        self._reach(trainer, "batch", batch_idx + 1)
+        if trainer.global_step > self._step:  # gradients are not being accumulated
+            self._step = trainer.global_step
+            self.interruption.pass_step(self._step, trainer.save_checkpoint)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Interrupt after a batch of a validation."""
+        if not trainer.sanity_checking:
+            self._validation += 1
+            self._reach(trainer, "validation", self._validation)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Interrupt at the end of a validation."""
+        if not trainer.sanity_checking:
+            self._reach(trainer, "validated")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note the batches of the epoch, and interrupt at its end."""
+        self.interruption.note_epoch(
+            EpochShape(
+                epoch=trainer.current_epoch,
+                batches=trainer.fit_loop.epoch_loop.batch_progress.current.processed,
+                accumulated=trainer.accumulate_grad_batches,
+                validation=self._validation,
+            )
+        )
+        self._reach(trainer, "epoch")
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the survey."""
+        self.interruption.write_survey()
+
+    def _reach(self, trainer: Trainer, kind: InterruptionKind, number: int = 0) -> None:
+        if self.interruption.reach(kind, trainer.current_epoch, number):
+            trainer.save_checkpoint(self.interruption.checkpoint)
+            self.interruption.end_save()

@@ -1,0 +1,278 @@
+"""The runs of one command that a search compares.
+
+Environment variables control them: where they begin and end, what is probed, and which values are
+saved.
+"""
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from lightning_d9m.engine.ledger.differences import Divergence
+from lightning_d9m.engine.ledger.folder import Ledger
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
+from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, KEEP
+from lightning_d9m.errors import CommandError
+from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
+from lightning_d9m.tools.launch.left_files import FileWatch
+from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.segments.pair import PairWatch
+from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
+
+# The whole run, the modules, the operations, the values, filled memory.
+_MOST_LOOKS = 5
+_MOST_SEGMENTS = 50
+_PAIR = 2
+WHOLE = "whole run"
+# The folder of the checkpoints that a run keeps for later looks.
+KEPT = "kept"
+_DUMP = "LIGHTNING_D9M_DUMP"
+_DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
+# torch fills new memory only while deterministic algorithms are on.
+_FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
+
+
+@dataclass(frozen=True)
+class RunPair:
+    """Two runs and how they compare.
+
+    Attributes:
+        fit: Name of the first fit that differs; of the last one if none does.
+        comparison: How that fit compares.
+        expected: Its ledger in the first run.
+        fits: Number of fits in each run.
+        equal_fits: Number of those before it, which are equal.
+        dumps: The folders of dumps of the two runs.
+        actual: Its ledger in the second run.
+        rank_drift: Where a rank differs from another, in two runs that are equal.
+    """
+
+    fit: str
+    comparison: Comparison
+    expected: Ledger
+    fits: int = 1
+    equal_fits: int = 0
+    dumps: tuple[Path, ...] = ()
+    actual: Ledger | None = None
+    rank_drift: Divergence | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two runs differ."""
+        return not self.comparison.equal
+
+    def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
+        """Return the global steps of an epoch, as the first one and the one after the last."""
+        ends = {-1: 0}
+        for record in self.expected.line_records(min(self.expected.files)):
+            if isinstance(record, Digests) and record.moment == "epoch":
+                ends[record.epoch] = record.step
+        return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
+
+
+class Runner:
+    """Runs the command, each time in a new folder.
+
+    The first two runs train side by side and end at their first difference; they keep checkpoints,
+    from which later looks begin.
+
+    Args:
+        runs: The runs of the command.
+        variables: Environment variables of every run.
+        beside: Whether the first two take turns; else the second follows the first.
+
+    Attributes:
+        command: The command.
+        files: What the runs write and read.
+        made: The runs, in order.
+    """
+
+    def __init__(self, runs: Runs, variables: Mapping[str, str], *, beside: bool = True) -> None:
+        self.command = runs.command
+        self.files = FileWatch(runs.command, runs.output)
+        self._runs = runs
+        self._variables = variables
+        self._beside = beside
+        self.made: list[Run] = []
+        self._numbers = count(1)
+        self._looks = 0
+        self._seconds = 0.0  # that the first look took
+
+    def run(
+        self,
+        stage: str,
+        *,
+        segment: Segment | None = None,
+        dump: str = "",
+        filled: bool = False,
+        later: int = 0,
+        watched: Path | None = None,
+        **probes: str,
+    ) -> tuple[Run, Path]:
+        """Run once; return the run and the folder of its dumps, which need not exist.
+
+        Args:
+            stage: Name of the look, for the progress line.
+            segment: The part of the run; None for all of it.
+            dump: Name of the place whose values are saved; empty for none.
+            filled: Whether to switch on everything that fills new memory.
+            later: The number of runs of the look that follow.
+            watched: The folder of a run that has ended; this one ends where it first differs.
+            **probes: Settings of the probes, by name.
+
+        Raises:
+            CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
+                ledger.
+        """
+        folder, variables = self._prepare(dump=dump, filled=filled, probes=probes)
+        title = f"{folder.name.replace('-', ' ')}, {stage}"
+        words: dict[str, Any] = {"variables": variables, "later": later}
+        if segment is not None:
+            run = run_segment(self._runs, segment, folder.name, title, **words)
+        else:
+            words["may_fail"] = True
+            if watched is None:
+                run = self._runs.run(folder.name, title, **words)
+            else:
+                with PairWatch((watched, folder)) as watch:
+                    run = self._runs.run(folder.name, title, killed_when=watch.differs, **words)
+        self._check(run)
+        self.files.note_run()
+        self.made.append(run)
+        return run, folder / "dump"
+
+    def _prepare(
+        self, *, dump: str = "", filled: bool = False, probes: Mapping[str, str]
+    ) -> tuple[Path, dict[str, str]]:
+        """Return the folder of the next run, and its variables."""
+        folder = self._runs.output / f"run-{next(self._numbers):03d}"
+        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
+        variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
+        if dump:
+            place = escape_name(dump)  # and its leaves
+            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
+        return folder, {**self._variables, **variables}
+
+    @staticmethod
+    def _check(run: Run) -> None:
+        """Raise the failure of a run, unless a difference between ranks ended it."""
+        if run.failure is not None:
+            ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
+            if not any(end is not None and is_drift(end) for end in ends):
+                raise run.failure
+
+    def run_first(self, stage: str, **probes: str) -> list[tuple[Run, Path]]:
+        """Run twice, and compare while the runs train; both end where they first differ."""
+        made = [self._prepare(probes=probes) for _ in range(_PAIR)]
+        folders = [folder for folder, _ in made]
+        variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
+        names = [folder.name for folder in folders]
+        title = f"runs 1 and 2, {stage}"
+        with PairWatch((folders[0], folders[1])) as watch:
+            runs = self._runs.run_beside(names, title, variables, watch.differs)
+        self.files.note_run()
+        if runs[1].failure is not None and runs[0].failure is None:
+            # They may need a port, a device or memory that only one of them can have.
+            self._numbers = count(_PAIR)
+            shutil.rmtree(folders[1], ignore_errors=True)
+            words: dict[str, Any] = dict(probes)
+            return [(runs[0], folders[0] / "dump"), self.run(stage, watched=folders[0], **words)]
+        for run in runs:
+            self._check(run)
+        return [(run, folder / "dump") for run, folder in zip(runs, folders, strict=True)]
+
+    def run_pairs(
+        self,
+        stage: str,
+        tries: int,
+        *,
+        segment: Segment | None = None,
+        dump: str = "",
+        filled: bool = False,
+        **probes: str,
+    ) -> Iterator[RunPair]:
+        """Run, and yield how each further run compares with the first one.
+
+        Whole runs are ``2 * tries``. A segment is run up to 50 times, as long as this takes no
+        longer than the first look did; the other arguments are those of ``run``.
+
+        Raises:
+            CommandError: If a run fails, if two leave different ledgers, or if a run ends with a
+                ``DriftError`` that neither the comparison of the runs nor that of the ranks shows.
+        """
+        begun = time.monotonic()
+        self._looks += 1
+        words: dict[str, Any] = {"segment": segment, "dump": dump, "filled": filled, **probes}
+        if stage == WHOLE and self._beside:
+            first, *others = self.run_first(stage, **probes)
+        else:
+            self._announce(stage)
+            first, others = self.run(stage, later=1, **words), []
+        made = 1
+        while others or made < 2 * tries or (segment is not None and self._allows(made, begun)):
+            if not others:
+                watched = first[1].parent if stage == WHOLE else None
+                others = [self.run(stage, watched=watched, **words)]
+            made += 1
+            yield self._compare(first, others.pop())
+        if stage == WHOLE:
+            self._seconds = time.monotonic() - begun
+
+    def _announce(self, stage: str) -> None:
+        if self._runs.seconds is not None:
+            look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
+            print(look, file=sys.stderr, flush=True)
+
+    def _allows(self, made: int, begun: float) -> bool:
+        """Return whether a segment is run once more, for a rare difference."""
+        return made < _MOST_SEGMENTS and time.monotonic() - begun < self._seconds
+
+    def _compare(self, first: tuple[Run, Path], second: tuple[Run, Path]) -> RunPair:
+        runs = [first, second]
+        expected, actual = (run.fits for run, _ in runs)
+        if expected.keys() != actual.keys() and not self._is_cut(expected, actual):
+            raise CommandError(
+                f"The two runs left different ledgers: {', '.join(expected)} and "
+                f"{', '.join(actual)}. Each run must fit the same models in the same order."
+            )
+        dumps = tuple(dump for _, dump in runs)
+        both = [name for name in expected if name in actual]
+        pairs = [
+            RunPair(
+                name,
+                compare_ledgers(expected[name], actual[name]),
+                expected[name],
+                len(both),
+                number,
+                dumps,
+                actual[name],
+            )
+            for number, name in enumerate(both)
+        ]
+        pair = next((pair for pair in pairs if pair.differs), None)
+        error = next((run.failure for run, _ in runs if run.failure is not None), None)
+        if pair is None and error is not None:
+            drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
+            pair = next((found for found in drifting if found.rank_drift), None)
+            if pair is None:
+                raise error
+        return pair or pairs[-1]
+
+    @staticmethod
+    def _is_cut(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> bool:
+        """Return whether a run was ended where it differs, so that it lacks later fits."""
+        fewer = min(expected, actual, key=len)
+        last = list(fewer.values())[-1] if fewer else None
+        return last is not None and last.outcome(min(last.files)).end is None
+
+
+def escape_name(name: str) -> str:
+    """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
+    return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")

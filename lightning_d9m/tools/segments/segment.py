@@ -1,0 +1,244 @@
+"""A segment: a part of a run, from a checkpoint or from the beginning to a step, that runs again.
+
+The user's own command runs it. Variables let its first fit resume from the checkpoint, stop after
+the step, and write no checkpoints; see ``engine.recording.interruption_points``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
+from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    Digests,
+    End,
+    Resume,
+    StepDigests,
+)
+from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, MARK, RESUME
+from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
+from lightning_d9m.text import escape
+from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.tools.launch.run import Run, Runs
+
+
+@dataclass(frozen=True)
+class SavedPoint:
+    """A checkpoint that a run has saved.
+
+    Attributes:
+        path: Where its ledger says that it is.
+        epoch: The epoch that was under way, counted from 0.
+        step: The global step.
+        batch: How many batches of the epoch were trained.
+    """
+
+    path: Path
+    epoch: int
+    step: int
+    batch: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file or folder exists."""
+        return self.path.exists()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a run.
+
+    Attributes:
+        start: The checkpoint from which it begins; None for the beginning of the run.
+        stop: The global step after which it ends; one after the last step of the run lets the fit
+            end as it does.
+    """
+
+    start: SavedPoint | None
+    stop: int
+
+    @property
+    def first(self) -> int:
+        """The global step at which it begins."""
+        return 0 if self.start is None else self.start.step
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of a run of it, without its folder."""
+        begins = {} if self.start is None else {RESUME: str(self.start.path)}
+        return {**begins, INTERRUPT: f"stop:{self.stop}"}
+
+
+class RecordedRun:
+    """A run whose ledger exists, and which can be run again in parts.
+
+    Args:
+        path: Its ledger, see ``read_ledger``.
+
+    Attributes:
+        ledger: The ledger.
+
+    Raises:
+        LedgerError: If the ledger cannot be read.
+        SettingError: If it is not the first fit of its program, which variables cannot reach.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.ledger = read_ledger(path)
+        fit = self.ledger.header.fit
+        if fit:
+            raise SettingError(
+                f"{self.ledger.path} is fit {fit} of its program, counted from 0, and only the "
+                "first fit can be run in parts. Name the ledger of the first, or train this one "
+                "with a program of its own."
+            )
+
+    @property
+    def command(self) -> str:
+        """The command that the run's ledger names; empty if it names none."""
+        return str(self.ledger.header.program.get("command", ""))
+
+    @cached_property
+    def points(self) -> list[SavedPoint]:
+        """The checkpoints of the run, by step; of several of one step, one that is there."""
+        found: dict[int, SavedPoint] = {}
+        own = self.ledger.files[min(self.ledger.files)]
+        for file in (*list_continued(own), own):
+            with RankReader(file) as reader:
+                for record in reader.read_lines():
+                    if isinstance(record, Checkpoint):
+                        # The folder of the ledger and of its checkpoints may have been moved.
+                        path = (file.parent / record.path).resolve()
+                        point = SavedPoint(path, record.epoch, record.step, record.batch)
+                        known = found.get(record.step)
+                        if known is None or point.is_there or not known.is_there:
+                            found[record.step] = point
+        return [found[step] for step in sorted(found)]
+
+    @cached_property
+    def step_totals(self) -> dict[int, Mapping[str, str]]:
+        """The digests of the state after the steps that follow a checkpoint, by global step."""
+        return {
+            record.step: record.totals
+            for record in self.ledger.records(min(self.ledger.files))
+            if isinstance(record, StepDigests)
+        }
+
+    @cached_property
+    def last_step(self) -> int:
+        """The global step of the last record of the state; 0 without one."""
+        records = self.ledger.line_records(min(self.ledger.files))
+        return max((own.step for own in records if isinstance(own, Digests)), default=0)
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether the fit ended as it should."""
+        end = self.ledger.outcome(min(self.ledger.files)).end
+        return end is not None and end.status == "finished"
+
+    def find_start(self, step: int) -> SavedPoint | None:
+        """Return the last checkpoint at or before a step that is there; None for the beginning."""
+        usable = [point for point in self.points if point.step <= step and point.is_there]
+        return usable[-1] if usable else None
+
+    def list_segments(self) -> list[Segment]:
+        """Return the segments between all checkpoints that are there, in order.
+
+        Each ends a step after the next checkpoint, whose record shows the state of the checkpoint;
+        the last one ends with the fit.
+        """
+        starts = [None, *(point for point in self.points if point.is_there)]
+        last = self.last_step
+        steps = [point.step + 1 for point in starts if point is not None and point.step < last]
+        return [
+            Segment(start, stop) for start, stop in zip(starts, [*steps, last + 1], strict=False)
+        ]
+
+    def compare(self, run: Run) -> Comparison:
+        """Compare with a run of a segment.
+
+        Raises:
+            CommandError: If it has no ledger of a first fit.
+        """
+        ledger = find_first_fit(run)
+        if ledger is None:
+            raise run.failure or CommandError("The command wrote no ledger of a fit.")
+        return compare_ledgers(self.ledger, ledger)
+
+
+def find_first_fit(run: Run) -> Ledger | None:
+    """Return the ledger of the first fit of a run; None without one."""
+    fits = (fit for name, fit in run.fits.items() if name.startswith("fit-"))
+    return next((fit for fit in fits if fit.header.fit == 0), None)
+
+
+def run_segment(
+    runs: Runs,
+    segment: Segment,
+    name: str,
+    title: str,
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> Run:
+    """Run a segment with the command of ``runs``, in the folder ``name``.
+
+    ``options`` are further arguments of ``Runs.run``. The ledger of a run that ends with a
+    ``DriftError`` is as good as that of one that reaches its step.
+
+    Raises:
+        CommandError: If the command fails, does not resume, or ends before the step.
+    """
+    folder = runs.output / name / "segment"
+    with file_errors(LedgerError, f"The folder {folder} cannot be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / MARK
+    given = {**variables, **segment.variables, FOLDER: str(folder)}
+    run = runs.run(name, title, variables=given, may_fail=True, killed_when=mark.exists, **options)
+    ledger = find_first_fit(run)
+    if not mark.exists():
+        ends = () if ledger is None else (ledger.outcome(rank).end for rank in ledger.files)
+        if not any(end is not None and is_drift(end) for end in ends):
+            raise run.failure or CommandError(
+                f"The command ended well, and its first fit did not reach step {segment.stop}, "
+                f"as the run that it should repeat. Log: {folder.parent / 'output.log'}."
+            )
+    if ledger is None:
+        raise CommandError(f"The command wrote no ledger. Log: {folder.parent / 'output.log'}.")
+    if segment.start is not None and not has_resumed(ledger):
+        raise CommandError(
+            f"The program did not resume from {escape(str(segment.start.path))}: its ledger does "
+            "not continue another one. Let its first fit resume, or give a checkpoint that was "
+            f"saved with DeterminismCallback. Log: {folder.parent / 'output.log'}."
+        )
+    return replace(run, failure=None) if mark.exists() else run
+
+
+def is_drift(end: End) -> bool:
+    """Return whether a difference from a reference or between ranks ended a fit."""
+    return (end.error or "").startswith("DriftError")
+
+
+def has_resumed(ledger: Ledger) -> bool:
+    """Return whether a ledger continues another one."""
+    with RankReader(ledger.files[min(ledger.files)]) as reader:
+        return isinstance(next(reader.line_records(), None), Resume)
+
+
+def describe_command(recorded: RecordedRun, command: Sequence[str]) -> str:
+    """Return a sentence if the command is not that of the ledger; empty if it is.
+
+    It may name another interpreter or path of the same program.
+    """
+    known = recorded.command.split()
+    if not known or known[1:] == [*command][1:]:
+        return ""
+    return (
+        f"The ledger names another command: {escape(recorded.command)}. The parts are run with "
+        "yours."
+    )

@@ -1,0 +1,187 @@
+"""A part of a run that runs again: where it begins and ends, and what its comparison says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ledger_runs import make_digests, make_facts, make_header
+
+from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, StepDigests
+from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.comparison.ledgers import compare
+from lightning_d9m.tools.launch.run import Runs
+from lightning_d9m.tools.segments.segment import RecordedRun, Segment, run_segment
+
+TOTALS = {"weights": 32 * "a"}
+
+
+def step(number, **totals):
+    return StepDigests(epoch=number // 23, step=number, totals=TOTALS | totals, entries={})
+
+
+def write(folder, *records, program=None, **header):
+    """Write a ledger; return its folder, and the chain hash of its last record."""
+    folder = folder / "fit-000"
+    folder.mkdir(parents=True)
+    with LedgerWriter(folder / "rank-0.jsonl") as writer:
+        writer.write(make_header(program=program or {}, **header))
+        first = [record for record in records if isinstance(record, Resume)]
+        for record in (*first, make_facts()):
+            writer.write(record)
+        for record in records:
+            if not isinstance(record, Resume):
+                writer.write(record)
+        return folder, writer.chain_hash
+
+
+def saved(number):
+    path = f"../../step-{number}.ckpt"
+    return Checkpoint(path=path, epoch=number // 23, step=number, batch=number % 23)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return the ledger of a run of 69 steps that saves at steps 20, 30 and 60."""
+    return write(
+        tmp_path / "run",
+        make_digests("initial", 0),
+        saved(20),
+        step(21),
+        make_digests("epoch", 0),
+        saved(30),
+        step(31),
+        make_digests("epoch", 1),
+        saved(60),
+        step(61),
+        make_digests("epoch", 2),
+        make_digests("final", 2),
+        End(status="finished"),
+    )[0]
+
+
+def write_part(folder, *records, **words):
+    """Write a segment from step 20, whose parent is not there."""
+    begin = Resume(parent="gone", parent_check="0" * 16, epoch=0, step=20, batch=20)
+    end = End(status="stopped", reason="the segment ends after step 31")
+    words = {"program": {"segment": "until 31"}} | words
+    return write(folder, begin, *records, end, **words)[0]
+
+
+PART = (step(21), make_digests("epoch", 0), step(31))
+
+
+def test_a_part_is_equal_to_its_steps(tmp_path, run, capsys):
+    part = write_part(tmp_path / "part", *PART)
+    for pair in ((run, part), (part, run)):
+        assert main(["compare", *map(str, pair)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.startswith("equal: steps 20 to 31 of 0 to 69, 4 records bit for bit the same")
+
+
+DIFFERENT = {
+    "a state after a save": (step(21, weights=32 * "b"), *PART[1:]),
+    "an epoch": (step(21), make_digests("epoch", 0, loss=(0.5).hex()), step(31)),
+    "a record is missing within": (step(21), step(31)),
+    "a record is added": (*PART[:2], make_digests("epoch", 1, step=30), step(31)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_part_that_differs(tmp_path, run, name):
+    part = write_part(tmp_path / "part", *DIFFERENT[name])
+    assert compare(run, part).verdict == compare(part, run).verdict == "different"
+
+
+def test_a_part_of_which_nothing_was_compared_proves_nothing(tmp_path, run):
+    assert compare(run, write_part(tmp_path / "part", step(22))).verdict == "not comparable"
+
+
+def test_a_run_that_was_cut_off_is_no_segment(tmp_path, run):
+    part = write_part(tmp_path / "part", *PART, program={"command": "python train.py"})
+    assert compare(run, part).verdict == "different"
+
+
+def test_runs_with_different_probes_are_compared_in_what_both_have(tmp_path):
+    probes = {"probes": "weight", "probe_modules": "*", "probe_steps": "", "probe_ranks": ""}
+    settings = {"seed": 42, "per_sample_rng": False, "threads": None}
+    layout = {"kind": "layout", "id": 0, "places": [["weight", "a", 0]]}
+    batch = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"x" * 16}
+    one, _ = write(tmp_path / "a", make_digests("initial", 0), make_digests("final", 0))
+    other = tmp_path / "b" / "fit-000"
+    other.mkdir(parents=True)
+    with LedgerWriter(other / "rank-0.jsonl") as writer:
+        for record in (
+            make_header(settings=settings | probes),
+            make_facts(),
+            make_digests("initial", 0),
+            layout,
+            batch,
+            make_digests("final", 0),
+        ):
+            writer.write(record)
+    assert compare(one, other).verdict == compare(other, one).verdict == "equal"
+
+
+def test_segments_are_between_the_checkpoints_that_are_there(tmp_path, run):
+    recorded = RecordedRun(run)
+    assert [(own.step, own.is_there) for own in recorded.points] == [
+        (20, False), (30, False), (60, False),
+    ]  # fmt: skip
+    assert recorded.list_segments() == [Segment(None, 70)]
+    for number in (20, 60):
+        (tmp_path / f"run/../step-{number}.ckpt").resolve().write_text("")
+    recorded = RecordedRun(run)
+    found = [(own.first, own.stop) for own in recorded.list_segments()]
+    assert found == [(0, 21), (20, 61), (60, 70)]
+    assert recorded.find_start(19) is None
+    assert recorded.find_start(59).step == 20
+
+
+def test_the_second_fit_of_a_program_cannot_be_run_in_parts(tmp_path):
+    folder, _ = write(tmp_path / "run", make_digests("initial", 0), fit=1)
+    with pytest.raises(SettingError, match="only the first fit can be run in parts"):
+        RecordedRun(folder)
+
+
+COPY = """
+import json, os, shutil, sys
+from pathlib import Path
+what = json.loads(sys.argv[1])
+target = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"], "fit-000")
+assert os.environ["LIGHTNING_D9M_INTERRUPT"] == "stop:31"
+if what["ledger"]:
+    shutil.copytree(what["ledger"], target)
+if what["marks"]:
+    Path(os.environ["LIGHTNING_D9M_CHECKPOINT_DIR"], "killed").write_text("")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ledger", "marks", "error"),
+    [
+        ("part", True, None),
+        ("part", False, "its first fit did not reach step 31"),
+        ("run", True, "The program did not resume from"),
+        ("", True, "wrote no ledger"),
+    ],
+)
+def test_a_program_that_does_not_run_the_segment_is_an_error(
+    tmp_path, run, forking_python, ledger, marks, error
+):
+    paths = {"": "", "run": str(run), "part": str(write_part(tmp_path / "part", *PART))}
+    what = json.dumps({"ledger": paths[ledger], "marks": marks})
+    (tmp_path / "copy.py").write_text(COPY)
+    (tmp_path / "out").mkdir()
+    start = (tmp_path / "step-20.ckpt").resolve()
+    start.write_text("")
+    point = RecordedRun(run).find_start(20)
+    assert point.path == Path(start)
+    runs = Runs([forking_python, str(tmp_path / "copy.py"), what], tmp_path / "out")
+    if error is None:
+        done = run_segment(runs, Segment(point, 31), "segment", "segment")
+        assert RecordedRun(run).compare(done).verdict == "equal"
+        return
+    with pytest.raises(CommandError, match=error):
+        run_segment(runs, Segment(point, 31), "segment", "segment")
