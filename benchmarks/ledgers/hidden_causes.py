@@ -4,7 +4,7 @@ Each cause stands in a helper module of a small training program in the style of
 lines that a user needs end in ``#!``. Runs are forks of this process, which start at once; where
 addresses must differ from run to run, they are new interpreters.
 
-    python benchmarks/hidden_causes.py [NAME ...]
+    python benchmarks/ledgers/hidden_causes.py [NAME ...]
 """
 
 import contextlib
