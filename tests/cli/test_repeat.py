@@ -467,3 +467,40 @@ def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, ve
     assert done.returncode == (verdict != "equal")
     assert len(result["ledgers"]) == 3
     assert [entry["run"] for entry in result["differing"]] == ([2, 3] if hidden else [])
+
+
+SAVING = """
+import sys
+sys.path.insert(0, {support!r})
+import lightning.pytorch as L
+from trainings import QUIET, make_loader, make_model
+
+saving = L.callbacks.ModelCheckpoint(
+    "saved", every_n_train_steps=1, save_top_k=-1, save_weights_only={weights}
+)
+words = QUIET | {{"enable_checkpointing": True, "callbacks": [saving]}}
+L.Trainer(max_epochs=1, **words).fit(make_model(), make_loader())
+"""
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_checkpoints_of_the_program_itself_are_tried(tmp_path, forking_python, weights):
+    """One of the weights alone does not continue the training."""
+    script = tmp_path / "train.py"
+    script.write_text(SAVING.format(weights=weights, support=str(SUPPORT)))
+    words = ("-m", "lightning_d9m", "repeat", "--interrupt", "--json", "-o", "runs", "--")
+    done = subprocess.run(
+        [forking_python, *words, forking_python, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    result = json.loads(done.stdout or "{}")
+    assert done.returncode == 3 * weights, done.stderr
+    failed = [own["label"] for own in result["failed"]]
+    tried = failed if weights else [own["label"] for own in result["runs"]]
+    own = [label for label in tried if label.startswith("resumed from its own checkpoint")]
+    assert len(own) == 3
+    assert own[0].startswith("resumed from its own checkpoint of step 1, for 3 steps")
