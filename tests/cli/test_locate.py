@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from forking_python import ForkingPython, shared_python
 
+from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.cli import locate as locate_module
 from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.launch import run as launched
+from lightning_d9m.tools.launch.progress import RunProgress
 from lightning_d9m.tools.launch.run import make_rank_variables, run_once
 from lightning_d9m.tools.locate import search as search_module
 from lightning_d9m.tools.locate.search import Search
@@ -69,7 +71,8 @@ def locate(tmp_path, monkeypatch, capsys):
             run = partial(run, ranks=ranks, pythons=pythons or repeat(shared_python()))
         monkeypatch.setattr(launched, "run_once", run)
         command = [shared_python(), str(TRAINING), cause]
-        status = main(["locate", "--json", "--one-by-one", *words, "--", *command])
+        words = words if run is run_once else ("--one-by-one", *words)
+        status = main(["locate", "--json", *words, "--", *command])
         printed = capsys.readouterr()
         assert printed.out, printed.err
         found = json.loads(printed.out)
@@ -214,6 +217,34 @@ def test_fits_in_processes_that_take_turns(locate):
     """A fit has a different number in each run, and is compared with its counterpart."""
     status, found = locate("parallel", "--tries", "1")
     assert (status, found["verdict"]) == (0, "equal")
+
+
+def test_two_runs_in_turns_end_where_they_differ(locate, tmp_path):
+    """Later looks begin at a checkpoint that they kept, or at step 0, and end after the step."""
+    status, found = locate("clock", run=run_once)
+    assert (status, found["cause"], found["step"]) == (1, "optimizer settings", 5)
+    ledgers = [read_ledger(path) for path in sorted(tmp_path.glob("d9m-runs/000/run-*/fit-000"))]
+    ends = [ledger.outcome(0).end for ledger in ledgers]
+    assert ends[:2] == [None, None] or ends[0].status == "finished"
+    assert {end.status for end in ends[2:]} <= {"stopped"}
+
+
+def test_two_runs_that_exist(locate, tmp_path):
+    """Only the part in which they differ is run again; the report says whom new runs agree with."""
+    for name in ("one", "other"):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [shared_python(), str(TRAINING), "clock"]
+        run_once(command, folder, progress=RunProgress(name, folder), timeout=None)
+    pair = (str(tmp_path / "one"), str(tmp_path / "other"))
+    status, found = locate("clock", *pair, run=run_once)
+    assert (status, found["cause"], found["step"]) == (1, "optimizer settings", 5)
+    assert found["looks"][0].startswith("the two runs: epoch 1, step 8: ")
+    assert "2 new runs of steps 0 to 9, 0 agree with the reference and 0" in found["agreement"]
+    status, found = locate("none", *pair, run=run_once)
+    assert status == 1
+    assert "0 agree with the reference and 0 with the other run. They agree" in found["agreement"]
+    assert locate("clock", pair[0], pair[0], run=run_once)[0] == 0
 
 
 def test_the_order_of_a_set(locate):
