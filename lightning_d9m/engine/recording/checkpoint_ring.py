@@ -60,11 +60,13 @@ class CheckpointRing:
         self._next = step + max(1, self._ranks.gather_json(pause)[0])
 
     def _save(self, step: int, save: Callable[[Path], object]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{step}.ckpt"
         save(path)
         self._kept.append(path)
-        for old in self._kept[:-_KEPT]:
-            if self._ranks.rank == 0:
-                with suppress(FileNotFoundError):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+        # A loop's ranks save a file each, whose name begins with that of rank 0.
+        olds = self._kept[:-_KEPT] if self._ranks.rank == 0 else ()
+        for old in (file for own in olds for file in self._folder.glob(f"{own.name}*")):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         del self._kept[:-_KEPT]

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -411,7 +412,8 @@ class Recorder:
         """Save all parts; each rank saves its own file."""
         saved = {name: part.state_dict() for name, part in self._name_parts().items()}
         own = self._path_of_rank(path)
-        self._ranks.raise_on_all(lambda: torch.save(saved, own))
+        save = unwrap(torch.save)  # it is not a file of the program, see ``saved_files.py``
+        self._ranks.raise_on_all(lambda: save(saved, own))
         self.note_checkpoint(path)
 
     def note_checkpoint(self, path: Path) -> None:
