@@ -93,6 +93,10 @@ def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
     else:
         patches.replace(strategy, "save_checkpoint", leave)
         patches.replace(strategy, "remove_checkpoint", leave)
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None) == "link":
+                # It would let the link of the earlier run point to an earlier checkpoint.
+                patches.replace(callback, "save_last", True)
     return patches
 
 
