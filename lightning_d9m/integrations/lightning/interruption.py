@@ -96,7 +96,7 @@ def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "save_last", None) == "link":
                 # It would let the link of the earlier run point to an earlier checkpoint.
-                patches.replace(callback, "save_last", True)
+                patches.replace(callback, "save_last", True)  # noqa: FBT003 - its value
     return patches
 
 
