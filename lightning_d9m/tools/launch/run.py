@@ -192,10 +192,12 @@ def run_once(
     left: dict[int, str] = {}
     tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
     with progress:
-        with _signals_deferred() as received, subreaper_enabled():
+        with signals_deferred() as received, subreaper_enabled():
             try:
                 for log, own in zip(logs, ranks, strict=True):
-                    tree.leaders.append(_start(command, working_folder, log, environment | own))
+                    tree.leaders.append(
+                        start_process(command, working_folder, log, environment | own)
+                    )
                 failed = _wait(tree, received, timeout, progress.tick, killed_when)
                 if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                     left = tree.find_descendants()
@@ -246,10 +248,10 @@ def _describe_failure(
     if status is None:
         return (
             f"The command {described} was still running{which} after {timeout:g} s and was ended. "
-            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
+            f"Allow it more with --timeout, or see where it hangs in {log}.{read_tail(log)}"
         )
     cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
-    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{read_tail(log)}"
 
 
 def describe_command(command: Sequence[str]) -> str:
@@ -257,9 +259,15 @@ def describe_command(command: Sequence[str]) -> str:
     return quote(" ".join(command), _TAIL_WIDTH)
 
 
-def _start(
+def start_process(
     command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
+    """Start a command in its own session, without input, whose output goes to a log.
+
+    Raises:
+        CommandError: If it does not start.
+        LedgerError: If the log cannot be made.
+    """
     with file_errors(LedgerError, f"The log {log} cannot be made"):
         output = log.open("wb")
     with output:
@@ -331,7 +339,7 @@ def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | Non
 
 
 @contextmanager
-def _signals_deferred() -> Iterator[list[int]]:
+def signals_deferred() -> Iterator[list[int]]:
     """Defer SIGINT, SIGTERM and SIGHUP until the body is done; then raise the first one.
 
     Yields:
@@ -370,7 +378,7 @@ def _name_signal(number: int) -> str:
         return str(number)
 
 
-def _tail(log: Path) -> str:
+def read_tail(log: Path) -> str:
     """Return the last lines of a log as a terminal shows them, indented for a message."""
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
