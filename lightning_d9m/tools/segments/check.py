@@ -49,10 +49,10 @@ _REASONS = {
     "values in each run, and `d9m locate` finds where.",
     "unclear": "Two runs of the segment agree, and differ from the ledger. Their stack is not "
     "that of the run, which alone may change results: {}.",
-    "unseeded": "The program sets no seed before it builds the model, so each run may draw other "
-    "initial weights. To check this segment, train with LIGHTNING_D9M=1 or with a seed.",
-    "foreign": "Another run has saved the checkpoint, or the ledger was changed since: it does not "
-    "hold the record after which the checkpoint was saved.",
+    "unseeded": "The initial weights differ. If neither a seed of the program nor LIGHTNING_D9M=1 "
+    "decides them, each run draws others; else the program or the ledger has been changed.",
+    "foreign": "The checkpoint is not the one that the ledger names: another run has saved it, or "
+    "this one at another step, or the ledger has been changed since.",
     "refused": "The program has other settings than the run: {}.",
 }
 
@@ -256,7 +256,9 @@ def _compare(
     checked = replace(checked, ledgers=(*checked.ledgers, str(ledger.path)))
     resumed = find_resume(ledger)
     own = recorded.ledger.files[min(recorded.ledger.files)]
-    if resumed is not None and not holds_record(own, resumed.parent_check):
+    if resumed is not None and (
+        resumed.step != segment.first or not holds_record(own, resumed.parent_check)
+    ):
         return checked.explain("refused", "foreign"), None
     states = _States(sees_end=segment.stop > recorded.last_step)
     comparison = recorded.compare(run, states.watch)

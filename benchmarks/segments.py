@@ -1,0 +1,161 @@
+"""Segments of runs: which wrong runs `d9m check` rejects, and what it costs.
+
+    python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
+    python benchmarks/segments.py cost                the time of a check, as a share of training
+
+The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
+``cost`` are not: their starts count, and are shown.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+PROGRAM = SUPPORT / "checked_training.py"
+TRAINED = (
+    *("label", "input", "rate", "beta", "seed", "swapped epoch", "skipped batch", "repeated batch"),
+    *("extra step", "early end", "loss", "dropout", "momentum", "batch size", "weight bit"),
+    *("gradient bit", "state bit", "batch bit", "generator", "decay", "schedule", "precision"),
+    *("frozen", "clipped", "accumulated", "initial weight", "logged"),
+)
+
+
+def edit_ledger(ledger: Path, edit: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Edit the records of a ledger, and make the checks of all records again."""
+    from lightning_d9m.engine.ledger.format.records import CHAIN_START, chain_record
+
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    edit(records)
+    check, lines = CHAIN_START, list[bytes]()
+    for record in records:
+        record.pop("check", None)
+        body = json.dumps(record, separators=(",", ":")).encode()
+        line, check = chain_record(body, check)
+        lines.append(line)
+    ledger.write_bytes(b"".join(lines))
+
+
+def change_digest(record: dict[str, Any]) -> None:
+    """Change the digest of the weights as a whole."""
+    record["totals"]["weights"] = record["totals"]["weights"][::-1]
+
+
+def change_checkpoint(path: Path) -> None:
+    """Move a weight to the next number, and make the manifest again."""
+    import torch
+
+    from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
+    from lightning_d9m.integrations.lightning.saved_state import (
+        MANIFEST_KEY,
+        find_state,
+        load_checkpoint,
+    )
+
+    checkpoint = load_checkpoint(path)
+    weight = checkpoint["state_dict"]["layers.1.weight"]
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+    state = find_state(checkpoint)
+    state.pop(MANIFEST_KEY)
+    state[MANIFEST_KEY] = make_manifest(checkpoint)
+    torch.save(checkpoint, path)
+
+
+def list_edits(other: Path) -> dict[str, Callable[[Path], object]]:
+    """Return changes of an honest run's files by name; ``other`` is the folder of another run."""
+    ledger = "fit-000/rank-0.jsonl"
+
+    def saved(folder: Path, step: int) -> Path:
+        return folder / f"saved/step={step}.ckpt"
+
+    def find(records: list[dict[str, Any]], kind: str, step: int) -> dict[str, Any]:
+        return next(own for own in records if own["kind"] == kind and own.get("step") == step)
+
+    def edit(kind: str, step: int, change: Callable[[dict[str, Any]], object]) -> Any:
+        return lambda folder: edit_ledger(
+            folder / ledger, lambda records: change(find(records, kind, step))
+        )
+
+    def remove(folder: Path) -> None:
+        def leave_out(records: list[dict[str, Any]]) -> None:
+            records[:] = [own for own in records if own["kind"] != "step" or own["step"] < 46]
+
+        edit_ledger(folder / ledger, leave_out)
+
+    return {
+        "ulp in a checkpoint": lambda folder: change_checkpoint(saved(folder, 30)),
+        "checkpoint of another run": lambda folder: shutil.copy(
+            saved(other, 30), saved(folder, 30)
+        ),
+        "checkpoint of another step": lambda folder: shutil.copy(
+            saved(folder, 45), saved(folder, 30)
+        ),
+        "final digest edited": edit("digests", 60, change_digest),
+        "step's digest edited": edit("step", 31, change_digest),
+        "loss edited": edit("digests", 40, lambda own: own.update(loss=(0.5).hex())),
+        "records removed": remove,
+    }
+
+
+def train(python: str, folder: Path, **variables: str) -> None:
+    """Run the program."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **variables}
+    words = [python, str(PROGRAM), str(folder)]
+    subprocess.run(words, env=environment, check=True, capture_output=True)
+
+
+def check(python: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Check a run with the honest program."""
+    command = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options, "--json"]
+    words = ["-o", str(folder.with_name(f"{folder.name}-check")), "--", python, str(PROGRAM)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *words, str(folder.with_name("again"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout:
+        return {"verdict": "error", "checked": [], "error": done.stderr[-300:]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {"status": done.returncode, **found}
+
+
+def measure_kinds(names: list[str]) -> int:
+    """Print how each wrong run is rejected; return 1 if one is not."""
+    sys.path.insert(0, str(SUPPORT))
+    from forking_python import shared_python
+
+    python, accepted = shared_python(), 0
+    with tempfile.TemporaryDirectory() as root:
+        honest, other = Path(root, "honest"), Path(root, "other")
+        train(python, honest)
+        train(python, other, WRONG="rate")
+        edits = list_edits(other)
+        for name in names or ["", *TRAINED, *edits]:
+            folder = Path(root, name.replace(" ", "-") or "right")
+            if name in edits:
+                shutil.copytree(honest, folder)
+                edits[name](folder)
+            else:
+                train(python, folder, WRONG=name)
+            found = check(python, folder, "--segments", "all")
+            accepted += (found["verdict"] == "equal") != (name == "")
+            print(f"{name or 'honest'}: {found['verdict']}", found.get("error", ""), flush=True)
+            for own in found["checked"]:
+                if own["verdict"] != "equal":
+                    place = f"steps {own['first']} to {own['last']}"
+                    print(f"  {own['verdict']}, {place}: {own['where'] or own['reason'][-300:]}")
+    return int(accepted > 0)
+
+
+if __name__ == "__main__":
+    part, *rest = sys.argv[1:] or ["kinds"]
+    sys.exit({"kinds": measure_kinds}[part](rest))
