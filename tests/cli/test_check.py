@@ -12,7 +12,7 @@ import pytest
 from ledger_program import PROGRAM
 from rank_processes import has_ended
 
-from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, choose_segments
+from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
 
 # A run without checkpoints: its one segment is the whole of it. It marks that it came to the end.
 END = '\n(checkpoints / "killed").touch()\n'
@@ -93,11 +93,22 @@ def test_wrong_input_is_named(check, d9m):
     assert "does not start" in found["checked"][0]["reason"]
 
 
-def test_a_choice_is_printed_and_can_be_repeated():
-    chosen = [choose_segments(range(40), 3, seed) for seed in range(30)]
-    assert chosen == [choose_segments(range(40), 3, seed) for seed in range(30)]
-    assert {len(set(numbers)) for numbers in chosen} == {3}
-    assert len({number for numbers in chosen for number in numbers}) > 30
+def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
+    there = dict.fromkeys(range(40))
+    recorded = type("Recorded", (), {"list_segments": lambda _: there})
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
+
+    def choose(*options):
+        out = d9m("check", "run", "--print-commands", "-o", "out", *options, "--", "true")[1]
+        return [int(line.split()[4]) for line in out.splitlines()]
+
+    assert choose("--choose", "1") == choose("--choose", "1") == sorted(choose("--choose", "1"))
+    assert len({tuple(choose("--choose", seed)) for seed in range(20)}) > 15
+    assert len(set(choose("--segments", "9"))) == 9
+    assert choose("--segments", "all") == [*there]
+    for options in (("--only", "1"), ("--segments", "all"), ("--segments", "40")):
+        assert "nothing is chosen" in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
+    assert "one part at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
     report = CheckReport("run", "out", 5, 40, 400, [CheckedSegment(n, n, n + 1) for n in range(3)])
     assert report.missed == pytest.approx(37 / 40)
 

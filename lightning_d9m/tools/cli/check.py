@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from random import SystemRandom
+from random import Random, SystemRandom
 
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
@@ -19,7 +19,6 @@ from lightning_d9m.tools.segments.check import (
     CheckedSegment,
     CheckReport,
     check_segment,
-    choose_segments,
     follow_run,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, describe_command
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     choice, numbers = _choose(arguments, recorded)
     if arguments.print_commands:
         for number in numbers:
-            print(shlex.join(["d9m", *_make_job(arguments, number)]))
+            print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
     output = make_output(arguments.output)
     report = CheckReport(str(recorded.ledger.path), str(output), choice)
@@ -101,26 +100,31 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     """Return the seed of the choice, if it is one at random, and the numbers of segments.
 
     Raises:
-        SettingError: If there is no segment of a number.
+        SettingError: If there is no segment of a number, or a setting has no effect.
     """
-    there = recorded.list_segments()
-    if arguments.only is not None:
-        if unknown := [number for number in arguments.only if number not in there]:
-            listed = ", ".join(map(str, there))
-            raise SettingError(
-                f"The run has no segment {unknown[0]}: no checkpoint of this number is there. "
-                f"Segments: {listed}."
-            )
-        return None, arguments.only
-    if arguments.segments is None or arguments.segments >= len(there):
-        return None, list(there)
-    seed = arguments.choose
-    if seed is None:
-        seed = SystemRandom().randrange(10**6)
-    return seed, choose_segments(there, arguments.segments, seed)
+    there, count, seed = list(recorded.list_segments()), arguments.segments, arguments.choose
+    if arguments.follow and (arguments.jobs > 1 or arguments.print_commands):
+        raise SettingError(
+            "--follow runs one part at a time. Leave out --jobs or --print-commands."
+        )
+    if unknown := [number for number in arguments.only or () if number not in there]:
+        raise SettingError(
+            f"The run has no segment {unknown[0]}: no checkpoint of this number is there. "
+            f"Segments: {', '.join(map(str, there))}."
+        )
+    is_drawn = not (arguments.only or arguments.follow or count is None or count >= len(there))
+    if not is_drawn and seed is not None:
+        raise SettingError(
+            f"--choose is {seed}, and nothing is chosen: there are {len(there)} segments. Give a "
+            "smaller number with --segments, or leave out --choose."
+        )
+    if not is_drawn:
+        return None, arguments.only or there
+    seed = SystemRandom().randrange(10**6) if seed is None else seed
+    return seed, sorted(Random(seed).sample(there, count))  # noqa: S311 - it can be repeated
 
 
-def _make_job(arguments: argparse.Namespace, number: int, output: Path | None = None) -> list[str]:
+def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
     """Return the arguments of ``d9m`` that check one segment."""
     folder = [] if output is None else ["--output", str(output / f"job-{number:03d}")]
     limit = [] if arguments.timeout is None else ["--timeout", f"{arguments.timeout:g}"]
@@ -179,7 +183,9 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
     )
     if report.verdict == "equal" and report.missed:
         verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
-    different = report.verdict == "different"
-    locate = f"d9m locate -- {printable(shlex.join(arguments.argv))}"
-    steps = [(locate, "finds the step, module and source line")] if different else []
+    steps = []
+    if pairs := [[report.run, own.ledgers[0]] for own in report.checked if own.where]:
+        steps.append((f"d9m compare {printable(shlex.join(pairs[0]))}", "shows what differs"))
+        locate = f"d9m locate -- {printable(shlex.join(arguments.argv))}"
+        steps.append((locate, "finds the step, module and line, if the program is the cause"))
     print_result(arguments.format, report.as_json(), lines, verdict, steps=steps)

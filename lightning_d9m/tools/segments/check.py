@@ -7,10 +7,10 @@ that says something else than what the program computes.
 
 import json
 import os
-import random
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,10 @@ class CheckedSegment:
 
 @dataclass
 class CheckReport:
-    """The result of a check.
+    """The result of a check of a run, whose ledger is ``run``, in the folder ``output``.
 
-    Attributes:
-        run: The ledger of the run.
-        output: The folder of the check.
-        choice: The seed with which the segments were chosen; None if they were named, or are all.
-        segments: The number of segments of the run.
-        last_step: The last step of the run.
-        checked: The segments that were checked.
-        notes: Sentences on what limits the check.
+    ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
+    ``segments`` is their number in the run.
     """
 
     run: str
@@ -173,23 +167,12 @@ def _list_limits(recorded: RecordedRun) -> Iterator[str]:
         yield f"An exception ended the run after step {recorded.last_step}: {error}"
 
 
-def choose_segments(segments: Collection[int], count: int, seed: int) -> list[int]:
-    """Return ``count`` of the numbers of segments, drawn with a seed; all, if there are fewer."""
-    numbers = sorted(segments)
-    return sorted(random.Random(seed).sample(numbers, min(count, len(numbers))))  # noqa: S311
-
-
 def check_segment(
     recorded: RecordedRun, runs: Runs, number: int, title: str, later: int = 0
 ) -> CheckedSegment:
-    """Run a segment, and a second time if it differs; compare it with the ledger of the run.
+    """Run the segment of a number, and a second time if it differs; compare it with the ledger.
 
-    Args:
-        recorded: The run.
-        runs: The command, and the folder of its runs.
-        number: The number of the segment, see ``RecordedRun.list_segments``.
-        title: Its name, for the progress line.
-        later: The number of segments that follow, for the time that is left.
+    ``title`` and ``later``, the number of segments that follow, are for the progress line.
 
     Raises:
         LedgerError: If a file cannot be read or written.
@@ -273,6 +256,8 @@ def _compare(
     problems = [first.where] if first is not None else [*states.alone, *_list_alone(comparison)]
     if equal_until < min(segment.stop, recorded.last_step):
         problems.append(f"nothing is compared after step {equal_until:,}")
+    if not (problems or comparison.equal):
+        problems.append(f"the ledgers are {comparison.verdict}")
     if not problems:
         return replace(checked, equal_until=equal_until), None
     checked = replace(checked, equal_until=equal_until, where=problems[0])
@@ -295,15 +280,9 @@ def follow_run(
 ) -> RecordedRun:
     """Check the segments of a run while it trains, as its checkpoints appear.
 
-    Args:
-        path: The ledger of the run.
-        folder: A folder for links to checkpoints, so that they stay when the run removes them.
-        check: Checks the segment of a number.
-        patience: Seconds after which a ledger that does not grow counts as that of a killed run;
-            None to wait without a limit.
-
-    Returns:
-        The run at its end.
+    ``folder`` gets links to checkpoints, so that they stay when the run removes them. A ledger that
+    does not grow for ``patience`` seconds counts as that of a killed run. Returns the run at its
+    end.
     """
     kept: dict[int, Path] = {}
     done: set[int] = set()
@@ -330,12 +309,9 @@ def follow_run(
 
 def _link(path: Path, target: Path) -> Path:
     """Make a hard link to a file, or to all files of a folder; return the path if that fails."""
-    try:
+    with suppress(OSError):  # another file system, or the run has removed it
         target.parent.mkdir(exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, target, copy_function=os.link)
-        else:
-            os.link(path, target)
-    except OSError:  # another file system, or the run has removed it
-        return path
-    return target
+        is_folder = path.is_dir()
+        shutil.copytree(path, target, copy_function=os.link) if is_folder else os.link(path, target)
+        return target
+    return path
