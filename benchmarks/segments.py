@@ -1,8 +1,8 @@
 """Segments of runs: which wrong runs `d9m check` rejects, and what it costs.
 
     python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
-    python benchmarks/segments.py cost                the time of a check, as a share of training
-
+    python benchmarks/segments.py cost 50 --segments 3              the time of a check
+    python benchmarks/segments.py cost 500 --segments all --jobs 2
 The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
 ``cost`` are not: their starts count, and are shown.
 """
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,35 @@ TRAINED = (
     *("gradient bit", "state bit", "batch bit", "generator", "decay", "schedule", "precision"),
     *("frozen", "clipped", "accumulated", "initial weight", "logged"),
 )
+
+
+# A training of 2,000 steps of some 30 ms on one core.
+COSTLY = """
+import sys, time
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_d9m import DeterminismCallback
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    def training_step(self, batch, _):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+folder, every = sys.argv[1:]
+L.seed_everything(1)
+data = torch.randn(8192, 512)
+saving = ModelCheckpoint(f"{folder}/saved", save_top_k=-1, every_n_train_steps=int(every))
+options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+callbacks = [DeterminismCallback(ledger_dir=folder), saving]
+trainer = L.Trainer(max_steps=2000, accelerator="cpu", callbacks=callbacks, **options)
+start = time.monotonic()
+trainer.fit(Net(), torch.utils.data.DataLoader(data, 512, shuffle=True))
+print("fit", time.monotonic() - start)
+"""
 
 
 def edit_ledger(ledger: Path, edit: Callable[[list[dict[str, Any]]], object]) -> None:
@@ -156,6 +186,28 @@ def measure_kinds(names: list[str]) -> int:
     return int(accepted > 0)
 
 
+def measure_cost(every: str, *options: str) -> int:
+    """Print the seconds of a training that saves at each n-th step, and of a check of it."""
+    with tempfile.TemporaryDirectory() as root:
+        script, folder = Path(root, "train.py"), Path(root, "run")
+        script.write_text(COSTLY)
+        words = [sys.executable, str(script), str(folder), every]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        seconds: list[float] = []
+        check_words = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options]
+        for command in (words, [*check_words, "-o", f"{root}/check", "--", *words]):
+            start = time.monotonic()
+            done = subprocess.run(
+                command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            )
+            seconds.append(time.monotonic() - start)
+            fit = [line for line in done.stdout.splitlines() if line.startswith("fit")]
+            print(*fit, *([] if fit else done.stdout.splitlines()[:2]))
+        print(f"training {seconds[0]:.1f} s, check {seconds[1]:.1f} s")
+        print(f"ratio {seconds[1] / seconds[0]:.3f}")
+    return 0
+
+
 if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["kinds"]
-    sys.exit({"kinds": measure_kinds}[part](rest))
+    sys.exit(measure_cost(*rest) if part == "cost" else measure_kinds(rest))

@@ -71,7 +71,7 @@ def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
     assert "output.log" in out
 
 
-def test_parts_are_printed_for_a_scheduler(check, tmp_path):
+def test_segments_are_printed_for_a_scheduler(check, tmp_path):
     options = ("--print-commands", "--timeout", "9")
     status, out, _ = check("", *options)
     words = f"--timeout 9 --json -- {sys.executable} {tmp_path / 'script.py'}"
@@ -108,7 +108,7 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
     assert choose("--segments", "all") == [*there]
     for options in (("--only", "1"), ("--segments", "all"), ("--segments", "40")):
         assert "nothing is chosen" in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
-    assert "one part at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
+    assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
     report = CheckReport("run", "out", 5, 40, 400, [CheckedSegment(n, n, n + 1) for n in range(3)])
     assert report.missed == pytest.approx(37 / 40)
 

@@ -11,7 +11,7 @@ from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command, whole_number
 from lightning_d9m.tools.launch.jobs import run_jobs
-from lightning_d9m.tools.launch.run import Runs, make_output, read_tail
+from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.segments.check import (
@@ -26,13 +26,13 @@ from lightning_d9m.tools.segments.segment import RecordedRun, describe_command
 _DEFAULT = 3
 ARGUMENTS = f"""
 ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
---segments COUNT  how many parts between two checkpoints to run, chosen at random, or all
-    (default: {_DEFAULT})
-| --only NUMBERS  the parts with these numbers, such as 2,5
-| --follow  all parts of a training that still runs, as its checkpoints appear, until it ends
---choose SEED  choose the parts that an earlier check with this seed has chosen
---jobs N  how many parts run at once, each in a process (default: 1)
-| --print-commands  print a command for each part, for a scheduler of jobs, and run nothing
+--segments COUNT  how many segments to run, which are the parts of a run between its checkpoints,
+    chosen at random; or all (default: {_DEFAULT})
+| --only NUMBERS  run the segments with these numbers, such as 2,5
+| --follow  run all segments of a training that still runs, as its checkpoints appear
+--choose SEED  choose the segments that an earlier check with this seed has chosen
+--jobs N  how many segments run at once, each in its own process (default: 1)
+| --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 {COMMAND}"""
 EXAMPLE = "d9m check logs/d9m/fit-000 --segments 5 -- python train.py"
@@ -105,7 +105,7 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     there, count, seed = list(recorded.list_segments()), arguments.segments, arguments.choose
     if arguments.follow and (arguments.jobs > 1 or arguments.print_commands):
         raise SettingError(
-            "--follow runs one part at a time. Leave out --jobs or --print-commands."
+            "--follow runs one segment at a time. Leave out --jobs or --print-commands."
         )
     if unknown := [number for number in arguments.only or () if number not in there]:
         raise SettingError(
@@ -145,9 +145,10 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
         try:
             text = (log.with_suffix("") / REPORT).read_text(encoding="utf-8")
         except OSError:
+            said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             raise LedgerError(
-                f"{log.stem} ended with exit status {status} and has no result. Log: {log}."
-                f"{read_tail(log)}"
+                f"{log.stem} ended with exit status {status} and without a result: {said} Log: "
+                f"{log}."
             ) from None
         (checked,) = (CheckedSegment(**entry) for entry in json.loads(text)["checked"])
         report.checked.append(checked)

@@ -27,8 +27,8 @@ _MAX_WIDTH = 100
 _GROUPS = {
     "Is a training deterministic?": {
         "repeat": "run a command several times and compare the runs bit for bit",
-        "check": "run parts of a training again and compare them with its ledger",
         "compare": "compare two ledgers and name the first divergence",
+        "check": "run parts of a training again and compare them with its ledger",
         "ls": "list ledgers, each compared with the one before it",
         "verify": "check that a checkpoint is whole and find it in a ledger",
     },

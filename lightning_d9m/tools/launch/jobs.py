@@ -1,6 +1,5 @@
 """Commands that run at once, each in its own session, with its own log."""
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from lightning_d9m.tools.launch.run import (
-    ProcessTree,
-    signals_deferred,
-    start_process,
-    subreaper_enabled,
-)
+from lightning_d9m.errors import LedgerError, file_errors
+from lightning_d9m.tools.launch.run import ProcessTree, signals_deferred, subreaper_enabled
 
 _POLL_SECONDS = 0.1
 # A job that runs a training ends it first.
@@ -34,7 +29,6 @@ def run_jobs(
             ends the others.
 
     Raises:
-        CommandError: If one does not start.
         LedgerError: If a log cannot be made.
     """
     waiting = list(commands)
@@ -45,7 +39,7 @@ def run_jobs(
             while (waiting or running) and not received:
                 while waiting and len(running) < jobs:
                     log = waiting.pop(0)
-                    running[log] = start_process(commands[log], None, log, os.environ)
+                    running[log] = _start(commands[log], log)
                     tree.leaders.append(running[log])
                 time.sleep(_POLL_SECONDS)
                 for log, job in list(running.items()):
@@ -56,3 +50,16 @@ def run_jobs(
             # The first signal ends the jobs; a second one kills them at once.
             expected = max(1, len(received))
             tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
+
+
+def _start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    with file_errors(LedgerError, f"The log {log} cannot be made"):
+        output = log.open("wb")
+    with output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a signal to its group reaches what it has started
+        )

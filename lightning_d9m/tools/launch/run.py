@@ -195,9 +195,7 @@ def run_once(
         with signals_deferred() as received, subreaper_enabled():
             try:
                 for log, own in zip(logs, ranks, strict=True):
-                    tree.leaders.append(
-                        start_process(command, working_folder, log, environment | own)
-                    )
+                    tree.leaders.append(_start(command, working_folder, log, environment | own))
                 failed = _wait(tree, received, timeout, progress.tick, killed_when)
                 if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                     left = tree.find_descendants()
@@ -248,10 +246,10 @@ def _describe_failure(
     if status is None:
         return (
             f"The command {described} was still running{which} after {timeout:g} s and was ended. "
-            f"Allow it more with --timeout, or see where it hangs in {log}.{read_tail(log)}"
+            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
         )
     cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
-    return f"The command {described} ended with {cause}{which}. Log: {log}.{read_tail(log)}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
 
 
 def describe_command(command: Sequence[str]) -> str:
@@ -259,15 +257,9 @@ def describe_command(command: Sequence[str]) -> str:
     return quote(" ".join(command), _TAIL_WIDTH)
 
 
-def start_process(
+def _start(
     command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in its own session, without input, whose output goes to a log.
-
-    Raises:
-        CommandError: If it does not start.
-        LedgerError: If the log cannot be made.
-    """
     with file_errors(LedgerError, f"The log {log} cannot be made"):
         output = log.open("wb")
     with output:
@@ -378,7 +370,7 @@ def _name_signal(number: int) -> str:
         return str(number)
 
 
-def read_tail(log: Path) -> str:
+def _tail(log: Path) -> str:
     """Return the last lines of a log as a terminal shows them, indented for a message."""
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))

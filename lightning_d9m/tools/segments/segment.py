@@ -80,7 +80,7 @@ class Segment:
 
 @dataclass
 class _Outline:
-    """What a ledger says, in one pass, of the run as a whole.
+    """Facts on the run as a whole, read in one pass of its ledger.
 
     Attributes:
         saved: The checkpoints, in the order in which they were saved.
@@ -143,7 +143,7 @@ class RecordedRun:
 
     @cached_property
     def _outline(self) -> _Outline:
-        """What the ledger says of checkpoints, states and the end."""
+        """The facts on checkpoints, states and the end."""
         found = _Outline()
         own = self.ledger.files[min(self.ledger.files)]
         for file in (*list_continued(own), own):
