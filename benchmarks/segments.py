@@ -3,6 +3,8 @@
     python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
     python benchmarks/segments.py cost 50 --segments 3              the time of a check
     python benchmarks/segments.py cost 500 --segments all --jobs 2
+    python benchmarks/segments.py records             the cost of the records of checkpoints
+
 The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
 ``cost`` are not: their starts count, and are shown.
 """
@@ -208,6 +210,41 @@ def measure_cost(every: str, *options: str) -> int:
     return 0
 
 
+def measure_records() -> int:
+    """Print the share of a fit, with 40 checkpoints, that their records in the ledger take."""
+    from lightning_d9m.engine.recording.run import Run
+    from lightning_d9m.integrations.lightning import interruption
+
+    spent = {"note_checkpoint": 0.0, "digest_manifest": 0.0}
+
+    def time_calls(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*words: Any) -> Any:
+            start = time.perf_counter()
+            result = original(*words)
+            spent[name] += time.perf_counter() - start
+            return result
+
+        setattr(owner, name, call)
+
+    time_calls(Run, "note_checkpoint")
+    time_calls(interruption, "digest_manifest")
+    with tempfile.TemporaryDirectory() as root:
+        sys.argv = ["train.py", root, "50"]
+        found: dict[str, Any] = {}
+        start = time.perf_counter()
+        exec(COSTLY, found)  # noqa: S102
+        whole = time.perf_counter() - start
+    print(f"{sum(spent.values()) / whole:.4%} of {whole:.1f} s: {spent}")
+    return 0
+
+
 if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["kinds"]
-    sys.exit(measure_cost(*rest) if part == "cost" else measure_kinds(rest))
+    parts = {
+        "cost": measure_cost,
+        "records": measure_records,
+        "kinds": lambda *n: measure_kinds([*n]),
+    }
+    sys.exit(parts[part](*rest))

@@ -13,6 +13,7 @@ from ledger_program import PROGRAM
 from rank_processes import has_ended
 
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
+from lightning_d9m.tools.segments.segment import Segment
 
 # A run without checkpoints: its one segment is the whole of it. It marks that it came to the end.
 END = '\n(checkpoints / "killed").touch()\n'
@@ -94,7 +95,7 @@ def test_wrong_input_is_named(check, d9m):
 
 
 def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
-    there = dict.fromkeys(range(40))
+    there = [Segment(None, 1, number) for number in range(40)]
     recorded = type("Recorded", (), {"list_segments": lambda _: there})
     monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
 
@@ -105,7 +106,7 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
     assert choose("--choose", "1") == choose("--choose", "1") == sorted(choose("--choose", "1"))
     assert len({tuple(choose("--choose", seed)) for seed in range(20)}) > 15
     assert len(set(choose("--segments", "9"))) == 9
-    assert choose("--segments", "all") == [*there]
+    assert choose("--segments", "all") == [*range(40)]
     for options in (("--only", "1"), ("--segments", "all"), ("--segments", "40")):
         assert "nothing is chosen" in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
     assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]

@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"segment {number}{place}"
         report.checked.append(check_segment(so_far, runs, number, title, later))
 
+    left_out = ""
     try:
         if arguments.follow:
             links = output / "checkpoints"
@@ -86,12 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             for place, number in enumerate(numbers, start=1):
                 check(recorded, number, f" ({place} of {len(numbers)})", len(numbers) - place)
-                if all(own.verdict == "failed" for own in report.checked):
-                    break  # the others would fail, too
+                if numbers[place:] and report.checked[0].verdict == "failed":
+                    left_out = "The other segments were not run."  # they would fail, too
+                    break
     finally:
         # What was checked before an interruption is shown, too.
         if report.checked:
-            report.write(recorded, describe_command(recorded, command))
+            report.write(recorded, describe_command(recorded, command), left_out)
             _print_report(report, arguments)
     return _STATUS[report.verdict]
 
@@ -102,7 +104,8 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     Raises:
         SettingError: If there is no segment of a number, or a setting has no effect.
     """
-    there, count, seed = list(recorded.list_segments()), arguments.segments, arguments.choose
+    there = [segment.number for segment in recorded.list_segments()]
+    count, seed = arguments.segments, arguments.choose
     if arguments.follow and (arguments.jobs > 1 or arguments.print_commands):
         raise SettingError(
             "--follow runs one segment at a time. Leave out --jobs or --print-commands."
@@ -146,8 +149,9 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
             text = (log.with_suffix("") / REPORT).read_text(encoding="utf-8")
         except OSError:
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            said = said or "It could not write its log: check the space on its disk."
             raise LedgerError(
-                f"{log.stem} ended with exit status {status} and without a result: {said} Log: "
+                f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
                 f"{log}."
             ) from None
         (checked,) = (CheckedSegment(**entry) for entry in json.loads(text)["checked"])

@@ -62,7 +62,7 @@ class CheckedSegment:
     """A segment that was checked.
 
     Attributes:
-        number: Its number, see ``RecordedRun.list_segments``.
+        number: The number of the ``Segment``.
         first: The global step at which it begins.
         last: The global step at which the next one begins, or the last one of the run.
         verdict: ``"equal"``; ``"transient"``, ``"persistent"`` or ``"program"`` if it differs, or
@@ -177,13 +177,11 @@ def check_segment(
     Raises:
         LedgerError: If a file cannot be read or written.
     """
-    segments = recorded.list_segments()
-    segment, name = segments[number], f"segment-{number:03d}"
-    next_start = min((n for n in segments if n > number), default=None)
-    last = recorded.last_step if next_start is None else segments[next_start].first
-    checked = CheckedSegment(number, segment.first, last)
+    segment, *after = (own for own in recorded.list_segments() if own.number >= number)
+    last = after[0].first if after else recorded.last_step
+    checked, name = CheckedSegment(number, segment.first, last), f"segment-{number:03d}"
     options: dict[str, Any] = {"variables": recorded.variables, "later": later}
-    if next_start is None:
+    if not after:
         options["may_fail"] = recorded.end is not None and not recorded.is_finished
     try:
         first = run_segment(runs, segment, name, title, **options)
@@ -253,11 +251,11 @@ def _compare(
         return checked.explain("refused", "", "; ".join(named)), None
     first = comparison.first
     equal_until = min(states.until.get(rank, segment.first) for rank in ledger.files)
-    problems = [first.where] if first is not None else [*states.alone, *_list_alone(comparison)]
+    problems = states.alone if first is None else [first.where]
     if equal_until < min(segment.stop, recorded.last_step):
         problems.append(f"nothing is compared after step {equal_until:,}")
     if not (problems or comparison.equal):
-        problems.append(f"the ledgers are {comparison.verdict}")
+        problems.append("records that only one of both has")
     if not problems:
         return replace(checked, equal_until=equal_until), None
     checked = replace(checked, equal_until=equal_until, where=problems[0])
@@ -265,14 +263,6 @@ def _compare(
     if is_initial and SEEDED not in recorded.ledger.header.program:
         return checked.explain("unclear", "unseeded"), None
     return checked, comparison
-
-
-def _list_alone(comparison: Comparison) -> Iterator[str]:
-    """Yield the first record of each rank that only one of two runs has."""
-    for rank in comparison.ranks:
-        for which, side in (("run", rank.expected), ("program", rank.actual)):
-            if side.alone:
-                yield f"only the {which} has {side.first_record or side.first_place}"
 
 
 def follow_run(
@@ -292,7 +282,7 @@ def follow_run(
         for point in recorded.points:
             if point.is_there and point.step not in kept:
                 kept[point.step] = _link(point.path, folder / f"{point.step}-{point.path.name}")
-        numbers = list(recorded.list_segments())
+        numbers = [segment.number for segment in recorded.list_segments()]
         if recorded.end is None:  # the last segment is not complete
             numbers.pop()
         if new := [number for number in numbers if number not in done]:

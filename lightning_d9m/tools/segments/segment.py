@@ -61,10 +61,13 @@ class Segment:
         start: The checkpoint from which it begins; None for the beginning of the run.
         stop: The global step after which it ends; one after the last step of the run lets the fit
             end as it does.
+        number: The number of the checkpoint among all of the run, from 1; 0 for the beginning. It
+            stays when another one is removed, and while the run saves more.
     """
 
     start: SavedPoint | None
     stop: int
+    number: int = 0
 
     @property
     def first(self) -> int:
@@ -188,24 +191,23 @@ class RecordedRun:
         usable = [point for point in self.points if point.step <= step and point.is_there]
         return usable[-1] if usable else None
 
-    def list_segments(self) -> dict[int, Segment]:
-        """Return the segments between all checkpoints that are there, in order, by number.
+    def list_segments(self) -> list[Segment]:
+        """Return the segments between all checkpoints that are there, in order.
 
-        The number is that of the checkpoint at which a segment begins, from 1, and 0 for the
-        beginning of the run, so that it stays when a checkpoint is removed or a run still saves.
-        A segment ends a step after the next checkpoint, whose record shows the state of the
-        checkpoint; the last one ends with the fit.
+        Each ends a step after the next checkpoint, whose record shows the state of the checkpoint;
+        the last one ends with the fit.
         """
         last = self.last_step
-        there = {
-            number: point
+        numbered: list[tuple[int, SavedPoint | None]] = [(0, None)]
+        numbered += [
+            (number, point)
             for number, point in enumerate(self.points, start=1)
             if point.is_there and point.step < last
-        }
-        stops = [*(point.step + 1 for point in there.values()), last + self._outline.ends_within]
-        starts: list[tuple[int, SavedPoint | None]] = [(0, None), *there.items()]
-        pairs = zip(starts, stops, strict=True)
-        return {number: Segment(start, stop) for (number, start), stop in pairs}
+        ]
+        stops = [point.step + 1 for _, point in numbered if point is not None]
+        stops.append(last + self._outline.ends_within)
+        pairs = zip(numbered, stops, strict=True)
+        return [Segment(start, stop, number) for (number, start), stop in pairs]
 
     def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
