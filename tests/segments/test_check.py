@@ -11,6 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from ledger_runs import chain_lines, make_facts, make_header
+
+from lightning_d9m.engine.ledger.folder import rank_path
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    Resume,
+    StepDigests,
+    encode_record,
+)
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/checked_training.py"
@@ -119,3 +129,24 @@ def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, mon
         status, out, errors = d9m("check", "run", "--follow", "--json", "--", *words, "again")
     assert status == 0, errors
     assert json.loads(out)["share"] == 1.0
+
+
+def test_what_a_resumed_run_has_left_is_not_part_of_it(tmp_path):
+    """Its first part had come to step 60 when it was killed, and it resumed from step 40."""
+    check, header = "", make_header()
+    for number, steps in enumerate([(20, 40, 60), (55,)]):
+        begin = Resume(parent="../fit-000", parent_check=check, epoch=0, step=40, batch=40)
+        records = [header, *([begin] if number else []), make_facts()]
+        for step in steps:
+            place = {"epoch": 0, "step": step}
+            (tmp_path / f"{step}.ckpt").touch()
+            records.append(Checkpoint(path=f"../{step}.ckpt", batch=step, **place))
+            records.append(StepDigests(epoch=0, step=step + 1, totals={}, entries={}))
+        path = rank_path(tmp_path / f"fit-00{number}", 0)
+        path.parent.mkdir()
+        path.write_bytes(chain_lines(map(encode_record, records)))
+        check = json.loads(path.read_text().splitlines()[:6][-1])["check"]
+    recorded = RecordedRun(path.parent)
+    found = [(own.first, own.stop) for own in recorded.list_segments()]
+    assert found == [(0, 21), (20, 41), (40, 56), (55, 56)]
+    assert (recorded.last_step, recorded.end) == (56, None)

@@ -158,6 +158,10 @@ class RecordedRun:
                         path = (file.parent / record.path).resolve()
                         point = SavedPoint(path, record.epoch, record.step, record.batch)
                         found.saved.append(point)
+                    elif isinstance(record, Resume):
+                        # The run has left what the one before did after this step.
+                        found.step, found.ends_within = record.step, False
+                        found.saved = [own for own in found.saved if own.step <= record.step]
                     elif isinstance(record, End):
                         found.end = record
                     elif isinstance(record, Digests | StepDigests) and record.step >= found.step:
