@@ -19,7 +19,7 @@ from lightning_d9m.engine.recording.interruption_points import (
 )
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.lightning.saved_state import find_manifest
+from lightning_d9m.integrations.lightning.saved_state import find_manifest, find_state
 from lightning_d9m.integrations.trainer.lightning_private import is_search, resume_next_fit
 from lightning_d9m.integrations.trainer.packages import combined_base
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
@@ -59,7 +59,7 @@ def apply_interrupt_variables(
 
 
 def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
-    """Record each checkpoint that a fit saves in its ledger; in a segment, write none.
+    """Record each checkpoint from which a fit can resume in its ledger; in a segment, write none.
 
     The checkpoints of a segment would take the place of those of the earlier run. What saving does
     to the training still happens, such as the hooks of the module.
@@ -72,7 +72,8 @@ def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
 
     def save_and_record(checkpoint: dict[str, Any], filepath: Any, *args: Any, **words: Any) -> Any:
         saved = save(checkpoint, filepath, *args, **words)
-        if run.is_open:
+        # From weights alone no fit resumes.
+        if run.is_open and find_state(checkpoint) is not None:
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
             run.note_checkpoint(
                 Checkpoint(

@@ -28,6 +28,7 @@ _GROUPS = {
     "Is a training deterministic?": {
         "repeat": "run a command several times and compare the runs bit for bit",
         "compare": "compare two ledgers and name the first divergence",
+        "check": "run parts of a training again and compare them with its ledger",
         "ls": "list ledgers, each compared with the one before it",
         "verify": "check that a checkpoint is whole and find it in a ledger",
     },
@@ -131,8 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     trains = chosen and _TRAINING in getattr(_import(chosen), "ARGUMENTS", _TRAINING)
     end = argv.index("--") if trains and "--" in argv else len(argv)
     parser = build_parser(*[chosen] if chosen else [])
-    arguments, unknown = parser.parse_known_args(argv[:end])
-    if training := argv[end + 1 :]:
+    words = argv[:end]
+    arguments, unknown = parser.parse_known_args(words)
+    training = argv[end + 1 :]
+    if training and (taken := getattr(arguments, "argv", [])):
+        # The command's argument takes options behind a positional one: parse these before it.
+        first, place = words.index(chosen) + 1, len(words) - len(taken)
+        words = [*words[:first], *taken, *words[first:place]]
+        arguments, unknown = parser.parse_known_args(words)
+    if training:
         unknown += getattr(arguments, "argv", training)
         arguments.argv = training
     if unknown:  # prints the usage of the command; argparse would print that of d9m

@@ -192,7 +192,7 @@ def run_once(
     left: dict[int, str] = {}
     tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
     with progress:
-        with _signals_deferred() as received, subreaper_enabled():
+        with signals_deferred() as received, subreaper_enabled():
             try:
                 for log, own in zip(logs, ranks, strict=True):
                     tree.leaders.append(_start(command, working_folder, log, environment | own))
@@ -444,7 +444,7 @@ def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | Non
 
 
 @contextmanager
-def _signals_deferred() -> Iterator[list[int]]:
+def signals_deferred() -> Iterator[list[int]]:
     """Defer SIGINT, SIGTERM and SIGHUP until the body is done; then raise the first one.
 
     Yields:

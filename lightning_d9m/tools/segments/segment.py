@@ -5,7 +5,7 @@ the step, and write no checkpoints; see ``engine.recording.interruption_points``
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +23,10 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, MARK, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
-from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.tools.launch.run import Run, Runs
+
+_HASH_SEED = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,19 @@ class SavedPoint:
         epoch: The epoch that was under way, counted from 0.
         step: The global step.
         batch: How many batches of the epoch were trained.
+        is_replaced: Whether the run has saved a later checkpoint at the same path.
     """
 
     path: Path
     epoch: int
     step: int
     batch: int
+    is_replaced: bool = False
 
     @property
     def is_there(self) -> bool:
-        """Whether the file or folder exists."""
-        return self.path.exists()
+        """Whether the file or folder exists, and is that of the step."""
+        return not self.is_replaced and self.path.exists()
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,13 @@ class Segment:
         start: The checkpoint from which it begins; None for the beginning of the run.
         stop: The global step after which it ends; one after the last step of the run lets the fit
             end as it does.
+        number: The number of the checkpoint among all of the run, from 1; 0 for the beginning. It
+            stays when another one is removed, and while the run saves more.
     """
 
     start: SavedPoint | None
     stop: int
+    number: int = 0
 
     @property
     def first(self) -> int:
@@ -74,11 +81,29 @@ class Segment:
         return {**begins, INTERRUPT: f"stop:{self.stop}"}
 
 
+@dataclass
+class _Outline:
+    """Facts on the run as a whole, read in one pass of its ledger.
+
+    Attributes:
+        saved: The checkpoints, in the order in which they were saved.
+        step: The global step of the last record of the state.
+        ends_within: Whether a run must begin the step after it to repeat that record.
+        end: The record that ends the ledger, if it is there.
+    """
+
+    saved: list[SavedPoint] = field(default_factory=list)
+    step: int = 0
+    ends_within: bool = True
+    end: End | None = None
+
+
 class RecordedRun:
     """A run whose ledger exists, and which can be run again in parts.
 
     Args:
         path: Its ledger, see ``read_ledger``.
+        kept: By step, other paths of checkpoints that the run may have removed since.
 
     Attributes:
         ledger: The ledger.
@@ -88,8 +113,9 @@ class RecordedRun:
         SettingError: If it is not the first fit of its program, which variables cannot reach.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: Mapping[int, Path] = MappingProxyType({})) -> None:
         self.ledger = read_ledger(path)
+        self._kept = kept
         fit = self.ledger.header.fit
         if fit:
             raise SettingError(
@@ -106,19 +132,42 @@ class RecordedRun:
     @cached_property
     def points(self) -> list[SavedPoint]:
         """The checkpoints of the run, by step; of several of one step, one that is there."""
+        saved = self._outline.saved
+        last = {point.path: point for point in saved}
         found: dict[int, SavedPoint] = {}
+        for saved_point in saved:
+            point = replace(saved_point, is_replaced=last[saved_point.path] != saved_point)
+            if not point.is_there and point.step in self._kept:
+                point = replace(point, path=self._kept[point.step])
+            known = found.get(point.step)
+            if known is None or point.is_there or not known.is_there:
+                found[point.step] = point
+        return [found[step] for step in sorted(found)]
+
+    @cached_property
+    def _outline(self) -> _Outline:
+        """The facts on checkpoints, states and the end."""
+        found = _Outline()
         own = self.ledger.files[min(self.ledger.files)]
         for file in (*list_continued(own), own):
             with RankReader(file) as reader:
+                found.end = None
                 for record in reader.read_lines():
                     if isinstance(record, Checkpoint):
                         # The folder of the ledger and of its checkpoints may have been moved.
                         path = (file.parent / record.path).resolve()
                         point = SavedPoint(path, record.epoch, record.step, record.batch)
-                        known = found.get(record.step)
-                        if known is None or point.is_there or not known.is_there:
-                            found[record.step] = point
-        return [found[step] for step in sorted(found)]
+                        found.saved.append(point)
+                    elif isinstance(record, Resume):
+                        # The run has left what the one before did after this step.
+                        found.step, found.ends_within = record.step, False
+                        found.saved = [own for own in found.saved if own.step <= record.step]
+                    elif isinstance(record, End):
+                        found.end = record
+                    elif isinstance(record, Digests | StepDigests) and record.step >= found.step:
+                        # Digests are taken after what follows a step, such as the end of an epoch.
+                        found.step, found.ends_within = record.step, isinstance(record, Digests)
+        return found
 
     @cached_property
     def step_totals(self) -> dict[int, Mapping[str, str]]:
@@ -129,17 +178,26 @@ class RecordedRun:
             if isinstance(record, StepDigests)
         }
 
-    @cached_property
+    @property
     def last_step(self) -> int:
         """The global step of the last record of the state; 0 without one."""
-        records = self.ledger.line_records(min(self.ledger.files))
-        return max((own.step for own in records if isinstance(own, Digests)), default=0)
+        return self._outline.step
 
-    @cached_property
+    @property
+    def end(self) -> End | None:
+        """The record that ends the ledger; None if the run was killed or still runs."""
+        return self._outline.end
+
+    @property
     def is_finished(self) -> bool:
         """Whether the fit ended as it should."""
-        end = self.ledger.outcome(min(self.ledger.files)).end
-        return end is not None and end.status == "finished"
+        return self.end is not None and self.end.status == "finished"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that a part of the run needs to compute what the run has computed."""
+        seed = self.ledger.header.stack.get(f"variable.{_HASH_SEED}")
+        return {_HASH_SEED: str(seed or "random")}  # Python's default
 
     def find_start(self, step: int) -> SavedPoint | None:
         """Return the last checkpoint at or before a step that is there; None for the beginning."""
@@ -152,15 +210,20 @@ class RecordedRun:
         Each ends a step after the next checkpoint, whose record shows the state of the checkpoint;
         the last one ends with the fit.
         """
-        starts = [None, *(point for point in self.points if point.is_there)]
         last = self.last_step
-        steps = [point.step + 1 for point in starts if point is not None and point.step < last]
-        return [
-            Segment(start, stop) for start, stop in zip(starts, [*steps, last + 1], strict=False)
+        numbered: list[tuple[int, SavedPoint | None]] = [(0, None)]
+        numbered += [
+            (number, point)
+            for number, point in enumerate(self.points, start=1)
+            if point.is_there and point.step < last
         ]
+        stops = [point.step + 1 for _, point in numbered if point is not None]
+        stops.append(last + self._outline.ends_within)
+        pairs = zip(numbered, stops, strict=True)
+        return [Segment(start, stop, number) for (number, start), stop in pairs]
 
-    def compare(self, run: Run) -> Comparison:
-        """Compare with a run of a segment.
+    def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
+        """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
 
         Raises:
             CommandError: If it has no ledger of a first fit.
@@ -168,7 +231,7 @@ class RecordedRun:
         ledger = find_first_fit(run)
         if ledger is None:
             raise run.failure or CommandError("The command wrote no ledger of a fit.")
-        return compare_ledgers(self.ledger, ledger)
+        return compare_ledgers(self.ledger, ledger, watch=watch)
 
 
 def find_first_fit(run: Run) -> Ledger | None:
@@ -184,12 +247,14 @@ def run_segment(
     title: str,
     *,
     variables: Mapping[str, str] = MappingProxyType({}),
+    may_fail: bool = False,
     **options: Any,
 ) -> Run:
     """Run a segment with the command of ``runs``, in the folder ``name``.
 
     ``options`` are further arguments of ``Runs.run``. The ledger of a run that ends with a
-    ``DriftError`` is as good as that of one that reaches its step.
+    ``DriftError`` is as good as that of one that reaches its step; with ``may_fail``, which is for
+    the end of a run that failed, that of one that ends with any exception.
 
     Raises:
         CommandError: If the command fails, does not resume, or ends before the step.
@@ -203,14 +268,20 @@ def run_segment(
     ledger = find_first_fit(run)
     if not mark.exists():
         ends = () if ledger is None else (ledger.outcome(rank).end for rank in ledger.files)
-        if not any(end is not None and is_drift(end) for end in ends):
+        if not any(end is not None and (may_fail or is_drift(end)) for end in ends):
             raise run.failure or CommandError(
                 f"The command ended well, and its first fit did not reach step {segment.stop}, "
                 f"as the run that it should repeat. Log: {folder.parent / 'output.log'}."
             )
     if ledger is None:
         raise CommandError(f"The command wrote no ledger. Log: {folder.parent / 'output.log'}.")
-    if segment.start is not None and not has_resumed(ledger):
+    if segment.start is None and find_resume(ledger) is not None:
+        raise CommandError(
+            "The program resumed from a checkpoint by itself, and this segment begins at the "
+            "beginning of the run. Let its first fit begin there, such as with ckpt_path=None, or "
+            f"move its checkpoints. Log: {folder.parent / 'output.log'}."
+        )
+    if segment.start is not None and find_resume(ledger) is None:
         raise CommandError(
             f"The program did not resume from {escape(str(segment.start.path))}: its ledger does "
             "not continue another one. Let its first fit resume, or give a checkpoint that was "
@@ -224,10 +295,11 @@ def is_drift(end: End) -> bool:
     return (end.error or "").startswith("DriftError")
 
 
-def has_resumed(ledger: Ledger) -> bool:
-    """Return whether a ledger continues another one."""
+def find_resume(ledger: Ledger) -> Resume | None:
+    """Return the record that names the ledger which a ledger continues; None if it begins a run."""
     with RankReader(ledger.files[min(ledger.files)]) as reader:
-        return isinstance(next(reader.line_records(), None), Resume)
+        record = next(reader.line_records(), None)
+        return record if isinstance(record, Resume) else None
 
 
 def describe_command(recorded: RecordedRun, command: Sequence[str]) -> str:

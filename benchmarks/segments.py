@@ -1,0 +1,250 @@
+"""Segments of runs: which wrong runs `d9m check` rejects, and what it costs.
+
+    python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
+    python benchmarks/segments.py cost 50 --segments 3              the time of a check
+    python benchmarks/segments.py cost 500 --segments all --jobs 2
+    python benchmarks/segments.py records             the cost of the records of checkpoints
+
+The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
+``cost`` are not: their starts count, and are shown.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+PROGRAM = SUPPORT / "checked_training.py"
+TRAINED = (
+    *("label", "input", "rate", "beta", "seed", "swapped epoch", "skipped batch", "repeated batch"),
+    *("extra step", "early end", "loss", "dropout", "momentum", "batch size", "weight bit"),
+    *("gradient bit", "state bit", "batch bit", "generator", "decay", "schedule", "precision"),
+    *("frozen", "clipped", "accumulated", "initial weight", "logged"),
+)
+
+
+# A training of 2,000 steps of some 30 ms on one core.
+COSTLY = """
+import sys, time
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_d9m import DeterminismCallback
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    def training_step(self, batch, _):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+folder, every = sys.argv[1:]
+L.seed_everything(1)
+data = torch.randn(8192, 512)
+saving = ModelCheckpoint(f"{folder}/saved", save_top_k=-1, every_n_train_steps=int(every))
+options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+callbacks = [DeterminismCallback(ledger_dir=folder), saving]
+trainer = L.Trainer(max_steps=2000, accelerator="cpu", callbacks=callbacks, **options)
+start = time.monotonic()
+trainer.fit(Net(), torch.utils.data.DataLoader(data, 512, shuffle=True))
+print("fit", time.monotonic() - start)
+"""
+
+
+def edit_ledger(ledger: Path, edit: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Edit the records of a ledger, and make the checks of all records again."""
+    from lightning_d9m.engine.ledger.format.records import CHAIN_START, chain_record
+
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    edit(records)
+    check, lines = CHAIN_START, list[bytes]()
+    for record in records:
+        record.pop("check", None)
+        body = json.dumps(record, separators=(",", ":")).encode()
+        line, check = chain_record(body, check)
+        lines.append(line)
+    ledger.write_bytes(b"".join(lines))
+
+
+def change_digest(record: dict[str, Any]) -> None:
+    """Change the digest of the weights as a whole."""
+    record["totals"]["weights"] = record["totals"]["weights"][::-1]
+
+
+def change_checkpoint(path: Path) -> None:
+    """Move a weight to the next number, and make the manifest again."""
+    import torch
+
+    from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
+    from lightning_d9m.integrations.lightning.saved_state import (
+        MANIFEST_KEY,
+        find_state,
+        load_checkpoint,
+    )
+
+    checkpoint = load_checkpoint(path)
+    weight = checkpoint["state_dict"]["layers.1.weight"]
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+    state = find_state(checkpoint)
+    state.pop(MANIFEST_KEY)
+    state[MANIFEST_KEY] = make_manifest(checkpoint)
+    torch.save(checkpoint, path)
+
+
+def list_edits(other: Path) -> dict[str, Callable[[Path], object]]:
+    """Return changes of an honest run's files by name; ``other`` is the folder of another run."""
+    ledger = "fit-000/rank-0.jsonl"
+
+    def saved(folder: Path, step: int) -> Path:
+        return folder / f"saved/step={step}.ckpt"
+
+    def find(records: list[dict[str, Any]], kind: str, step: int) -> dict[str, Any]:
+        return next(own for own in records if own["kind"] == kind and own.get("step") == step)
+
+    def edit(kind: str, step: int, change: Callable[[dict[str, Any]], object]) -> Any:
+        return lambda folder: edit_ledger(
+            folder / ledger, lambda records: change(find(records, kind, step))
+        )
+
+    def remove(folder: Path) -> None:
+        def leave_out(records: list[dict[str, Any]]) -> None:
+            records[:] = [own for own in records if own["kind"] != "step" or own["step"] < 46]
+
+        edit_ledger(folder / ledger, leave_out)
+
+    return {
+        "ulp in a checkpoint": lambda folder: change_checkpoint(saved(folder, 30)),
+        "checkpoint of another run": lambda folder: shutil.copy(
+            saved(other, 30), saved(folder, 30)
+        ),
+        "checkpoint of another step": lambda folder: shutil.copy(
+            saved(folder, 45), saved(folder, 30)
+        ),
+        "final digest edited": edit("digests", 60, change_digest),
+        "step's digest edited": edit("step", 31, change_digest),
+        "loss edited": edit("digests", 40, lambda own: own.update(loss=(0.5).hex())),
+        "records removed": remove,
+    }
+
+
+def train(python: str, folder: Path, **variables: str) -> None:
+    """Run the program."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **variables}
+    words = [python, str(PROGRAM), str(folder)]
+    subprocess.run(words, env=environment, check=True, capture_output=True)
+
+
+def check(python: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Check a run with the honest program."""
+    command = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options, "--json"]
+    words = ["-o", str(folder.with_name(f"{folder.name}-check")), "--", python, str(PROGRAM)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *words, str(folder.with_name("again"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout:
+        return {"verdict": "error", "checked": [], "error": done.stderr[-300:]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {"status": done.returncode, **found}
+
+
+def measure_kinds(names: list[str]) -> int:
+    """Print how each wrong run is rejected; return 1 if one is not."""
+    sys.path.insert(0, str(SUPPORT))
+    from forking_python import shared_python
+
+    python, accepted = shared_python(), 0
+    with tempfile.TemporaryDirectory() as root:
+        honest, other = Path(root, "honest"), Path(root, "other")
+        train(python, honest)
+        train(python, other, WRONG="rate")
+        edits = list_edits(other)
+        for name in names or ["", *TRAINED, *edits]:
+            folder = Path(root, name.replace(" ", "-") or "right")
+            if name in edits:
+                shutil.copytree(honest, folder)
+                edits[name](folder)
+            else:
+                train(python, folder, WRONG=name)
+            found = check(python, folder, "--segments", "all")
+            accepted += (found["verdict"] == "equal") != (name == "")
+            print(f"{name or 'honest'}: {found['verdict']}", found.get("error", ""), flush=True)
+            for own in found["checked"]:
+                if own["verdict"] != "equal":
+                    place = f"steps {own['first']} to {own['last']}"
+                    print(f"  {own['verdict']}, {place}: {own['where'] or own['reason'][-300:]}")
+    return int(accepted > 0)
+
+
+def measure_cost(every: str, *options: str) -> int:
+    """Print the seconds of a training that saves at each n-th step, and of a check of it."""
+    with tempfile.TemporaryDirectory() as root:
+        script, folder = Path(root, "train.py"), Path(root, "run")
+        script.write_text(COSTLY)
+        words = [sys.executable, str(script), str(folder), every]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        seconds: list[float] = []
+        check_words = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options]
+        for command in (words, [*check_words, "-o", f"{root}/check", "--", *words]):
+            start = time.monotonic()
+            done = subprocess.run(
+                command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            )
+            seconds.append(time.monotonic() - start)
+            fit = [line for line in done.stdout.splitlines() if line.startswith("fit")]
+            print(*fit, *([] if fit else done.stdout.splitlines()[:2]))
+        print(f"training {seconds[0]:.1f} s, check {seconds[1]:.1f} s")
+        print(f"ratio {seconds[1] / seconds[0]:.3f}")
+    return 0
+
+
+def measure_records() -> int:
+    """Print the share of a fit, with 40 checkpoints, that their records in the ledger take."""
+    from lightning_d9m.engine.recording.run import Run
+    from lightning_d9m.integrations.lightning import interruption
+
+    spent = {"note_checkpoint": 0.0, "digest_manifest": 0.0}
+
+    def time_calls(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*words: Any) -> Any:
+            start = time.perf_counter()
+            result = original(*words)
+            spent[name] += time.perf_counter() - start
+            return result
+
+        setattr(owner, name, call)
+
+    time_calls(Run, "note_checkpoint")
+    time_calls(interruption, "digest_manifest")
+    with tempfile.TemporaryDirectory() as root:
+        sys.argv = ["train.py", root, "50"]
+        found: dict[str, Any] = {}
+        start = time.perf_counter()
+        exec(COSTLY, found)  # noqa: S102
+        whole = time.perf_counter() - start
+    print(f"{sum(spent.values()) / whole:.4%} of {whole:.1f} s: {spent}")
+    return 0
+
+
+if __name__ == "__main__":
+    part, *rest = sys.argv[1:] or ["kinds"]
+    parts = {
+        "cost": measure_cost,
+        "records": measure_records,
+        "kinds": lambda *n: measure_kinds([*n]),
+    }
+    sys.exit(parts[part](*rest))

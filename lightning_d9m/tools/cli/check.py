@@ -1,0 +1,196 @@
+"""``d9m check``: run parts of a training again, and compare them with its ledger."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from random import Random, SystemRandom
+
+from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.text import pluralize, printable
+from lightning_d9m.tools.cli.arguments import COMMAND, get_command, whole_number
+from lightning_d9m.tools.launch.jobs import run_jobs
+from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.output.columns import Column, format_table, print_result
+from lightning_d9m.tools.output.terminal import wrap
+from lightning_d9m.tools.segments.check import (
+    REPORT,
+    CheckedSegment,
+    CheckReport,
+    check_segment,
+    follow_run,
+)
+from lightning_d9m.tools.segments.segment import RecordedRun, describe_command
+
+_DEFAULT = 3
+ARGUMENTS = f"""
+ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
+--segments COUNT  how many segments to run, which are the parts of a run between its checkpoints,
+    chosen at random; or all (default: {_DEFAULT})
+| --only NUMBERS  run the segments with these numbers, such as 2,5
+| --follow  run all segments of a training that still runs, as its checkpoints appear
+--choose SEED  choose the segments that an earlier check with this seed has chosen
+--jobs N  how many segments run at once, each in its own process (default: 1)
+| --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
+-o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
+{COMMAND}"""
+EXAMPLE = "d9m check logs/d9m/fit-000 --segments 5 -- python train.py"
+_STATUS = {"equal": 0, "different": 1, "incomplete": 3}
+
+
+def _parse_count(text: str) -> int | None:
+    return None if text == "all" else whole_number(1)(text)
+
+
+def _parse_numbers(text: str) -> list[int]:
+    return sorted({whole_number(0)(part) for part in text.split(",")})
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "ledger": {"type": Path},
+    "segments": {"type": _parse_count, "default": _DEFAULT},
+    "only": {"type": _parse_numbers},
+    "choose": {"type": whole_number(0)},
+    "jobs": {"default": 1},
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the run.
+
+    Returns:
+        0 if all chosen segments are equal, 1 if some differ, 3 if none differs but some failed.
+    """
+    command = get_command(arguments)
+    recorded = RecordedRun(arguments.ledger)
+    choice, numbers = _choose(arguments, recorded)
+    if arguments.print_commands:
+        for number in numbers:
+            print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
+        return 0
+    output = make_output(arguments.output)
+    report = CheckReport(str(recorded.ledger.path), str(output), choice)
+    runs = Runs(command, output, arguments.timeout, evaluations=False)
+
+    def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
+        title = f"segment {number}{place}"
+        report.checked.append(check_segment(so_far, runs, number, title, later))
+
+    left_out = ""
+    try:
+        if arguments.follow:
+            links = output / "checkpoints"
+            recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
+        elif arguments.jobs > 1:
+            _run_jobs(arguments, numbers, report)
+        else:
+            for place, number in enumerate(numbers, start=1):
+                check(recorded, number, f" ({place} of {len(numbers)})", len(numbers) - place)
+                if numbers[place:] and report.checked[0].verdict == "failed":
+                    left_out = "The other segments were not run."  # they would fail, too
+                    break
+    finally:
+        # What was checked before an interruption is shown, too.
+        if report.checked:
+            report.write(recorded, describe_command(recorded, command), left_out)
+            _print_report(report, arguments)
+    return _STATUS[report.verdict]
+
+
+def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int | None, list[int]]:
+    """Return the seed of the choice, if it is one at random, and the numbers of segments.
+
+    Raises:
+        SettingError: If there is no segment of a number, or a setting has no effect.
+    """
+    there = [segment.number for segment in recorded.list_segments()]
+    count, seed = arguments.segments, arguments.choose
+    if arguments.follow and (arguments.jobs > 1 or arguments.print_commands):
+        raise SettingError(
+            "--follow runs one segment at a time. Leave out --jobs or --print-commands."
+        )
+    if unknown := [number for number in arguments.only or () if number not in there]:
+        raise SettingError(
+            f"The run has no segment {unknown[0]}: no checkpoint of this number is there. "
+            f"Segments: {', '.join(map(str, there))}."
+        )
+    is_drawn = not (arguments.only or arguments.follow or count is None or count >= len(there))
+    if not is_drawn and seed is not None:
+        raise SettingError(
+            f"--choose is {seed}, and nothing is chosen: there are {len(there)} segments. Give a "
+            "smaller number with --segments, or leave out --choose."
+        )
+    if not is_drawn:
+        return None, arguments.only or there
+    seed = SystemRandom().randrange(10**6) if seed is None else seed
+    return seed, sorted(Random(seed).sample(there, count))  # noqa: S311 - it can be repeated
+
+
+def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
+    """Return the arguments of ``d9m`` that check one segment."""
+    folder = [] if output is None else ["--output", str(output / f"job-{number:03d}")]
+    limit = [] if arguments.timeout is None else ["--timeout", f"{arguments.timeout:g}"]
+    options = ["check", str(arguments.ledger), "--only", str(number), *folder, *limit]
+    return [*options, "--json", "--", *arguments.argv]
+
+
+def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
+    """Check each segment in its own process.
+
+    Raises:
+        LedgerError: If one ends without a result.
+    """
+    output, python = Path(report.output), [sys.executable, "-m", "lightning_d9m"]
+    jobs = {output / f"job-{n:03d}.log": _make_job(arguments, n, output) for n in numbers}
+
+    def note(log: Path, status: int) -> None:
+        try:
+            text = (log.with_suffix("") / REPORT).read_text(encoding="utf-8")
+        except OSError:
+            said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            said = said or "It could not write its log: check the space on its disk."
+            raise LedgerError(
+                f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
+                f"{log}."
+            ) from None
+        (checked,) = (CheckedSegment(**entry) for entry in json.loads(text)["checked"])
+        report.checked.append(checked)
+        done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
+        print(f"{done}: {checked.verdict}", file=sys.stderr)
+
+    run_jobs({log: [*python, *words] for log, words in jobs.items()}, arguments.jobs, note)
+    report.checked.sort(key=lambda own: own.number)
+
+
+def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
+    """Print the verdict, a row for each segment, and why segments are not equal."""
+    columns: list[Column[CheckedSegment]] = [
+        Column("segment", lambda own: str(own.number), is_number=True),
+        Column("steps", lambda own: f"{own.first:,} to {own.last:,}"),
+        Column("verdict", lambda own: own.verdict, has_meaning=True),
+        Column("first difference", lambda own: own.where),
+    ]
+    lines = [*format_table(columns, report.checked).splitlines(), ""]
+    for own in report.checked:
+        if own.reason:
+            until = f"Equal until step {own.equal_until:,}. " if own.where else ""
+            text = f"Segment {own.number}: {until}{own.reason}".splitlines()
+            lines += [*wrap(text[0]), *text[1:], ""]
+    lines += [line for note in report.notes for line in wrap(note)]
+    if report.choice is not None:
+        lines.append(f"choice: --choose {report.choice}")
+    lines.append(f"ledgers: {report.output}")
+    share = report.steps / max(1, report.last_step)
+    verdict = (
+        f"{report.verdict}: {len(report.equal)} of {pluralize(report.segments, 'segment')} "
+        f"({share:.1%} of {pluralize(report.last_step, 'step')}) are what the program computes."
+    )
+    if report.verdict == "equal" and report.missed:
+        verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
+    steps = []
+    if pairs := [[report.run, own.ledgers[0]] for own in report.checked if own.where]:
+        steps.append((f"d9m compare {printable(shlex.join(pairs[0]))}", "shows what differs"))
+        locate = f"d9m locate -- {printable(shlex.join(arguments.argv))}"
+        steps.append((locate, "finds the step, module and line, if the program is the cause"))
+    print_result(arguments.format, report.as_json(), lines, verdict, steps=steps)

@@ -1,0 +1,307 @@
+"""The check of a run: its segments are computed again and compared with its ledger.
+
+A segment that differs is computed a second time, because three causes look alike after the first: a
+fault or a race in that run, a program that computes different values in each run, and a ledger
+that says something else than what the program computes.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_d9m.engine.ledger.differences import Divergence
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.reader import holds_record
+from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
+from lightning_d9m.engine.ledger.keys import Item
+from lightning_d9m.engine.ledger.kinds import ENDS
+from lightning_d9m.engine.ledger.stack import SEEDED
+from lightning_d9m.errors import CommandError, LedgerError, file_errors
+from lightning_d9m.text import describe_names, escape, pluralize
+from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.segments.segment import (
+    RecordedRun,
+    Segment,
+    find_first_fit,
+    find_resume,
+    run_segment,
+)
+
+REPORT = "check.json"
+"""The file, in the folder of a check, with its result."""
+
+_HASH_SEED = "variable.PYTHONHASHSEED"  # python.hash_randomized says whether it matters
+_FOLLOW_SECONDS = 1.0
+_REASONS = {
+    "transient": "A second run of the segment is equal to the ledger: the first had a fault of the "
+    "machine, or a race that is rare.",
+    "persistent": "Two runs of the segment agree, and differ from the ledger: the ledger, the "
+    "checkpoint or this machine is wrong, or the program, its data or its settings have been "
+    "changed since.",
+    "program": "Two runs of the segment differ from each other, too: the program computes other "
+    "values in each run, and `d9m locate` finds where.",
+    "unclear": "Two runs of the segment agree, and differ from the ledger. Their stack is not "
+    "that of the run, which alone may change results: {}.",
+    "unseeded": "The initial weights differ. If neither a seed of the program nor LIGHTNING_D9M=1 "
+    "decides them, each run draws others; else the program or the ledger has been changed.",
+    "foreign": "The checkpoint is not the one that the ledger names: another run has saved it, or "
+    "this one at another step, or the ledger has been changed since.",
+    "refused": "The program has other settings than the run: {}.",
+}
+
+
+@dataclass(frozen=True)
+class CheckedSegment:
+    """A segment that was checked.
+
+    Attributes:
+        number: The number of the ``Segment``.
+        first: The global step at which it begins.
+        last: The global step at which the next one begins, or the last one of the run.
+        verdict: ``"equal"``; ``"transient"``, ``"persistent"`` or ``"program"`` if it differs, or
+            ``"unclear"`` if the stack or unseeded weights may be the reason; ``"refused"`` if
+            it cannot be compared; ``"failed"`` if the command failed.
+        reason: Why, in a sentence; empty if it is equal.
+        equal_until: The global step of the last state before the difference.
+        where: The first record that differs; empty without one.
+        ledgers: The ledgers of its runs.
+    """
+
+    number: int
+    first: int
+    last: int
+    verdict: str = "equal"
+    reason: str = ""
+    equal_until: int = 0
+    where: str = ""
+    ledgers: Sequence[str] = ()
+
+    def explain(self, verdict: str, cause: str = "", *words: str) -> "CheckedSegment":
+        """Return it with a verdict, and with the reason that the verdict or ``cause`` has."""
+        reason = _REASONS[cause or verdict].format(*words)
+        return replace(self, verdict=verdict, reason=reason)
+
+
+@dataclass
+class CheckReport:
+    """The result of a check of a run, whose ledger is ``run``, in the folder ``output``.
+
+    ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
+    ``segments`` is their number in the run.
+    """
+
+    run: str
+    output: str
+    choice: int | None = None
+    segments: int = 0
+    last_step: int = 0
+    checked: list[CheckedSegment] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> list[CheckedSegment]:
+        """The segments that are equal."""
+        return [own for own in self.checked if own.verdict == "equal"]
+
+    @property
+    def verdict(self) -> str:
+        """``"equal"``, ``"different"``, or ``"incomplete"`` if a command failed."""
+        verdicts = {own.verdict for own in self.checked}
+        if verdicts <= {"equal", "failed"}:
+            return "equal" if verdicts == {"equal"} else "incomplete"
+        return "different"
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in segments that are equal."""
+        return sum(own.last - own.first for own in self.equal)
+
+    @property
+    def missed(self) -> float | None:
+        """The probability with which such a choice misses a segment that alone is wrong.
+
+        None if the segments were not chosen at random.
+        """
+        return None if self.choice is None else 1 - len(self.checked) / self.segments
+
+    def write(self, recorded: RecordedRun, *notes: str) -> None:
+        """Note what the run limits, and write the result to the folder of the check."""
+        self.segments, self.last_step = len(recorded.list_segments()), recorded.last_step
+        self.notes = [*_list_limits(recorded), *filter(None, notes)]
+        file = Path(self.output, REPORT)
+        with file_errors(LedgerError, f"{file} cannot be written"):
+            file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON types."""
+        return {
+            "verdict": self.verdict,
+            "steps": self.steps,
+            "share": self.steps / max(1, self.last_step),
+            "missed": self.missed,
+            **asdict(self),
+        }
+
+
+def _list_limits(recorded: RecordedRun) -> Iterator[str]:
+    """Yield sentences on what limits a check of a run."""
+    gone = [escape(str(point.path), 200) for point in recorded.points if not point.is_there]
+    if not recorded.points:
+        yield "The run saved no checkpoints, so its one segment is the whole run."
+    elif gone:
+        yield (
+            f"{pluralize(len(gone), 'checkpoint')} of the run were removed or replaced by later "
+            f"ones, the first {gone[0]}; such a segment is part of the one before it."
+        )
+    if recorded.end is None:
+        yield f"The run still trains or was killed; its last state is of step {recorded.last_step}."
+    elif not recorded.is_finished:
+        error = escape((recorded.end.error or "").partition("\n")[0], 200)
+        yield f"An exception ended the run after step {recorded.last_step}: {error}"
+
+
+def check_segment(
+    recorded: RecordedRun, runs: Runs, number: int, title: str, later: int = 0
+) -> CheckedSegment:
+    """Run the segment of a number, and a second time if it differs; compare it with the ledger.
+
+    ``title`` and ``later``, the number of segments that follow, are for the progress line.
+
+    Raises:
+        LedgerError: If a file cannot be read or written.
+    """
+    segment, *after = (own for own in recorded.list_segments() if own.number >= number)
+    last = after[0].first if after else recorded.last_step
+    checked, name = CheckedSegment(number, segment.first, last), f"segment-{number:03d}"
+    options: dict[str, Any] = {"variables": recorded.variables, "later": later}
+    if not after:
+        options["may_fail"] = recorded.end is not None and not recorded.is_finished
+    try:
+        first = run_segment(runs, segment, name, title, **options)
+        checked, found = _compare(recorded, first, segment, checked)
+        if found is None:
+            return checked
+        again = run_segment(runs, segment, f"{name}-again", f"{title}, again", **options)
+        repeated, differs = _compare(recorded, again, segment, checked)
+    except CommandError as error:
+        return replace(checked, verdict="failed", reason=str(error))
+    checked = replace(checked, ledgers=repeated.ledgers)
+    if differs is None:
+        return checked.explain("transient")
+    if not compare_ledgers(read_ledger(found.actual), read_ledger(differs.actual)).equal:
+        return checked.explain("program")
+    fields = [entry.field for entry in found.stack if entry.field != _HASH_SEED]
+    if fields and not found.portable:
+        return checked.explain("unclear", "", describe_names(fields, len(fields)))
+    return checked.explain("persistent")
+
+
+@dataclass
+class _States:
+    """Records of the state that a comparison has seen, by rank: steps, and ends of one run."""
+
+    sees_end: bool
+    until: dict[int, int] = field(default_factory=dict)
+    alone: list[str] = field(default_factory=list)
+    differing: set[int] = field(default_factory=set)
+
+    def watch(
+        self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
+    ) -> None:
+        """Note a record, as an observer of ``compare_ledgers``."""
+        state = other or one
+        if found is not None:
+            self.differing.add(rank)
+        elif not isinstance(state, Digests | StepDigests) or rank in self.differing:
+            return
+        elif one is not None and other is not None:
+            self.until[rank] = state.step
+        elif getattr(state, "moment", "") in ENDS and (other is not None or self.sees_end):
+            ends, trains = ("run", "program") if other is None else ("program", "run")
+            self.alone.append(f"the {ends} ends at step {state.step:,}, and the {trains} does not")
+
+
+def _compare(
+    recorded: RecordedRun, run: Run, segment: Segment, checked: CheckedSegment
+) -> tuple[CheckedSegment, Comparison | None]:
+    """Compare a run of a segment; return the comparison, too, if a second run must explain it."""
+    ledger = find_first_fit(run)
+    assert ledger is not None, "run_segment raises without one"
+    checked = replace(checked, ledgers=(*checked.ledgers, str(ledger.path)))
+    resumed = find_resume(ledger)
+    own = recorded.ledger.files[min(recorded.ledger.files)]
+    if resumed is not None and (
+        resumed.step != segment.first or not holds_record(own, resumed.parent_check)
+    ):
+        return checked.explain("refused", "foreign"), None
+    states = _States(sees_end=segment.stop > recorded.last_step)
+    comparison = recorded.compare(run, states.watch)
+    if comparison.refusals:
+        named = [
+            f"{entry.field} is {escape(entry.actual)} and not {escape(entry.expected)}"
+            for entry in comparison.refusals
+        ]
+        return checked.explain("refused", "", "; ".join(named)), None
+    first = comparison.first
+    equal_until = min(states.until.get(rank, segment.first) for rank in ledger.files)
+    problems = states.alone if first is None else [first.where]
+    if equal_until < min(segment.stop, recorded.last_step):
+        problems.append(f"nothing is compared after step {equal_until:,}")
+    if not (problems or comparison.equal):
+        problems.append("records that only one of both has")
+    if not problems:
+        return replace(checked, equal_until=equal_until), None
+    checked = replace(checked, equal_until=equal_until, where=problems[0])
+    is_initial = first is not None and first.moment == "initial" and first.kind == "weights"
+    if is_initial and SEEDED not in recorded.ledger.header.program:
+        return checked.explain("unclear", "unseeded"), None
+    return checked, comparison
+
+
+def follow_run(
+    path: Path, folder: Path, check: Callable[[RecordedRun, int], object], patience: float | None
+) -> RecordedRun:
+    """Check the segments of a run while it trains, as its checkpoints appear.
+
+    ``folder`` gets links to checkpoints, so that they stay when the run removes them. A ledger that
+    does not grow for ``patience`` seconds counts as that of a killed run. Returns the run at its
+    end.
+    """
+    kept: dict[int, Path] = {}
+    done: set[int] = set()
+    grown, last = time.monotonic(), -1
+    while True:
+        recorded = RecordedRun(path, kept)
+        for point in recorded.points:
+            if point.is_there and point.step not in kept:
+                kept[point.step] = _link(point.path, folder / f"{point.step}-{point.path.name}")
+        numbers = [segment.number for segment in recorded.list_segments()]
+        if recorded.end is None:  # the last segment is not complete
+            numbers.pop()
+        if new := [number for number in numbers if number not in done]:
+            done.add(new[0])
+            check(recorded, new[0])
+            continue
+        if recorded.last_step != last:
+            grown, last = time.monotonic(), recorded.last_step
+        is_late = patience is not None and time.monotonic() - grown > patience
+        if recorded.end is not None or is_late:
+            return recorded
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def _link(path: Path, target: Path) -> Path:
+    """Make a hard link to a file, or to all files of a folder; return the path if that fails."""
+    with suppress(OSError):  # another file system, or the run has removed it
+        target.parent.mkdir(exist_ok=True)
+        is_folder = path.is_dir()
+        shutil.copytree(path, target, copy_function=os.link) if is_folder else os.link(path, target)
+        return target
+    return path

@@ -1,0 +1,131 @@
+"""``d9m check`` names what it cannot check, and why a segment differs; programs without torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ledger_program import PROGRAM
+from rank_processes import has_ended
+
+from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
+from lightning_d9m.tools.segments.segment import Segment
+
+# A run without checkpoints: its one segment is the whole of it. It marks that it came to the end.
+END = '\n(checkpoints / "killed").touch()\n'
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, d9m):
+    """Return a function that trains, changes the program, and checks the run."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+
+    def run(call, *options, first="train([7, 7], obeys=False)"):
+        script.write_text(f"{PROGRAM}{first}{END}")
+        variables = {**os.environ, "LIGHTNING_D9M_LEDGER_DIR": "trained"}
+        subprocess.run([sys.executable, script], env=variables, check=True)
+        script.write_text(f"{PROGRAM}{call}{END}")
+        status, out, errors = d9m("check", "trained", *options, "--", sys.executable, script)
+        return status, " ".join(out.split()), " ".join(errors.split())
+
+    return run
+
+
+AGAIN = 'ledgers.name.endswith("again")'
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "said"),
+    [
+        ("[7, 7]", 0, "equal: 1 of 1 segment (100.0% of 1 step)"),
+        ("[7, 8]", 1, "0 to 1 persistent epoch 1 (step 1)"),
+        (f"[7, 7 if {AGAIN} else 8]", 1, "transient"),
+        (f"[7, 9 if {AGAIN} else 8]", 1, "program"),
+        ("[7, 7], settings={'portable': True}", 1, "refused"),
+        ("[7, 8], stack={'threads.intraop': 2}", 1, "unclear"),
+    ],
+)
+def test_a_second_run_says_what_kind_a_difference_is(check, value, status, said):
+    found, out, errors = check(f"train({value}, obeys=False)")
+    assert (found, said in out) == (status, True), out + errors
+    assert "The run saved no checkpoints, so its one segment is the whole run." in out
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("sys.exit(5)", "ended with exit status 5"),
+        ("train([7], obeys=False); sys.exit(0)", "its first fit did not reach step 2"),
+        ("sys.exit(0)", "wrote no ledger"),
+    ],
+)
+def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
+    status, out, errors = check(call)
+    assert status == 3, errors
+    assert "incomplete: 0 of 1 segment" in out
+    assert said in out
+    assert "output.log" in out
+
+
+def test_segments_are_printed_for_a_scheduler(check, tmp_path):
+    options = ("--print-commands", "--timeout", "9")
+    status, out, _ = check("", *options)
+    words = f"--timeout 9 --json -- {sys.executable} {tmp_path / 'script.py'}"
+    assert (status, out) == (0, f"d9m check trained --only 0 {words}")
+    assert not Path("d9m-runs").exists()
+
+
+def test_wrong_input_is_named(check, d9m):
+    assert check("", "--only", "4")[::2] == (
+        2,
+        "d9m: error: The run has no segment 4: no checkpoint of this number is there. Segments: 0.",
+    )
+    assert "There is no command to run" in d9m("check", "trained")[2]
+    assert "cannot be opened" in d9m("check", "elsewhere", "--", "true")[2]
+    assert "0 is not valid" in d9m("check", "trained", "--segments", "0", "--", "true")[2]
+    status, out, _ = d9m("check", "trained", "--json", "--", "no-such-program")
+    assert status == 3
+    found = json.loads(out)
+    assert "does not start" in found["checked"][0]["reason"]
+
+
+def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
+    there = [Segment(None, 1, number) for number in range(40)]
+    recorded = type("Recorded", (), {"list_segments": lambda _: there})
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
+
+    def choose(*options):
+        out = d9m("check", "run", "--print-commands", "-o", "out", *options, "--", "true")[1]
+        return [int(line.split()[4]) for line in out.splitlines()]
+
+    assert choose("--choose", "1") == choose("--choose", "1") == sorted(choose("--choose", "1"))
+    assert len({tuple(choose("--choose", seed)) for seed in range(20)}) > 15
+    assert len(set(choose("--segments", "9"))) == 9
+    assert choose("--segments", "all") == [*range(40)]
+    for options in (("--only", "1"), ("--segments", "all"), ("--segments", "40")):
+        assert "nothing is chosen" in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
+    assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
+    report = CheckReport("run", "out", 5, 40, 400, [CheckedSegment(n, n, n + 1) for n in range(3)])
+    assert report.missed == pytest.approx(37 / 40)
+
+
+def test_a_signal_ends_all_jobs_and_their_trainings(check, tmp_path):
+    check("", "--print-commands")  # which trains
+    Path("script.py").write_text(
+        f"{PROGRAM}Path('started').write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    words = ["check", "trained", "--jobs", "2", "--", sys.executable, "script.py"]
+    checking = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words])
+    deadline = time.monotonic() + 60
+    while not Path("started").exists() or not Path("started").read_text():
+        assert checking.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    checking.send_signal(signal.SIGINT)
+    assert checking.wait(60) == 130
+    assert has_ended(int(Path("started").read_text()))

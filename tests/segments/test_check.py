@@ -1,0 +1,152 @@
+"""``d9m check`` rejects runs that a program with one thing wrong has made, and names the place.
+
+The programs are processes; ``benchmarks/segments.py`` has more kinds of wrong runs.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ledger_runs import chain_lines, make_facts, make_header
+
+from lightning_d9m.engine.ledger.folder import rank_path
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    Resume,
+    StepDigests,
+    encode_record,
+)
+from lightning_d9m.tools.segments.segment import RecordedRun
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests/support/checked_training.py"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import segments as measured  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, forking_python):
+    """Return a function that returns a copy of a run that is wrong in some way; it trains once."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def make(name, copy=None):
+        path = folder / (name.replace(" ", "-") or "honest")
+        if not path.exists():
+            measured.train(forking_python, path, WRONG=name)
+        return path if copy is None else Path(shutil.copytree(path, copy))
+
+    return make
+
+
+@pytest.fixture
+def check(d9m, forking_python, tmp_path, monkeypatch):
+    """Return a function that checks a run with the honest program, and returns its segments."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def run(folder, *options):
+        words = ("--", forking_python, PROGRAM, tmp_path / "again")
+        status, out, errors = d9m("check", folder, *options, "--json", *words)
+        assert out, errors
+        found = json.loads(out)
+        return status, {own["number"]: own for own in found["checked"]}, found
+
+    return run
+
+
+def test_an_honest_run_is_equal_with_jobs_at_once(check, made, tmp_path):
+    before = {file: file.read_bytes() for file in made("").rglob("*") if file.is_file()}
+    status, segments, found = check(made(""), "--segments", "all", "--jobs", "2", "-o", "out")
+    assert status == 0, found
+    assert [(own["first"], own["last"]) for own in segments.values()] == [
+        (0, 15), (15, 30), (30, 45), (45, 60),
+    ]  # fmt: skip
+    assert found["share"] == 1.0
+    assert found["missed"] is None
+    assert json.loads((tmp_path / "out/check.json").read_text()) == found
+    # A segment writes no checkpoints, and none of the run's files.
+    assert {file: file.read_bytes() for file in made("").rglob("*") if file.is_file()} == before
+
+
+def test_a_flipped_bit_is_in_the_segment_of_its_step(check, made):
+    status, segments, found = check(made("weight bit"), "--only", "0,1,2")
+    assert status == 1
+    assert [own["verdict"] for own in segments.values()] == ["equal", "persistent", "equal"]
+    assert segments[1]["equal_until"] == 20
+    assert segments[1]["where"] == "the state after step 31 (epoch 1)"
+    assert found["steps"] == 30
+
+
+@pytest.mark.parametrize("name", ["early end", "extra step"])
+def test_a_run_that_ends_elsewhere_differs_in_its_last_segment(check, made, name):
+    number = "4" if name == "extra step" else "3"
+    status, segments, _ = check(made(name), "--only", number)
+    assert (status, segments[int(number)]["verdict"]) == (1, "persistent")
+    assert "step" in segments[int(number)]["where"]
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "reason"),
+    [
+        ("ulp in a checkpoint", 2, "the checkpoint or this machine is wrong"),
+        ("checkpoint of another run", 2, "another run has saved it"),
+        ("checkpoint of another step", 2, "this one at another step"),
+        ("final digest edited", 3, "the ledger, the checkpoint"),
+        ("records removed", 2, "the ledger, the checkpoint"),
+    ],
+)
+def test_changed_files_are_found(check, made, tmp_path, name, number, reason):
+    folder = made("", tmp_path / "copy")
+    measured.list_edits(made("rate"))[name](folder)
+    status, segments, _ = check(folder, "--only", str(number))
+    assert status == 1
+    assert reason in segments[number]["reason"]
+
+
+def test_a_removed_checkpoint_belongs_to_the_segment_before(check, made, tmp_path):
+    folder = made("", tmp_path / "copy")
+    (folder / "saved/step=30.ckpt").unlink()
+    status, segments, found = check(folder, "--only", "1")
+    assert (status, segments[1]["first"], segments[1]["last"]) == (0, 15, 45)
+    assert "step=30.ckpt" in found["notes"][0]
+
+
+def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    words = [forking_python, str(PROGRAM)]
+    # It keeps the last checkpoint alone: links hold the others until they are used.
+    variables = {**os.environ, "SLOW": "0.05", "KEPT": "1"}
+    with subprocess.Popen([*words, "run"], env=variables, stderr=subprocess.DEVNULL) as training:
+        while not list(tmp_path.glob("run/fit-000/*")):
+            assert training.poll() is None
+        status, out, errors = d9m("check", "run", "--follow", "--json", "--", *words, "again")
+    assert status == 0, errors
+    assert json.loads(out)["share"] == 1.0
+
+
+def test_what_a_resumed_run_has_left_is_not_part_of_it(tmp_path):
+    """Its first part had come to step 60 when it was killed, and it resumed from step 40."""
+    check, header = "", make_header()
+    for number, steps in enumerate([(20, 40, 60), (55,)]):
+        begin = Resume(parent="../fit-000", parent_check=check, epoch=0, step=40, batch=40)
+        records = [header, *([begin] if number else []), make_facts()]
+        for step in steps:
+            place = {"epoch": 0, "step": step}
+            (tmp_path / f"{step}.ckpt").touch()
+            records.append(Checkpoint(path=f"../{step}.ckpt", batch=step, **place))
+            records.append(StepDigests(epoch=0, step=step + 1, totals={}, entries={}))
+        path = rank_path(tmp_path / f"fit-00{number}", 0)
+        path.parent.mkdir()
+        path.write_bytes(chain_lines(map(encode_record, records)))
+        check = json.loads(path.read_text().splitlines()[:6][-1])["check"]
+    recorded = RecordedRun(path.parent)
+    found = [(own.first, own.stop) for own in recorded.list_segments()]
+    assert found == [(0, 21), (20, 41), (40, 56), (55, 56)]
+    assert (recorded.last_step, recorded.end) == (56, None)
