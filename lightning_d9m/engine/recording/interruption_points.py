@@ -7,7 +7,8 @@ change:
   saved and killed, see :class:`InterruptionPoint`; ``keep``, which saves checkpoints as often as
   costs little; or ``stop:320``, which makes the run a segment: it ends after this global step, and
   the checkpoints that the program saves are not written, because those of the earlier run have the
-  same names;
+  same names. ``debug:0:pdb:320`` is such a segment whose last step rank 0 runs in a debugger, and
+  ``nonfinite:320`` one that ends as soon as a loss, gradient or weight is not finite;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for checkpoints and a file that
   marks that the point was reached;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
@@ -19,14 +20,15 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.checkpoint_ring import CheckpointRing
+from lightning_d9m.engine.recording.step_debugger import DEBUGGERS, StepDebugger
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.text import pluralize
 
@@ -40,10 +42,14 @@ SURVEY = "survey"
 KEEP = "keep"
 CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
+# The first value that is not finite, as JSON.
+NONFINITE = "nonfinite"
 
 InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
 _PLURALS = {"batch": "batches", "step": "steps"}
-_STOP = re.compile(r"stop:(\d{1,18})", re.ASCII)
+_STOP = re.compile(
+    rf"(?:stop|(nonfinite)|debug:(\d{{1,9}}):({'|'.join(DEBUGGERS)})):(\d{{1,18}})", re.ASCII
+)
 _PATTERN = re.compile(
     rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
 )
@@ -101,6 +107,8 @@ class InterruptRequest:
         surveys: Whether to write the shapes of the epochs.
         keeps: Whether to save checkpoints from time to time.
         stop: The global step after which to stop; None for none.
+        debugger: What opens before the step that ends at ``stop``; None for nothing.
+        finds_nonfinite: Whether to stop at the first value that is not finite.
     """
 
     resume: Path | None = None
@@ -109,6 +117,8 @@ class InterruptRequest:
     surveys: bool = False
     keeps: bool = False
     stop: int | None = None
+    debugger: StepDebugger | None = None
+    finds_nonfinite: bool = False
 
 
 class _FaultState:
@@ -152,8 +162,16 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
     if request in (SURVEY, KEEP):
         surveys = request == SURVEY
         return InterruptRequest(path, Path(folder), surveys=surveys, keeps=not surveys)
-    if (stop := _STOP.fullmatch(request)) is not None:
-        return InterruptRequest(path, Path(folder), stop=int(stop[1]))
+    if (found := _STOP.fullmatch(request)) is not None:
+        nonfinite, rank, name, stop = found.groups()
+        debugger = StepDebugger(name, int(rank), Path(folder)) if name else None
+        return InterruptRequest(
+            path,
+            Path(folder),
+            stop=int(stop),
+            debugger=debugger,
+            finds_nonfinite=nonfinite is not None,
+        )
     return InterruptRequest(path, Path(folder), parse_point(request))
 
 
@@ -169,8 +187,8 @@ def parse_point(text: str) -> InterruptionPoint:
     match = _PATTERN.fullmatch(text)
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
         raise SettingError(
-            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, epoch:E, "
-            "validated:E, batch:E:N or validation:E:N, with whole numbers, and +N after it for N "
+            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, "
+            "nonfinite:STEP, debug:RANK:NAME:STEP, epoch:E, validated:E, batch:E:N or validation:E:N, with whole numbers, and +N after it for N "
             "batches more."
         )
     kind: InterruptionKind = match[1]  # type: ignore[assignment]
@@ -234,6 +252,35 @@ class Interruption:
         if self.is_segment:
             self._before_stop(End(status="stopped", reason=reason))
             self._kill(reason)
+
+    def open_debugger(self, step: int) -> StepDebugger | None:
+        """Return the debugger, if this rank must run the step that begins in it.
+
+        All ranks wait before that step until ``d9m goto`` has compared the run.
+        """
+        debugger = self._request.debugger
+        if debugger is None or debugger.has_arrived or step + 1 != self._request.stop:
+            return None
+        if not debugger.arrive(self._ranks):
+            self.leave("the run differs from the one that it repeats")
+        return debugger if debugger.rank == self._ranks.rank else None
+
+    def check_finite(self, step: int, kind: str, named: Iterable[tuple[str, Any]]) -> None:
+        """End this process if tensors of a step are not finite, in a segment that finds them."""
+        if not self._request.finds_nonfinite:
+            return
+        for name, tensor in named:
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard
+            if not own.isfinite().all():
+                found = {"step": step, "kind": kind, "name": name, "rank": self._ranks.rank}
+                self.checkpoint.with_name(NONFINITE).write_text(json.dumps(found))
+                self.leave(f"the {kind} of {name} is not finite in step {step}")
+
+    def leave(self, reason: str) -> None:
+        """End this process at once. The command that started it then ends the other ranks."""
+        self._before_stop(End(status="stopped", reason=reason))
+        self.checkpoint.with_name(MARK).write_text(reason)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> bool:
         """Return whether the training must save itself now; kill it if this is the last batch."""

@@ -162,8 +162,8 @@ class Run:
             the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
-        stop: The global step at which the run stops, if it is a segment; else None. The state after
-            it is digested.
+        stop: The global step at which the run stops, if it is a segment; else None. The states
+            after it and before its last step are digested.
         open_runs: Those of this process with an open ledger.
     """
 
@@ -527,7 +527,7 @@ class Run:
         agreement, header = self._agreement, self._header
         if header is None:
             return
-        stops = self.stop is not None and self._saved_step < self.stop <= step
+        stops = self.stop is not None and self._saved_step < step and step >= self.stop - 1
         follows = (self._due > 0 and step > self._saved_step) or stops
         wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
         kept = agreement if agreement is not None and wanted and agreement.wants(step) else None

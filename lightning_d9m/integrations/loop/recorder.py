@@ -4,7 +4,9 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 """
 
 import os
+import sys
 import warnings
+from bdb import BdbQuit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -260,11 +262,16 @@ class Recorder:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
         self._run.prepare(self._world_size)
-        return read_request()
+        request = read_request()
+        if request.debugger is not None:
+            request.debugger.check_terminal(self._ranks.rank)
+        return request
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         end = End(status="finished") if error is None else End.failed(error)
         self._validating.close()
+        if isinstance(error, BdbQuit) and self.interruption.is_segment:
+            self.interruption.leave("you left the debugger")
         with self._opened:
             try:
                 if error is None and self._run.is_open:
@@ -357,6 +364,8 @@ class Recorder:
         for batch in found:
             self.start_batch(batch)
             before = self.epoch_steps
+            if (debugger := self.interruption.open_debugger(self.global_step)) is not None:
+                debugger.stop_in(sys._getframe(1))  # noqa: SLF001 - the loop that iterates
             yield batch
             self._validating.close()
             if self.epoch_steps > before:  # gradients between steps are not saved
@@ -495,6 +504,10 @@ class Recorder:
         self._check_begun("step")
         self._validating.close()
         self.log(loss, **scalars)
+        losses = [] if loss is None or self._run.loss is None else [("step", self._run.loss)]
+        self.interruption.check_finite(self.global_step, "loss", losses)
+        weights = self._training.model.named_parameters()
+        self.interruption.check_finite(self.global_step, "weight", weights)
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self.epoch_steps += 1

@@ -51,10 +51,12 @@ class Segment:
         start: The checkpoint from which it begins; None for the beginning of the run.
         stop: The global step after which it ends; one after the last step of the run lets the fit
             end as it does.
+        kind: The request for it, see ``engine.recording.interruption_points``.
     """
 
     start: SavedPoint | None
     stop: int
+    kind: str = "stop"
 
     @property
     def first(self) -> int:
@@ -65,7 +67,7 @@ class Segment:
     def variables(self) -> dict[str, str]:
         """The variables of a run of it, without its folder."""
         begins = {} if self.start is None else {RESUME: str(self.start.path)}
-        return {**begins, INTERRUPT: f"stop:{self.stop}"}
+        return {**begins, INTERRUPT: f"{self.kind}:{self.stop}"}
 
 
 class RecordedRun:
