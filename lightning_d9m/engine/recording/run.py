@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 from weakref import WeakSet
@@ -216,6 +217,16 @@ class Run:
         if self._writer is None or self.folder is None:
             return None
         return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
+
+    def name_return(self, step: int) -> str:
+        """Return the command that returns to a step of this run; empty if there is none."""
+        header, folder = self._header, self.folder
+        command = "" if header is None else header.program.get("command", "")
+        # Variables reach the first fit of a program; a segment is a return itself.
+        if not command or header is None or folder is None or header.fit or self.stop is not None:
+            return ""
+        path = os.path.relpath(folder)
+        return f"d9m goto {step} {quote(str(folder) if path.startswith('..') else path)} -- {command}"
 
     @property
     def loss_text(self) -> str | None:

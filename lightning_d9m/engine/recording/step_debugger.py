@@ -10,7 +10,6 @@ import functools
 import importlib
 import os
 import sys
-from bdb import BdbQuit
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,12 @@ from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.errors import SettingError
 
-DEBUGGERS = ("pdb", "ipdb", "debugpy")
+# The class of each, or the module; ipdb is a cover of that of IPython.
+DEBUGGERS = {
+    "pdb": "pdb:Pdb",
+    "ipdb": "IPython.terminal.debugger:TerminalPdb",
+    "debugpy": "debugpy",
+}
 ARRIVED = "arrived"
 ANSWER = "answer"
 ENTER = "enter"
@@ -50,8 +54,10 @@ class StepDebugger:
     def __init__(self, name: str, rank: int, folder: Path) -> None:
         self.name, self.rank, self._folder = name, rank, folder
         self.has_arrived = False
+        module, _, kind = DEBUGGERS[name].partition(":")
         try:
-            self._module = importlib.import_module(name)
+            found = importlib.import_module(module)
+            self._kind: Any = getattr(found, kind) if kind else found
         except ImportError as error:
             raise SettingError(
                 f"The debugger {name} is not installed in the environment of the program. Install "
@@ -96,33 +102,34 @@ class StepDebugger:
         @functools.wraps(method)
         def debug(*args: Any, **words: Any) -> Any:
             replaced.close()
-            try:
-                if self.name == "pdb":
-                    return self._module.Pdb(skip=_SKIPPED).runcall(method, *args, **words)
-                if self.name == "ipdb":
-                    return self._module.runcall(method, *args, **words)
+            if self.name == "debugpy":
                 self._wait_for_client()
-                return method(*args, **words)  # debugpy stops here: step into the function
-            except BdbQuit:
-                leave("you left the debugger")
-                raise
+                return method(*args, **words)  # it stops here: step into the method
+            return self._make(leave).runcall(method, *args, **words)
 
         replace_method(replaced, owner, name, debug)
 
-    def stop_in(self, frame: FrameType) -> None:
+    def stop_in(self, frame: FrameType, leave: Callable[[str], None]) -> None:
         """Stop at the next line of a frame, or of the program's that called a library's."""
         while frame.f_back is not None and _PACKAGES & {*Path(frame.f_code.co_filename).parts}:
             frame = frame.f_back
         if self.name == "debugpy":
             self._wait_for_client()
-        elif self.name == "ipdb":
-            self._module.set_trace(frame)
         else:
-            self._module.Pdb(skip=_SKIPPED).set_trace(frame)
+            self._make(leave).set_trace(frame)
+
+    def _make(self, leave: Callable[[str], None]) -> Any:
+        """Return a debugger; an exception that it raised to quit could be caught by the program."""
+
+        class Debugger(self._kind):  # type: ignore[misc] # the class is chosen by name
+            def set_quit(self) -> None:
+                leave("you left the debugger")
+
+        return Debugger(skip=_SKIPPED)
 
     def _wait_for_client(self) -> None:
-        self._module.listen(_ADDRESS)
+        self._kind.listen(_ADDRESS)
         place = ":".join(map(str, _ADDRESS))
         print(f"debugpy waits for a client at {place}.", file=sys.stderr, flush=True)
-        self._module.wait_for_client()
-        self._module.breakpoint()
+        self._kind.wait_for_client()
+        self._kind.breakpoint()

@@ -6,7 +6,6 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 import os
 import sys
 import warnings
-from bdb import BdbQuit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -270,8 +269,6 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         end = End(status="finished") if error is None else End.failed(error)
         self._validating.close()
-        if isinstance(error, BdbQuit) and self.interruption.is_segment:
-            self.interruption.leave("you left the debugger")
         with self._opened:
             try:
                 if error is None and self._run.is_open:
@@ -365,7 +362,8 @@ class Recorder:
             self.start_batch(batch)
             before = self.epoch_steps
             if (debugger := self.interruption.open_debugger(self.global_step)) is not None:
-                debugger.stop_in(sys._getframe(1))  # noqa: SLF001 - the loop that iterates
+                loop = sys._getframe(1)  # noqa: SLF001 - what iterates
+                debugger.stop_in(loop, self.interruption.leave)
             yield batch
             self._validating.close()
             if self.epoch_steps > before:  # gradients between steps are not saved

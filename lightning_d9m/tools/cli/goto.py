@@ -97,7 +97,10 @@ class _Trip:
         else:
             count = sum(rank.digests + rank.batches for rank in check.comparison.ranks)
             records = pluralize(count, "record")
-            self.say(f"Equal up to step {check.last}: {records} bit for bit those of the run.")
+            later = ""
+            if check.last < step:
+                later = f" It has recorded no state between steps {check.last} and {step}."
+            self.say(f"Equal up to step {check.last}: {records}, bit for bit as in the run.{later}")
         return not check.differs
 
 
