@@ -188,8 +188,8 @@ def parse_point(text: str) -> InterruptionPoint:
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
         raise SettingError(
             f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, "
-            "nonfinite:STEP, debug:RANK:NAME:STEP, epoch:E, validated:E, batch:E:N or validation:E:N, with whole numbers, and +N after it for N "
-            "batches more."
+            "nonfinite:STEP, debug:RANK:NAME:STEP, epoch:E, validated:E, batch:E:N or "
+            "validation:E:N, with whole numbers, and +N after it for N batches more."
         )
     kind: InterruptionKind = match[1]  # type: ignore[assignment]
     return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))

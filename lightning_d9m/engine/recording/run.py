@@ -226,7 +226,9 @@ class Run:
         if not command or header is None or folder is None or header.fit or self.stop is not None:
             return ""
         path = os.path.relpath(folder)
-        return f"d9m goto {step} {quote(str(folder) if path.startswith('..') else path)} -- {command}"
+        return (
+            f"d9m goto {step} {quote(str(folder) if path.startswith('..') else path)} -- {command}"
+        )
 
     @property
     def loss_text(self) -> str | None:

@@ -86,7 +86,7 @@ class StepDebugger:
             # Opened without waiting for a writer, which may have ended; reading waits for one.
             pipe = os.open(self._folder / ANSWER, os.O_RDONLY | os.O_NONBLOCK)
             os.set_blocking(pipe, True)
-            with open(pipe, encoding="utf-8") as stream:
+            with os.fdopen(pipe, encoding="utf-8") as stream:
                 # Only now: what is written to a pipe that nobody has open is lost.
                 (self._folder / ARRIVED).touch()
                 answer = stream.read()
@@ -130,6 +130,6 @@ class StepDebugger:
     def _wait_for_client(self) -> None:
         self._kind.listen(_ADDRESS)
         place = ":".join(map(str, _ADDRESS))
-        print(f"debugpy waits for a client at {place}.", file=sys.stderr, flush=True)
+        sys.stderr.write(f"debugpy waits for a client at {place}.\n")
         self._kind.wait_for_client()
         self._kind.breakpoint()

@@ -168,7 +168,7 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
         self.interruption.check_finite(self._begun, "loss", [("training_step", loss)])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Look for gradients that are not finite; those of a scaler may be, which skips the step."""
+        """Look for gradients that are not finite, which a scaler of gradients expects."""
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             named = pl_module.named_parameters()
             found = ((name, own.grad) for name, own in named if own.grad is not None)

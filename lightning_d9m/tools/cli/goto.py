@@ -16,7 +16,6 @@ from lightning_d9m.tools.output.comparison_text import format_evidence, state_ve
 from lightning_d9m.tools.output.terminal import print_lines, wrap
 from lightning_d9m.tools.segments.goto import (
     PartCheck,
-    check_part,
     debug_step,
     find_nonfinite,
     find_segment,
@@ -199,7 +198,9 @@ def _describe_start(recorded: RecordedRun, segment: Segment) -> Iterator[str]:
     else:
         yield f"Step {step} is reached from the beginning: no checkpoint before it is there."
     if gone:
-        listed = f"those of steps {', '.join(map(str, gone))} are" if gone[1:] else (
-            f"that of step {gone[0]} is"
+        listed = (
+            f"those of steps {', '.join(map(str, gone))} are"
+            if gone[1:]
+            else (f"that of step {gone[0]} is")
         )
         yield f"Of nearer checkpoints that the ledger names, {listed} gone."
