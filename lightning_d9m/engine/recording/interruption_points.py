@@ -7,8 +7,8 @@ change:
   saved and killed, see :class:`InterruptionPoint`; ``keep``, which saves checkpoints as often as
   costs little; or ``stop:320``, which makes the run a segment: it ends after this global step, and
   the checkpoints that the program saves are not written, because those of the earlier run have the
-  same names. ``debug:0:pdb:320`` is such a segment whose last step rank 0 runs in a debugger, and
-  ``nonfinite:320`` one that ends as soon as a loss, gradient or weight is not finite;
+  same names. ``nonfinite:320`` is a segment that ends as soon as a loss, gradient or weight is not
+  finite, and ``debug:0:pdb:320:LEDGER`` one whose last step rank 0 runs in a debugger;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for checkpoints and a file that
   marks that the point was reached;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
@@ -44,11 +44,13 @@ CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
 # The first value that is not finite, as JSON.
 NONFINITE = "nonfinite"
+DIFFERS = "the program differs from the run that it repeats"
 
 InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
 _PLURALS = {"batch": "batches", "step": "steps"}
-_STOP = re.compile(
-    rf"(?:stop|(nonfinite)|debug:(\d{{1,9}}):({'|'.join(DEBUGGERS)})):(\d{{1,18}})", re.ASCII
+_STOP = re.compile(r"(stop|nonfinite):(\d{1,18})", re.ASCII)
+_DEBUG = re.compile(
+    rf"debug(-anyway)?:(\d{{1,9}}):({'|'.join(DEBUGGERS)}):(\d{{1,18}}):(.+)", re.ASCII
 )
 _PATTERN = re.compile(
     rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
@@ -162,16 +164,13 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
     if request in (SURVEY, KEEP):
         surveys = request == SURVEY
         return InterruptRequest(path, Path(folder), surveys=surveys, keeps=not surveys)
-    if (found := _STOP.fullmatch(request)) is not None:
-        nonfinite, rank, name, stop = found.groups()
-        debugger = StepDebugger(name, int(rank), Path(folder)) if name else None
-        return InterruptRequest(
-            path,
-            Path(folder),
-            stop=int(stop),
-            debugger=debugger,
-            finds_nonfinite=nonfinite is not None,
-        )
+    if (stop := _STOP.fullmatch(request)) is not None:
+        finds = stop[1] == "nonfinite"
+        return InterruptRequest(path, Path(folder), stop=int(stop[2]), finds_nonfinite=finds)
+    if (found := _DEBUG.fullmatch(request)) is not None:
+        anyway, rank, name, step, ledger = found.groups()
+        debugger = StepDebugger(name, int(rank), ledger, opens_anyway=anyway is not None)
+        return InterruptRequest(path, Path(folder), stop=int(step), debugger=debugger)
     return InterruptRequest(path, Path(folder), parse_point(request))
 
 
@@ -188,7 +187,7 @@ def parse_point(text: str) -> InterruptionPoint:
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
         raise SettingError(
             f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, "
-            "nonfinite:STEP, debug:RANK:NAME:STEP, epoch:E, validated:E, batch:E:N or "
+            "nonfinite:STEP, debug:RANK:DEBUGGER:STEP:LEDGER, epoch:E, validated:E, batch:E:N or "
             "validation:E:N, with whole numbers, and +N after it for N batches more."
         )
     kind: InterruptionKind = match[1]  # type: ignore[assignment]
@@ -217,6 +216,7 @@ class Interruption:
         self._before_stop = before_stop
         self._shapes: list[EpochShape] = []
         self._remaining: int | None = None  # batches until the kill
+        self._begun = -1  # the step that the debugger was opened for
         self._ring: CheckpointRing | None = None
         if request.keeps and request.folder is not None:
             self._ring = CheckpointRing(request.folder, ranks)
@@ -253,16 +253,17 @@ class Interruption:
             self._before_stop(End(status="stopped", reason=reason))
             self._kill(reason)
 
-    def open_debugger(self, step: int) -> StepDebugger | None:
+    def open_debugger(self, step: int, ledger: Path | None) -> StepDebugger | None:
         """Return the debugger, if this rank must run the step that begins in it.
 
-        All ranks wait before that step until ``d9m goto`` has compared the run.
+        All ranks wait before that step until the run has been compared.
         """
         debugger = self._request.debugger
-        if debugger is None or debugger.has_arrived or step + 1 != self._request.stop:
+        if debugger is None or self._begun >= step or step + 1 != self._request.stop:
             return None
-        if not debugger.arrive(self._ranks):
-            self.leave("the run differs from the one that it repeats")
+        self._begun = step  # a step may have several batches
+        if not debugger.may_open(self._ranks, ledger):
+            self.leave(DIFFERS)
         return debugger if debugger.rank == self._ranks.rank else None
 
     def check_finite(self, step: int, kind: str, named: Iterable[tuple[str, Any]]) -> None:
@@ -276,10 +277,16 @@ class Interruption:
                 self.checkpoint.with_name(NONFINITE).write_text(json.dumps(found))
                 self.leave(f"the {kind} of {name} is not finite in step {step}")
 
-    def leave(self, reason: str) -> None:
-        """End this process at once. The command that started it then ends the other ranks."""
+    def leave(self, reason: str = "you left the debugger") -> None:
+        """End this process at once. What started the training then ends the other ranks."""
         self._before_stop(End(status="stopped", reason=reason))
         self.checkpoint.with_name(MARK).write_text(reason)
+        self._end(1)
+
+    def _end(self, status: int) -> None:
+        """End this process; one that runs on a terminal is not killed, as the shell would say."""
+        if self._request.debugger is not None:
+            os._exit(status)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> bool:
@@ -324,7 +331,7 @@ class Interruption:
         if self._ranks.rank == 0:
             self.checkpoint.with_name(MARK).write_text(reached)
         self._ranks.raise_on_all(lambda: None)
-        os.kill(os.getpid(), signal.SIGKILL)
+        self._end(0)
 
 
 def read_survey(folder: Path) -> list[EpochShape]:

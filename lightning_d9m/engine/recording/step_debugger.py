@@ -1,14 +1,12 @@
-"""The debugger that opens before one step of a run that ``d9m goto`` repeats.
+"""The debugger that opens before one step of a run, which ``d9m goto`` repeats up to there.
 
-``d9m goto`` starts the program on the user's terminal and compares its ledger with the run's when
-the step is reached. The two processes share a folder: rank 0 makes ``ARRIVED`` there, and reads
-from the pipe ``ANSWER`` whether the debugger may open. A pipe, so that the training does not wait
-for a ``d9m goto`` that has ended. Nothing here imports torch.
+Nothing here imports torch.
 """
 
 import functools
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,17 +18,12 @@ from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.errors import SettingError
 
-# The class of each, or the module; ipdb is a cover of that of IPython.
+# The class of each, or the module; the package ipdb is a cover of the class of IPython.
 DEBUGGERS = {
     "pdb": "pdb:Pdb",
     "ipdb": "IPython.terminal.debugger:TerminalPdb",
     "debugpy": "debugpy",
 }
-ARRIVED = "arrived"
-ANSWER = "answer"
-ENTER = "enter"
-# The debuggers step over these modules, so that the first line that they show is the user's.
-_SKIPPED = ["lightning_d9m.*"]
 _PACKAGES = {"site-packages", "dist-packages"}
 _ADDRESS = ("127.0.0.1", 5678)
 
@@ -42,27 +35,25 @@ class StepDebugger:
         name: One of ``DEBUGGERS``.
         rank: The rank that runs the step in it; the others run it as usual, and wait where they
             communicate with this rank.
-        folder: The folder that is shared with ``d9m goto``.
-
-    Attributes:
-        has_arrived: Whether the step was reached.
+        reference: The ledger of the run that is repeated.
+        opens_anyway: Whether to open it even if the runs differ.
 
     Raises:
         SettingError: If it is not installed.
     """
 
-    def __init__(self, name: str, rank: int, folder: Path) -> None:
-        self.name, self.rank, self._folder = name, rank, folder
-        self.has_arrived = False
+    def __init__(self, name: str, rank: int, reference: str, *, opens_anyway: bool = False) -> None:
+        self.name, self.rank = name, rank
+        self._reference, self._opens_anyway = reference, opens_anyway
         module, _, kind = DEBUGGERS[name].partition(":")
         try:
             found = importlib.import_module(module)
-            self._kind: Any = getattr(found, kind) if kind else found
         except ImportError as error:
             raise SettingError(
                 f"The debugger {name} is not installed in the environment of the program. Install "
                 f"it with: pip install {name}. --debugger pdb needs nothing."
             ) from error
+        self._kind: Any = getattr(found, kind) if kind else found
 
     def check_terminal(self, rank: int) -> None:
         """Raise a ``SettingError`` if this is the rank of the debugger and has no terminal."""
@@ -73,29 +64,24 @@ class StepDebugger:
                 "--debugger debugpy, or --trace."
             )
 
-    def arrive(self, ranks: Ranks) -> bool:
-        """Wait for the comparison of the run up to here; every rank calls this.
+    def may_open(self, ranks: Ranks, ledger: Path | None) -> bool:
+        """Compare the run so far, as its ledger has it, and print the result; every rank calls it.
 
-        Returns:
-            Whether the step may run.
+        A process of ``d9m compare`` does it, because the comparison is not part of a training.
         """
-        self.has_arrived = True
-        ranks.raise_on_all(lambda: None)  # the ledgers of all ranks are complete up to here
-        answer = ""
+        ranks.raise_on_all(lambda: None)  # the files of all ranks are complete up to here
+        equal = True
         if ranks.rank == 0:
-            # Opened without waiting for a writer, which may have ended; reading waits for one.
-            pipe = os.open(self._folder / ANSWER, os.O_RDONLY | os.O_NONBLOCK)
-            os.set_blocking(pipe, True)
-            with os.fdopen(pipe, encoding="utf-8") as stream:
-                # Only now: what is written to a pipe that nobody has open is lost.
-                (self._folder / ARRIVED).touch()
-                answer = stream.read()
-        return bool(ranks.gather_json(answer)[0] == ENTER)
+            compare = (sys.executable, "-m", "lightning_d9m", "compare")
+            sys.stdout.flush()
+            command = [*compare, self._reference, str(ledger)]
+            equal = subprocess.run(command, check=False).returncode == 0  # noqa: S603 - ours
+        return bool(ranks.gather_json(equal)[0]) or self._opens_anyway
 
-    def attach(self, owner: Any, name: str, leave: Callable[[str], None]) -> None:
+    def attach(self, owner: Any, name: str, leave: Callable[[], None]) -> None:
         """Let the next call of a method stop at its first line; later calls are as before.
 
-        ``leave`` is called with a reason if the user quits the debugger.
+        ``leave`` is called if the user quits the debugger.
         """
         method, replaced = getattr(owner, name), ExitStack()
 
@@ -109,7 +95,7 @@ class StepDebugger:
 
         replace_method(replaced, owner, name, debug)
 
-    def stop_in(self, frame: FrameType, leave: Callable[[str], None]) -> None:
+    def stop_in(self, frame: FrameType, leave: Callable[[], None]) -> None:
         """Stop at the next line of a frame, or of the program's that called a library's."""
         while frame.f_back is not None and _PACKAGES & {*Path(frame.f_code.co_filename).parts}:
             frame = frame.f_back
@@ -118,18 +104,15 @@ class StepDebugger:
         else:
             self._make(leave).set_trace(frame)
 
-    def _make(self, leave: Callable[[str], None]) -> Any:
+    def _make(self, leave: Callable[[], None]) -> Any:
         """Return a debugger; an exception that it raised to quit could be caught by the program."""
 
-        class Debugger(self._kind):  # type: ignore[misc] # the class is chosen by name
-            def set_quit(self) -> None:
-                leave("you left the debugger")
-
-        return Debugger(skip=_SKIPPED)
+        kind = type("Debugger", (self._kind,), {"set_quit": lambda _: leave()})
+        # So that the first line that it shows is the user's.
+        return kind(skip=["lightning_d9m.*"])
 
     def _wait_for_client(self) -> None:
         self._kind.listen(_ADDRESS)
-        place = ":".join(map(str, _ADDRESS))
-        sys.stderr.write(f"debugpy waits for a client at {place}.\n")
+        os.write(2, b"debugpy waits for a client at %s:%d.\n" % (_ADDRESS[0].encode(), _ADDRESS[1]))
         self._kind.wait_for_client()
         self._kind.breakpoint()

@@ -62,7 +62,8 @@ def apply_interrupt_variables(
         def wait() -> None:
             trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
 
-        callbacks.append(InterruptingCallback(Interruption(request, ranks_of(trainer), wait, end)))
+        interruption = Interruption(request, ranks_of(trainer), wait, end)
+        callbacks.append(InterruptingCallback(interruption, run))
 
 
 def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
@@ -140,8 +141,8 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
     after the module's hooks at the end of an epoch, too.
     """
 
-    def __init__(self, interruption: Interruption) -> None:
-        self.interruption = interruption
+    def __init__(self, interruption: Interruption, run: Run) -> None:
+        self.interruption, self._run = interruption, run
         self._validation = 0  # batches of validations in this epoch
         self._step = 0
         self._begun = 0  # the step that is under way
@@ -153,7 +154,7 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Let the next call of ``training_step`` run in a debugger, if it is that of the step."""
         self._begun = trainer.global_step
-        debugger = self.interruption.open_debugger(self._begun)
+        debugger = self.interruption.open_debugger(self._begun, self._run.folder)
         if debugger is None:
             return
         if is_compiled(pl_module):

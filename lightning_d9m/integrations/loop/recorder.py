@@ -361,7 +361,8 @@ class Recorder:
         for batch in found:
             self.start_batch(batch)
             before = self.epoch_steps
-            if (debugger := self.interruption.open_debugger(self.global_step)) is not None:
+            debugger = self.interruption.open_debugger(self.global_step, self.ledger)
+            if debugger is not None:
                 loop = sys._getframe(1)  # noqa: SLF001 - what iterates
                 debugger.stop_in(loop, self.interruption.leave)
             yield batch

@@ -180,7 +180,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Probe the state that the step starts from; let it run in a debugger, if it is the one."""
         recorder = self._recorder
         recorder.start_batch()
-        if (debugger := recorder.interruption.open_debugger(recorder.global_step)) is not None:
+        debugger = recorder.interruption.open_debugger(recorder.global_step, self.ledger)
+        if debugger is not None:
             debugger.attach(self.trainer, "training_step", recorder.interruption.leave)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

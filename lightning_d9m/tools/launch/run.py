@@ -135,8 +135,8 @@ class ProcessTree:
             if leader.poll() is None:
                 with suppress(ProcessLookupError, PermissionError):
                     # One that runs on the terminal is in the group of this process.
-                    is_alone = os.getpgid(leader.pid) == leader.pid
-                    (os.killpg if is_alone else os.kill)(leader.pid, number)
+                    leads = os.getpgid(leader.pid) == leader.pid
+                    (os.killpg if leads else os.kill)(leader.pid, number)
         for pid in self.find_descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
@@ -213,25 +213,16 @@ def run_once(
             raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
 
 
-def run_in_terminal(
-    command: Sequence[str],
-    folder: Path,
-    variables: Mapping[str, str],
-    killed_when: Callable[[], bool],
-) -> int:
-    """Run the command once on the terminal of this process, whose keys it gets, with Ctrl-C.
+def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
+    """Run the command once on the terminal of this process; it gets all keys, with Ctrl-C.
 
-    Args:
-        command: The program and its arguments.
-        folder: The folder of its ledgers.
-        variables: Further environment variables.
-        killed_when: See ``run_once``.
+    Its ledgers go to the folder.
 
     Returns:
-        The exit status; 0 if it was killed.
+        The exit status.
 
     Raises:
-        CommandError: If the command does not start.
+        CommandError: If it does not start.
         KeyboardInterrupt: If it failed after Ctrl-C.
     """
     pressed: list[int] = []
@@ -240,8 +231,7 @@ def run_in_terminal(
         before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
         try:
             tree.leaders.append(_start(command, None, None, _make_environment(folder) | variables))
-            failed = _wait(tree, received, None, lambda _: None, killed_when)
-            tree.wait(_SETTLE_SECONDS, lambda: bool(received))
+            failed = _wait(tree, received, None, lambda _: None, lambda: False)
         finally:
             tree.end(_GRACE_SECONDS, lambda: bool(received))
             signal.signal(signal.SIGINT, before)

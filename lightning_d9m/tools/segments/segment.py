@@ -52,11 +52,13 @@ class Segment:
         stop: The global step after which it ends; one after the last step of the run lets the fit
             end as it does.
         kind: The request for it, see ``engine.recording.interruption_points``.
+        of: The ledger of the run, where the request names it; else None.
     """
 
     start: SavedPoint | None
     stop: int
     kind: str = "stop"
+    of: Path | None = None
 
     @property
     def first(self) -> int:
@@ -67,7 +69,10 @@ class Segment:
     def variables(self) -> dict[str, str]:
         """The variables of a run of it, without its folder."""
         begins = {} if self.start is None else {RESUME: str(self.start.path)}
-        return {**begins, INTERRUPT: f"{self.kind}:{self.stop}"}
+        return {
+            **begins,
+            INTERRUPT: f"{self.kind}:{self.stop}" + (f":{self.of}" if self.of else ""),
+        }
 
 
 class RecordedRun:
