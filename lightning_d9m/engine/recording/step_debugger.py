@@ -106,7 +106,6 @@ class StepDebugger:
 
     def _make(self, leave: Callable[[], None]) -> Any:
         """Return a debugger; an exception that it raised to quit could be caught by the program."""
-
         kind = type("Debugger", (self._kind,), {"set_quit": lambda _: leave()})
         # So that the first line that it shows is the user's.
         return kind(skip=["lightning_d9m.*"])

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.text import escape, pluralize
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_arguments(arguments, recorded)
     runs = Runs(command, make_output(arguments.output))
     _say(describe_command(recorded, command))
-    found = {}
+    found: dict[str, Any] = {}
     if segment is None:
         start, found = find_nonfinite(recorded, runs, _holds_finite)
         since = "the beginning"

@@ -226,11 +226,12 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
         KeyboardInterrupt: If it failed after Ctrl-C.
     """
     pressed: list[int] = []
+    environment = _make_environment(folder) | dict(variables)
     tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
     with _signals_deferred() as received, subreaper_enabled():
         before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
         try:
-            tree.leaders.append(_start(command, None, None, _make_environment(folder) | variables))
+            tree.leaders.append(_start(command, None, None, environment))
             failed = _wait(tree, received, None, lambda _: None, lambda: False)
         finally:
             tree.end(_GRACE_SECONDS, lambda: bool(received))
