@@ -124,7 +124,7 @@ def test_the_first_value_that_is_not_finite_is_found(run, goto):
     seen = (folder / "seen-0").read_text().splitlines()
     assert status == 0
     assert "The loss of training_step is not finite in step 9 (rank 0)" in output
-    assert "checkpoint of step 9, the last one with finite weights" in output
+    assert "checkpoint of step 9 (the last one with finite weights)" in output
     assert re.findall(r"'([0-9a-f]{64})'", output) == [seen[9]]
 
 

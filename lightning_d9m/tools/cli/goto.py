@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         start, found = find_nonfinite(recorded, runs, _holds_finite)
         since = "the beginning"
         if start is not None:
-            since = f"the checkpoint of step {start.step}, the last one with finite weights"
+            since = f"the checkpoint of step {start.step} (the last one with finite weights)"
         if not found:
-            lines = wrap(f"All losses, gradients and weights since {since}, are finite.")
+            lines = wrap(f"All losses, gradients and weights since {since} are finite.")
             print_result(arguments.format, {"nonfinite": None}, lines)
             return 0
         step = found["step"]
