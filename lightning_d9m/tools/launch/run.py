@@ -213,34 +213,6 @@ def run_once(
             raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
 
 
-def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
-    """Run the command once on the terminal of this process; it gets all keys, with Ctrl-C.
-
-    Its ledgers go to the folder.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        CommandError: If it does not start.
-        KeyboardInterrupt: If it failed after Ctrl-C.
-    """
-    pressed: list[int] = []
-    environment = _make_environment(folder) | dict(variables)
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
-    with _signals_deferred() as received, subreaper_enabled():
-        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-        try:
-            tree.leaders.append(_start(command, None, None, environment))
-            failed = _wait(tree, received, None, lambda _: None, lambda: False)
-        finally:
-            tree.end(_GRACE_SECONDS, lambda: bool(received))
-            signal.signal(signal.SIGINT, before)
-    if failed is not None and pressed:
-        raise KeyboardInterrupt
-    return 0 if failed is None else failed[1] or 0
-
-
 def _make_environment(folder: Path) -> dict[str, str]:
     """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
     environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
@@ -345,6 +317,34 @@ def _wait(
             return statuses.index(None), None
         tick(passed)
     return None
+
+
+def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
+    """Run the command once on the terminal of this process; it gets all keys, with Ctrl-C.
+
+    Its ledgers go to the folder.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        CommandError: If it does not start.
+        KeyboardInterrupt: If it failed after Ctrl-C.
+    """
+    pressed: list[int] = []
+    environment = _make_environment(folder) | dict(variables)
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with _signals_deferred() as received, subreaper_enabled():
+        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        try:
+            tree.leaders.append(_start(command, None, None, environment))
+            failed = _wait(tree, received, None, lambda _: None, lambda: False)
+        finally:
+            tree.end(_GRACE_SECONDS, lambda: bool(received))
+            signal.signal(signal.SIGINT, before)
+    if failed is not None and pressed:
+        raise KeyboardInterrupt
+    return 0 if failed is None else failed[1] or 0
 
 
 def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
