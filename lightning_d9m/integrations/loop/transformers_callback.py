@@ -98,6 +98,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     Attributes:
         recorder: The recorder of the last training; None before one.
+        trainer: The Trainer, in a training that variables interrupt or resume; else None.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self.recorder: TransformersRecorder | None = None
         self._is_open = self._interrupts = False
         self._loss: Tensor | None = None
-        self.trainer: Any = None  # of a training that variables interrupt
+        self.trainer: Any = None
         self._model_hooks: list[RemovableHandle] = []
         prepare_first_training(self)
 
