@@ -57,7 +57,7 @@ def goto(tmp_path, forking_python):
         command = [forking_python, PROGRAM, str(folder), *program]
         outer, inner = pty.openpty()
         process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_d9m", "goto", *words, "--", *command],
+            [forking_python, "-m", "lightning_d9m", "goto", *words, "--", *command],
             env=os.environ | {"RANKS": str(ranks), "TERM": "dumb", "COLUMNS": "300"},
             stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
         )  # fmt: skip
