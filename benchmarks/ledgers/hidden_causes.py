@@ -399,7 +399,8 @@ def measure(flags, code):
                 stack.enter_context(forked)
             stack.enter_context(contextlib.redirect_stdout(printed))
             stack.enter_context(contextlib.redirect_stderr(said))
-            words = ["locate", "--json", "--one-by-one", "-o", "out", "--", sys.executable, "train.py"]
+            words = ["locate", "--json", "--one-by-one", "-o", "out"]
+            words += ["--", sys.executable, "train.py"]
             status = main(words)
         if status == 2:
             return "failed", said.getvalue()[-1500:], []

@@ -7,7 +7,8 @@ change:
   saved and killed, see :class:`InterruptionPoint`; ``keep``, which saves checkpoints as often as
   costs little; or ``stop:320``, which makes the run a segment: it ends after this global step, and
   the checkpoints that the program saves are not written, because those of the earlier run have the
-  same names;
+  same names. ``nonfinite:320`` is a segment that ends as soon as a loss, gradient or weight is not
+  finite, and ``debug:0:pdb:320:LEDGER`` one whose last step rank 0 runs in a debugger;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for the survey, or for checkpoints and a file that
   marks that the point was reached;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
@@ -19,14 +20,15 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.checkpoint_ring import CheckpointRing
+from lightning_d9m.engine.recording.step_debugger import DEBUGGERS, StepDebugger
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.text import pluralize
 
@@ -40,10 +42,16 @@ SURVEY = "survey"
 KEEP = "keep"
 CHECKPOINT = "interrupted.ckpt"
 MARK = "killed"
+# The first value that is not finite, as JSON.
+NONFINITE = "nonfinite"
+DIFFERS = "the program differs from the run that it repeats"
 
 InterruptionKind = Literal["epoch", "batch", "validation", "validated"]
 _PLURALS = {"batch": "batches", "step": "steps"}
-_STOP = re.compile(r"stop:(\d{1,18})", re.ASCII)
+_STOP = re.compile(r"(stop|nonfinite):(\d{1,18})", re.ASCII)
+_DEBUG = re.compile(
+    rf"debug(-anyway)?:(\d{{1,9}}):({'|'.join(DEBUGGERS)}):(\d{{1,18}}):(.+)", re.ASCII
+)
 _PATTERN = re.compile(
     rf"({'|'.join(get_args(InterruptionKind))}):(\d+)(?::(\d+))?(?:\+(\d+))?", re.ASCII
 )
@@ -101,6 +109,8 @@ class InterruptRequest:
         surveys: Whether to write the shapes of the epochs.
         keeps: Whether to save checkpoints from time to time.
         stop: The global step after which to stop; None for none.
+        debugger: What opens before the step that ends at ``stop``; None for nothing.
+        finds_nonfinite: Whether to stop at the first value that is not finite.
     """
 
     resume: Path | None = None
@@ -109,6 +119,8 @@ class InterruptRequest:
     surveys: bool = False
     keeps: bool = False
     stop: int | None = None
+    debugger: StepDebugger | None = None
+    finds_nonfinite: bool = False
 
 
 class _FaultState:
@@ -153,7 +165,12 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
         surveys = request == SURVEY
         return InterruptRequest(path, Path(folder), surveys=surveys, keeps=not surveys)
     if (stop := _STOP.fullmatch(request)) is not None:
-        return InterruptRequest(path, Path(folder), stop=int(stop[1]))
+        finds = stop[1] == "nonfinite"
+        return InterruptRequest(path, Path(folder), stop=int(stop[2]), finds_nonfinite=finds)
+    if (found := _DEBUG.fullmatch(request)) is not None:
+        anyway, rank, name, step, ledger = found.groups()
+        debugger = StepDebugger(name, int(rank), ledger, opens_anyway=anyway is not None)
+        return InterruptRequest(path, Path(folder), stop=int(step), debugger=debugger)
     return InterruptRequest(path, Path(folder), parse_point(request))
 
 
@@ -169,9 +186,9 @@ def parse_point(text: str) -> InterruptionPoint:
     match = _PATTERN.fullmatch(text)
     if match is None or (match[1] in ("batch", "validation")) != (match[3] is not None):
         raise SettingError(
-            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, epoch:E, "
-            "validated:E, batch:E:N or validation:E:N, with whole numbers, and +N after it for N "
-            "batches more."
+            f"The variable {INTERRUPT} is {text!r}; allowed: {SURVEY}, {KEEP}, stop:STEP, "
+            "nonfinite:STEP, debug:RANK:DEBUGGER:STEP:LEDGER, epoch:E, validated:E, batch:E:N or "
+            "validation:E:N, with whole numbers, and +N after it for N batches more."
         )
     kind: InterruptionKind = match[1]  # type: ignore[assignment]
     return InterruptionPoint(kind, int(match[2]), int(match[3] or 0), int(match[4] or 0))
@@ -199,6 +216,7 @@ class Interruption:
         self._before_stop = before_stop
         self._shapes: list[EpochShape] = []
         self._remaining: int | None = None  # batches until the kill
+        self._begun = -1  # the step that the debugger was opened for
         self._ring: CheckpointRing | None = None
         if request.keeps and request.folder is not None:
             self._ring = CheckpointRing(request.folder, ranks)
@@ -234,6 +252,42 @@ class Interruption:
         if self.is_segment:
             self._before_stop(End(status="stopped", reason=reason))
             self._kill(reason)
+
+    def open_debugger(self, step: int, ledger: Path | None) -> StepDebugger | None:
+        """Return the debugger, if this rank must run the step that begins in it.
+
+        All ranks wait before that step until the run has been compared.
+        """
+        debugger = self._request.debugger
+        if debugger is None or self._begun >= step or step + 1 != self._request.stop:
+            return None
+        self._begun = step  # a step may have several batches
+        if not debugger.may_open(self._ranks, ledger):
+            self.leave(DIFFERS)
+        return debugger if debugger.rank == self._ranks.rank else None
+
+    def check_finite(self, step: int, kind: str, named: Iterable[tuple[str, Any]]) -> None:
+        """End this process if tensors of a step are not finite, in a segment that finds them."""
+        if not self._request.finds_nonfinite:
+            return
+        for name, tensor in named:
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard
+            if not own.isfinite().all():
+                found = {"step": step, "kind": kind, "name": name, "rank": self._ranks.rank}
+                self.checkpoint.with_name(NONFINITE).write_text(json.dumps(found))
+                self.leave(f"the {kind} of {name} is not finite in step {step}")
+
+    def leave(self, reason: str = "you left the debugger") -> None:
+        """End this process at once. What started the training then ends the other ranks."""
+        self._before_stop(End(status="stopped", reason=reason))
+        self.checkpoint.with_name(MARK).write_text(reason)
+        self._end(1)
+
+    def _end(self, status: int) -> None:
+        """End this process; one that runs on a terminal is not killed, as the shell would say."""
+        if self._request.debugger is not None:
+            os._exit(status)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> bool:
         """Return whether the training must save itself now; kill it if this is the last batch."""
@@ -277,7 +331,7 @@ class Interruption:
         if self._ranks.rank == 0:
             self.checkpoint.with_name(MARK).write_text(reached)
         self._ranks.raise_on_all(lambda: None)
-        os.kill(os.getpid(), signal.SIGKILL)
+        self._end(0)
 
 
 def read_survey(folder: Path) -> list[EpochShape]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 from weakref import WeakSet
@@ -162,8 +163,8 @@ class Run:
             the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
-        stop: The global step at which the run stops, if it is a segment; else None. The state after
-            it is digested.
+        stop: The global step at which the run stops, if it is a segment; else None. The states
+            after it and before its last step are digested.
         open_runs: Those of this process with an open ledger.
     """
 
@@ -216,6 +217,18 @@ class Run:
         if self._writer is None or self.folder is None:
             return None
         return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
+
+    def name_return(self, step: int) -> str:
+        """Return the command that returns to a step of this run; empty if there is none."""
+        header, folder = self._header, self.folder
+        command = "" if header is None else header.program.get("command", "")
+        # Variables reach the first fit of a program; a segment is a return itself.
+        if not command or header is None or folder is None or header.fit or self.stop is not None:
+            return ""
+        path = os.path.relpath(folder)
+        return (
+            f"d9m goto {step} {quote(str(folder) if path.startswith('..') else path)} -- {command}"
+        )
 
     @property
     def loss_text(self) -> str | None:
@@ -527,7 +540,7 @@ class Run:
         agreement, header = self._agreement, self._header
         if header is None:
             return
-        stops = self.stop is not None and self._saved_step < self.stop <= step
+        stops = self.stop is not None and self._saved_step < step and step >= self.stop - 1
         follows = (self._due > 0 and step > self._saved_step) or stops
         wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
         kept = agreement if agreement is not None and wanted and agreement.wants(step) else None

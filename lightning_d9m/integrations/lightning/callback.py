@@ -248,6 +248,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
                 self._recorder.run.probes.collector.close()
                 self._checkpoint_state.keep(trainer, ended=False)
             self._recorder.record_exception(trainer)
+            if isinstance(exception, Exception):  # not Ctrl-C
+                with suppress(Exception):
+                    self._recorder.log_return(trainer)
         self._close(End.failed(exception))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

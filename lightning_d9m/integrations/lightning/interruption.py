@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.checkpoint_manifest import digest_manifest
@@ -20,7 +21,11 @@ from lightning_d9m.engine.recording.interruption_points import (
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.lightning.saved_state import find_manifest, find_state
-from lightning_d9m.integrations.trainer.lightning_private import is_search, resume_next_fit
+from lightning_d9m.integrations.trainer.lightning_private import (
+    is_compiled,
+    is_search,
+    resume_next_fit,
+)
 from lightning_d9m.integrations.trainer.packages import combined_base
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
 
@@ -48,6 +53,8 @@ def apply_interrupt_variables(
         return
     request = read_request(environment)
     run.stop = request.stop
+    if request.debugger is not None:
+        request.debugger.check_terminal(trainer.global_rank)
     if request.resume is not None:
         resume_next_fit(trainer, request.resume)
     if request.folder is not None:
@@ -55,7 +62,8 @@ def apply_interrupt_variables(
         def wait() -> None:
             trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
 
-        callbacks.append(InterruptingCallback(Interruption(request, ranks_of(trainer), wait, end)))
+        interruption = Interruption(request, ranks_of(trainer), wait, end)
+        callbacks.append(InterruptingCallback(interruption, run))
 
 
 def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
@@ -138,19 +146,45 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
     after the module's hooks at the end of an epoch, too.
     """
 
-    def __init__(self, interruption: Interruption) -> None:
-        self.interruption = interruption
+    def __init__(self, interruption: Interruption, run: Run) -> None:
+        self.interruption, self._run = interruption, run
         self._validation = 0  # batches of validations in this epoch
         self._step = 0
+        self._begun = 0  # the step that is under way
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Count the validation batches of each epoch."""
         self._validation = 0
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        """Let the next call of ``training_step`` run in a debugger, if it is that of the step."""
+        self._begun = trainer.global_step
+        debugger = self.interruption.open_debugger(self._begun, self._run.folder)
+        if debugger is None:
+            return
+        if is_compiled(pl_module):
+            raise SettingError(
+                "The module is compiled, and a debugger cannot step through compiled code. Run "
+                "the program without torch.compile, or use --trace."
+            )
+        debugger.attach(pl_module, "training_step", self.interruption.leave)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        """Look for a loss that is not finite."""
+        self.interruption.check_finite(self._begun, "loss", [("training_step", loss)])
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        """Look for gradients that are not finite, which a scaler of gradients expects."""
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            named = pl_module.named_parameters()
+            found = ((name, own.grad) for name, own in named if own.grad is not None)
+            self.interruption.check_finite(self._begun, "gradient", found)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Interrupt after a batch of training."""
+        self.interruption.check_finite(self._begun, "weight", pl_module.named_parameters())
         self._reach(trainer, "batch", batch_idx + 1)
         if trainer.global_step > self._step:  # gradients are not being accumulated
             self._step = trainer.global_step

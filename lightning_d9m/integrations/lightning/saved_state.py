@@ -24,6 +24,7 @@ from lightning_d9m.engine.hashing.checkpoint_manifest import (
     digest_manifest,
     make_manifest,
 )
+from lightning_d9m.engine.hashing.training_state import plain_name
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer.lightning_private import wrap_resume_start
@@ -319,6 +320,17 @@ def add_manifests(
     if not is_sharded(strategy):
         replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
     return stack
+
+
+def find_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
+    weights = checkpoint
+    if not all(isinstance(value, Tensor) for value in checkpoint.values()):
+        # The first is of a sharded checkpoint that was written to one file.
+        keys = ("current_model_state", "state_dict", "model")
+        tables = (checkpoint.get(key) for key in keys)
+        weights = next((own for own in tables if isinstance(own, Mapping) and own), {})
+    return {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
 
 
 def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:

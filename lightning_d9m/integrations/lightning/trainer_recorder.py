@@ -119,6 +119,7 @@ class TrainerRecorder:
         self._replayed, self._traced = ExitStack(), ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
+        self._step: int | None = None  # of the batch that began last
 
     def __getstate__(self) -> dict[str, Any]:
         empty = {"_outputs": None, "_replay": None}
@@ -141,7 +142,7 @@ class TrainerRecorder:
         options, run = self.run.options, self.run
         if options.replay_every:
             self._replay = Replay(trainer, run)
-        self._epoch = trainer.current_epoch
+        self._epoch, self._step = trainer.current_epoch, None
 
         def wrap_steps(stack: ExitStack, ops: OpMode) -> None:
             for name in ("training_step", "backward", "validation_step"):
@@ -199,6 +200,7 @@ class TrainerRecorder:
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
         self._replayed.close()
+        self._step = trainer.global_step
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
         self.run.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
         # Last, because it comes off first.
@@ -269,6 +271,13 @@ class TrainerRecorder:
         """Record the state of this rank where an exception ends a run."""
         self.run.record_exception(epoch=trainer.current_epoch, step=trainer.global_step)
         self.summary.digest = self.run.digest or self.summary.digest
+
+    def log_return(self, trainer: Trainer) -> None:
+        """Log the command that returns to the step in which a fit failed, on rank 0."""
+        if trainer.state.fn == "fit" and self._step is not None:
+            command = self.run.name_return(self._step)
+            if command:
+                rank_zero().rank_zero_info(f"To return to step {self._step}: {command}")
 
     def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.

@@ -4,6 +4,7 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
@@ -261,7 +262,10 @@ class Recorder:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
         self._run.prepare(self._world_size)
-        return read_request()
+        request = read_request()
+        if request.debugger is not None:
+            request.debugger.check_terminal(self._ranks.rank)
+        return request
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         end = End(status="finished") if error is None else End.failed(error)
@@ -358,6 +362,10 @@ class Recorder:
         for batch in found:
             self.start_batch(batch)
             before = self.epoch_steps
+            debugger = self.interruption.open_debugger(self.global_step, self.ledger)
+            if debugger is not None:
+                loop = sys._getframe(1)  # noqa: SLF001 - what iterates
+                debugger.stop_in(loop, self.interruption.leave)
             yield batch
             self._validating.close()
             if self.epoch_steps > before:  # gradients between steps are not saved
@@ -497,6 +505,10 @@ class Recorder:
         self._check_begun("step")
         self._validating.close()
         self.log(loss, **scalars)
+        losses = [] if loss is None or self._run.loss is None else [("step", self._run.loss)]
+        self.interruption.check_finite(self.global_step, "loss", losses)
+        weights = self._training.model.named_parameters()
+        self.interruption.check_finite(self.global_step, "weight", weights)
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
         self.global_step += 1
         self.epoch_steps += 1

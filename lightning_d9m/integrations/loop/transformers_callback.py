@@ -4,6 +4,7 @@ The Trainer iterates its loader, and saves and restores generators and position 
 """
 
 import functools
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -27,13 +28,13 @@ from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, find_session
 
 
-def resume_first_training(callback: "TrainerCallback") -> None:
+def prepare_first_training(callback: "TransformersCallback") -> None:
     """Let the first training in this process resume, if a variable names a checkpoint.
 
-    The Trainer asks no callback from where it resumes, so its method ``train`` is replaced until a
-    Trainer with this callback calls it.
+    The Trainer asks no callback from where it resumes, and does not show itself to callbacks, so
+    its method ``train`` is replaced until a Trainer with this callback calls it.
     """
-    if find_checkpoint() is None:
+    if find_checkpoint() is None and not os.environ.get(INTERRUPT):
         return
     from transformers import Trainer
 
@@ -45,7 +46,7 @@ def resume_first_training(callback: "TrainerCallback") -> None:
     ) -> Any:
         if callback in self.callback_handler.callbacks:
             Trainer.train = original
-            path = find_checkpoint()
+            callback.trainer, path = self, find_checkpoint()
             resume_from_checkpoint = resume_from_checkpoint if path is None else str(path)
         return original(self, resume_from_checkpoint, *rest, **more)
 
@@ -97,6 +98,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     Attributes:
         recorder: The recorder of the last training; None before one.
+        trainer: The Trainer, in a training that variables interrupt or resume; else None.
     """
 
     def __init__(
@@ -119,8 +121,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self.recorder: TransformersRecorder | None = None
         self._is_open = self._interrupts = False
         self._loss: Tensor | None = None
+        self.trainer: Any = None
         self._model_hooks: list[RemovableHandle] = []
-        resume_first_training(self)
+        prepare_first_training(self)
 
     def __repr__(self) -> str:
         ledger = None if self.ledger is None else str(self.ledger)
@@ -175,8 +178,12 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             self._record_epoch()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Probe the state that the step starts from."""
-        self._recorder.start_batch()
+        """Probe the state that the step starts from; let it run in a debugger, if it is the one."""
+        recorder = self._recorder
+        recorder.start_batch()
+        debugger = recorder.interruption.open_debugger(recorder.global_step, self.ledger)
+        if debugger is not None:
+            debugger.attach(self.trainer, "training_step", recorder.interruption.leave)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""

@@ -113,6 +113,7 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
     """
     blocks = re.split(r"\n+(?=\S)", text.strip("\n"))
     group: Any = parser
+    has_words = False
     parser.set_defaults(format="text")
     short = {"action": "store_const", "dest": "format", "default": argparse.SUPPRESS}
     formats = {name: {**short, "const": name} for name in ("json", "markdown")}
@@ -124,9 +125,12 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
             alone = not any(other.startswith("| ") for other in excluded)
             group = parser if alone else parser.add_mutually_exclusive_group()
         if form == "-- COMMAND":
-            parser.add_argument("argv", nargs=argparse.REMAINDER, metavar=form, help=described)
+            # After other words, the rest would include the options that follow these.
+            rest = "*" if has_words else argparse.REMAINDER
+            parser.add_argument("argv", nargs=rest, metavar=form, help=described)
             usage = parser.format_usage().removeprefix("usage: ").rstrip()
-            parser.usage = usage.replace(" ...", " -- COMMAND ...")
+            usage = usage.replace(f"[{form} ...]", "...")
+            parser.usage = usage.replace(" ...", f" {form} ...")
             continue
         found = _FORM.fullmatch(form)
         assert found is not None, form
@@ -134,6 +138,7 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
         given = _read_value(found) | {"help": " ".join(described.split())}
         given |= settings.get(names[-1].lstrip("-").replace("-", "_"), {})
         group.add_argument(*names, **given)
+        has_words |= not found["names"]
 
 
 def _read_value(found: re.Match[str]) -> dict[str, Any]:

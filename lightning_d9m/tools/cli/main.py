@@ -36,6 +36,7 @@ _GROUPS = {
         "locate": "find the step, rank, module and op at which runs diverge",
         "bisect": "find the git commit that changed the bits of a training",
         "scan": "find code in a program that makes its runs differ",
+        "goto": "return to a step of a run, in a debugger or with a trace of it",
         "report": "write the comparison of two ledgers as one HTML file",
         "bundle": "pack two ledgers and the cause of their difference for a bug report",
     },

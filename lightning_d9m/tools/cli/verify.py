@@ -168,17 +168,8 @@ def _search(
 
 
 def _digest_weights(checkpoint: Mapping[str, Any]) -> dict[str, str]:
-    """Digest the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
-    from torch import Tensor
-
     from lightning_d9m.engine.hashing.digest import digest_many
-    from lightning_d9m.engine.hashing.training_state import plain_name
+    from lightning_d9m.integrations.lightning.saved_state import find_weights
 
-    weights = checkpoint
-    if not all(isinstance(value, Tensor) for value in checkpoint.values()):
-        # The first is of a sharded checkpoint that was written to one file.
-        keys = ("current_model_state", "state_dict", "model")
-        tables = (checkpoint.get(key) for key in keys)
-        weights = next((own for own in tables if isinstance(own, Mapping) and own), {})
-    tensors = {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
+    tensors = find_weights(checkpoint)
     return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))

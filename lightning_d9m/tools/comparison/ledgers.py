@@ -511,10 +511,12 @@ def _list_compared(
     for one, other in align_records(*files):
         item = other or one
         assert item is not None, "one run has it"
-        for side, own in zip(sides, (one, other), strict=True):
-            side.note(own)
         place = record_place(item, place)
         is_pair = one is not None and other is not None
+        # A segment is compared as far as the run has recorded its state, too.
+        if is_pair or not (any(parts) and isinstance(item, StepDigests)):
+            for side, own in zip(sides, (one, other), strict=True):
+                side.note(own)
         if isinstance(item, StepDigests):
             # Runs may save at different steps.
             counts = any(parts) and is_pair and place >= start

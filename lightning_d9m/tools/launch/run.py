@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -72,7 +72,7 @@ class ProcessTree:
     """The processes of a command and all their descendants.
 
     Attributes:
-        leaders: The command's processes; each leads its process group.
+        leaders: The command's processes; each leads its process group, or is in that of this one.
         others: Children that this process had before; they and their descendants are left alone.
     """
 
@@ -134,7 +134,9 @@ class ProcessTree:
         for leader in self.leaders:
             if leader.poll() is None:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(leader.pid, number)
+                    # One that runs on the terminal is in the group of this process.
+                    leads = os.getpgid(leader.pid) == leader.pid
+                    (os.killpg if leads else os.kill)(leader.pid, number)
         for pid in self.find_descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
@@ -290,7 +292,7 @@ def run_beside(
     ]
     tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
     turns, start, killed = _Turns(folders), _read_clock(), False
-    with progress, _signals_deferred() as received, subreaper_enabled():
+    with progress, signals_deferred() as received, subreaper_enabled():
         try:
             tree.leaders.append(_start(command, None, logs[0], environments[0]))
             while not received and not killed:
@@ -371,23 +373,21 @@ def describe_command(command: Sequence[str]) -> str:
 
 
 def _start(
-    command: Sequence[str], folder: Path | None, log: Path, environment: Mapping[str, str]
+    command: Sequence[str], folder: Path | None, log: Path | None, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    with file_errors(LedgerError, f"The log {log} cannot be made"):
-        output = log.open("wb")
-    with output:
+    """Start a process that writes to a log; without one, it uses the terminal of this process."""
+    streams: dict[str, Any] = {}
+    with ExitStack() as opened:
+        if log is not None:
+            with file_errors(LedgerError, f"The log {log} cannot be made"):
+                output = opened.enter_context(log.open("wb"))
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            streams["start_new_session"] = True
         try:
-            return subprocess.Popen(
-                command,
-                cwd=folder,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            return subprocess.Popen(command, cwd=folder, env=dict(environment), **streams)
         except (OSError, ValueError) as error:
-            log.unlink(missing_ok=True)
+            if log is not None:
+                log.unlink(missing_ok=True)
             cause = getattr(error, "strerror", None) or error
             advice = "Give a program that is on PATH, or the path of one that may be executed."
             if len(command) == 1 and command[0].split()[1:]:
@@ -430,6 +430,34 @@ def _wait(
             return statuses.index(None), None
         tick(passed)
     return None
+
+
+def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
+    """Run the command once on the terminal of this process; it gets all keys, with Ctrl-C.
+
+    Its ledgers go to the folder.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        CommandError: If it does not start.
+        KeyboardInterrupt: If it failed after Ctrl-C.
+    """
+    pressed: list[int] = []
+    environment = _make_environment(folder) | dict(variables)
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with signals_deferred() as received, subreaper_enabled():
+        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        try:
+            tree.leaders.append(_start(command, None, None, environment))
+            failed = _wait(tree, received, None, lambda _: None, lambda: False)
+        finally:
+            tree.end(_GRACE_SECONDS, lambda: bool(received))
+            signal.signal(signal.SIGINT, before)
+    if failed is not None and pressed:
+        raise KeyboardInterrupt
+    return 0 if failed is None else failed[1] or 0
 
 
 def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:

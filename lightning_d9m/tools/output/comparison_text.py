@@ -173,7 +173,9 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
                 yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
         if not side.complete:
             torn = "; its torn last record was left out" if side.truncated else ""
-            yield f"{name} was ended before it finished its ledger{torn}."
+            # A segment may be compared while it runs.
+            ended = "was ended before it" if rank.segment is None else "has not"
+            yield f"{name} {ended} finished its ledger{torn}."
 
 
 def state_verdict(comparison: Comparison) -> str:

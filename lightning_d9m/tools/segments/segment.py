@@ -63,11 +63,15 @@ class Segment:
             end as it does.
         number: The number of the checkpoint among all of the run, from 1; 0 for the beginning. It
             stays when another one is removed, and while the run saves more.
+        kind: The request for it, see ``engine.recording.interruption_points``.
+        of: The ledger of the run, where the request names it; else None.
     """
 
     start: SavedPoint | None
     stop: int
     number: int = 0
+    kind: str = "stop"
+    of: Path | None = None
 
     @property
     def first(self) -> int:
@@ -78,7 +82,10 @@ class Segment:
     def variables(self) -> dict[str, str]:
         """The variables of a run of it, without its folder."""
         begins = {} if self.start is None else {RESUME: str(self.start.path)}
-        return {**begins, INTERRUPT: f"stop:{self.stop}"}
+        return {
+            **begins,
+            INTERRUPT: f"{self.kind}:{self.stop}" + (f":{self.of}" if self.of else ""),
+        }
 
 
 @dataclass

@@ -1,0 +1,107 @@
+"""A return to a step of a run: the part before it runs again, and stops there.
+
+``StepDebugger`` compares it with the run and opens the debugger, in the process of the program.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
+from lightning_d9m.engine.recording.interruption_points import DIFFERS, FOLDER, NONFINITE
+from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.tools.launch.run import Runs, run_in_terminal
+from lightning_d9m.tools.segments.segment import (
+    RecordedRun,
+    SavedPoint,
+    Segment,
+    find_first_fit,
+    run_segment,
+)
+
+_NEVER = 10**17
+
+
+def find_segment(recorded: RecordedRun, step: int) -> Segment:
+    """Return the segment that ends after a step, from the last checkpoint before it.
+
+    A checkpoint of the step itself is left out: no state would be compared before the step.
+
+    Raises:
+        SettingError: If the run did not reach the step, or cannot be stopped at one.
+    """
+    path = recorded.ledger.path
+    if "every_n_steps" in recorded.ledger.header.settings:
+        raise SettingError(
+            f"{path} was written by the optimizers of a loop without a Recorder, which cannot be "
+            "stopped at a step. Add lightning_d9m.Recorder to the loop; see docs/loops.md."
+        )
+    # A run that failed may have begun the step after its last one; one that was killed, any step.
+    last = recorded.last_step - recorded.is_finished
+    if step > last and recorded.ledger.outcome(min(recorded.ledger.files)).end is not None:
+        raise SettingError(f"The run {path} has no step {step}; allowed: 0 to {last}.")
+    return Segment(recorded.find_start(step - 1), step + 1)
+
+
+def debug_step(
+    recorded: RecordedRun, segment: Segment, command: Sequence[str], folder: Path, kind: str
+) -> bool:
+    """Run a segment on the terminal, its last step in a debugger.
+
+    ``kind`` has the rank and the debugger, such as ``"debug:0:pdb"``.
+
+    Returns:
+        Whether the step was reached without a difference, or with one that is allowed.
+
+    Raises:
+        CommandError: If it was not reached.
+    """
+    folder.mkdir()
+    variables = replace(segment, kind=kind, of=recorded.ledger.path.absolute()).variables
+    status = run_in_terminal(command, folder, {**variables, FOLDER: str(folder)})
+    fits = map(read_ledger, list_fits(folder))
+    ends = [fit.outcome(rank).end for fit in fits for rank in fit.files if not fit.header.fit]
+    reasons = [end.reason for end in ends if end is not None and end.status == "stopped"]
+    if not reasons:
+        ended = f"failed with exit status {status}" if status else "ended well"
+        step = segment.stop - 1
+        raise CommandError(f"The command {ended}, and its first fit did not pass step {step}.")
+    return DIFFERS not in reasons
+
+
+def trace_step(segment: Segment, runs: Runs) -> Ledger:
+    """Run a segment and record all probes of its last step; return the ledger.
+
+    Raises:
+        CommandError: As ``run_segment``.
+    """
+    step = segment.stop - 1
+    steps = {"LIGHTNING_D9M_PROBES": "all", "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
+    ledger = find_first_fit(run_segment(runs, segment, "trace", f"step {step}", variables=steps))
+    assert ledger is not None, "run_segment has found it"
+    return ledger
+
+
+def find_nonfinite(
+    recorded: RecordedRun, runs: Runs, holds_finite: Callable[[Path], bool]
+) -> tuple[SavedPoint | None, dict[str, Any]]:
+    """Run from the last checkpoint with finite weights until something is not finite.
+
+    ``holds_finite`` returns whether the weights of a checkpoint are known to be finite.
+
+    Returns:
+        The checkpoint, None for the beginning; and ``step``, ``kind``, ``name`` and ``rank`` of the
+        first value, empty if all are finite.
+
+    Raises:
+        CommandError: As ``run_segment``.
+    """
+    there = (point for point in reversed(recorded.points) if point.is_there)
+    start = next((point for point in there if holds_finite(point.path)), None)
+    end = recorded.ledger.outcome(min(recorded.ledger.files)).end
+    stop = _NEVER if end is None else recorded.last_step + 1
+    run_segment(runs, Segment(start, stop, kind="nonfinite"), "nonfinite", "first value not finite")
+    found = runs.output / "nonfinite/segment" / NONFINITE
+    return start, json.loads(found.read_text()) if found.exists() else {}
