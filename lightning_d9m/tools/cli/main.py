@@ -133,15 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trains = chosen and _TRAINING in getattr(_import(chosen), "ARGUMENTS", _TRAINING)
     end = argv.index("--") if trains and "--" in argv else len(argv)
     parser = build_parser(*[chosen] if chosen else [])
-    words = argv[:end]
-    arguments, unknown = parser.parse_known_args(words)
-    training = argv[end + 1 :]
-    if training and (taken := getattr(arguments, "argv", [])):
-        # The command's argument takes options behind a positional one: parse these before it.
-        first, place = words.index(chosen) + 1, len(words) - len(taken)
-        words = [*words[:first], *taken, *words[first:place]]
-        arguments, unknown = parser.parse_known_args(words)
-    if training:
+    arguments, unknown = parser.parse_known_args(argv[:end])
+    if training := argv[end + 1 :]:
         unknown += getattr(arguments, "argv", training)
         arguments.argv = training
     if unknown:  # prints the usage of the command; argparse would print that of d9m
