@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_d9m.tools.launch.run import make_rank_variables
+from lightning_d9m.tools.launch.processes import make_rank_variables
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 1800

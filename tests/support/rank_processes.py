@@ -7,7 +7,7 @@ import subprocess
 from forking_python import shared_python
 
 from lightning_d9m import read_ledger
-from lightning_d9m.tools.launch.run import make_rank_variables
+from lightning_d9m.tools.launch.processes import make_rank_variables
 
 
 def run_ranks(script, count, *arguments, **variables):

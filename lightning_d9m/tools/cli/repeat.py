@@ -46,7 +46,8 @@ from lightning_d9m.tools.cli.arguments import (
 )
 from lightning_d9m.tools.comparison.printed_output import compare_printed
 from lightning_d9m.tools.launch.left_files import FileWatch
-from lightning_d9m.tools.launch.run import Run, Runs, count_threads, make_output
+from lightning_d9m.tools.launch.processes import count_threads
+from lightning_d9m.tools.launch.run import Run, Runs, make_output
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,

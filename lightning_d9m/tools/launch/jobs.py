@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.tools.launch.run import ProcessTree, signals_deferred, subreaper_enabled
+from lightning_d9m.tools.launch.processes import ProcessTree, signals_deferred, subreaper_enabled
 
 _POLL_SECONDS = 0.1
 # A job that runs a training ends it first.

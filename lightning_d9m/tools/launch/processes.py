@@ -1,0 +1,548 @@
+"""Processes of the user's command, and of all that they start.
+
+Killing a process group reaches neither a daemon nor a process in a new session. On Linux this
+process becomes the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER, prctl(2)), so
+that all of them are found below it, and none outlives the run.
+
+Several processes are the ranks of one training. They get the variables that torchrun sets, which
+Lightning's ``TorchElasticEnvironment`` and ``torch.distributed.init_process_group`` read, so that
+the Trainer starts no processes itself.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+from lightning_d9m.engine.ledger.folder import (
+    LEDGER_VARIABLE,
+)
+from lightning_d9m.engine.recording.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.errors import CommandError, LedgerError, file_errors
+from lightning_d9m.text import escape, pluralize, printable, quote
+from lightning_d9m.tools.launch.progress import RunProgress
+
+_SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
+_POLL_SECONDS = 0.02
+# A killed process may wait for a disk for an unlimited time.
+_MOST_KILL_SECONDS = 10.0
+
+
+@contextmanager
+def subreaper_enabled() -> Iterator[None]:
+    """Adopt orphaned descendants while the body runs, on Linux."""
+    before = ctypes.c_int()
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
+    prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ProcessTree:
+    """The processes of a command and all their descendants.
+
+    Attributes:
+        leaders: The command's processes; each leads its process group, or is in that of this one.
+        others: Children that this process had before; they and their descendants are left alone.
+    """
+
+    leaders: "list[subprocess.Popen[bytes]]"
+    others: frozenset[int]
+
+    def find_descendants(self) -> dict[int, str]:
+        """Return ``{pid: name}`` of the running descendants of the leaders. Reap exited ones."""
+        found: dict[int, str] = {}
+        leaders = {leader.pid for leader in self.leaders}
+        for child in psutil.Process().children():
+            if child.pid in self.others:
+                continue
+            with suppress(psutil.NoSuchProcess):
+                for process in (child, *child.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                            found[process.pid] = process.name()
+                        elif process is child and child.pid not in leaders:
+                            with suppress(ChildProcessError):
+                                os.waitpid(child.pid, os.WNOHANG)
+        return {pid: name for pid, name in found.items() if pid not in leaders}
+
+    def is_alive(self) -> bool:
+        """Return whether a leader or a descendant still runs."""
+        # All are polled, so that each that has ended is reaped.
+        running = [leader for leader in self.leaders if leader.poll() is None]
+        return bool(running or self.find_descendants())
+
+    def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
+        """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
+
+        Returns:
+            Whether all have ended.
+        """
+        start = time.monotonic()
+        while self.is_alive():
+            if terminate_now() or time.monotonic() - start >= seconds:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def end(self, grace: float, terminate_now: Callable[[], bool]) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds or as soon as ``terminate_now()``."""
+        self._signal(signal.SIGTERM)
+        if not self.wait(grace, terminate_now):
+            self.kill()
+
+    def kill(self) -> None:
+        """Send SIGKILL until all have ended."""
+        start = time.monotonic()
+        # Repeat: a process may start another one between the search and the signal.
+        while self.is_alive() and time.monotonic() - start < _MOST_KILL_SECONDS:
+            self._signal(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # After a leader is reaped its PID can be reused.
+        for leader in self.leaders:
+            if leader.poll() is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    # One that runs on the terminal is in the group of this process.
+                    leads = os.getpgid(leader.pid) == leader.pid
+                    (os.killpg if leads else os.kill)(leader.pid, number)
+        for pid in self.find_descendants():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+_read_clock = time.monotonic  # of the seconds that a command may take
+_TICK_SECONDS = 0.25
+_GRACE_SECONDS = 5.0
+# A process that ends shortly after the command, such as a pool's helper, was not left behind.
+_SETTLE_SECONDS = 1.0
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_TAIL_WIDTH = 200
+_NAMES = 3
+# Terminal sequences: colors, cursor movements, titles.
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+def run_once(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    progress: RunProgress,
+    timeout: float | None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    working_folder: Path | None = None,
+    killed_when: Callable[[], bool] = lambda: False,
+    processes: int | None = None,
+) -> None:
+    """Run the command once, in processes that write ledgers and a log each to ``folder``.
+
+    If one fails, the others are ended. If this process gets SIGINT, SIGTERM or SIGHUP meanwhile, it
+    ends the command first.
+
+    Args:
+        command: The program and its arguments.
+        folder: The run's folder.
+        progress: Shows the progress of the run.
+        timeout: Seconds after which the run counts as hanging; None for no limit.
+        variables: Further environment variables of the processes.
+        working_folder: Where the command runs; None for the working folder of this process.
+        killed_when: Condition under which the command is killed without counting as a failure;
+            evaluated a few times a second and when the command ends.
+        processes: Starts the command so many times at once, as the ranks of one training; None
+            starts it once, without variables for ranks.
+
+    Raises:
+        CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
+            of its processes have ended by then.
+    """
+    ranks = [{}] if processes is None else make_rank_variables(processes)
+    logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
+    environment = _make_environment(folder) | dict(variables)
+    failed: tuple[int, int | None] | None = None
+    left: dict[int, str] = {}
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with progress:
+        with signals_deferred() as received, subreaper_enabled():
+            try:
+                for log, own in zip(logs, ranks, strict=True):
+                    tree.leaders.append(_start(command, working_folder, log, environment | own))
+                failed = _wait(tree, received, timeout, progress.tick, killed_when)
+                if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+                    left = tree.find_descendants()
+                elif failed is not None and failed[1] is not None and len(logs) > 1:
+                    failed = _find_first(tree, logs)
+            finally:
+                # The first signal ends the command; a second one kills it at once.
+                expected = max(1, len(received))
+                tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
+        if left:
+            _report_left(left)
+        if failed is not None:
+            raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
+
+
+_STALLED_SECONDS = 30.0
+# Memory that the second of two runs may need, as a multiple of what the first one has.
+_MEMORY = 1.2
+
+
+class _Turns:
+    """Two runs take turns, so that neither needs the cores of the other; see ``run_beside``.
+
+    The one with fewer bytes in its ledgers runs, and the other is stopped (SIGSTOP). If nothing is
+    written for some time, both run: one may wait for a lock that the other has.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._sizes: list[int] = []
+        self._since = _read_clock()
+
+    def may_begin(self, leader: "subprocess.Popen[bytes]") -> bool:
+        """Return whether the second run can start beside the first: it trains, and fits twice."""
+        if not _size_ledgers(self._folders[0]):
+            return False
+        used = 0
+        with suppress(psutil.Error):
+            first = psutil.Process(leader.pid)
+            for process in (first, *first.children(recursive=True)):
+                with suppress(psutil.Error):
+                    used += process.memory_info().rss
+        return bool(psutil.virtual_memory().available > _MEMORY * used)
+
+    def change(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
+        """Let the run that is behind run."""
+        sizes = [_size_ledgers(folder) for folder in self._folders]
+        if sizes != self._sizes:
+            self._sizes, self._since = sizes, _read_clock()
+        behind = sizes.index(min(sizes))
+        both_run = _read_clock() - self._since > _STALLED_SECONDS
+        alone = len([leader for leader in leaders if leader.poll() is None]) < len(self._folders)
+        for number, leader in enumerate(leaders):
+            runs = both_run or alone or number == behind
+            _send(leader, signal.SIGCONT if runs else signal.SIGSTOP)
+
+
+def _size_ledgers(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("fit-*/rank-0.jsonl"))
+
+
+def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    if leader.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader.pid, number)
+
+
+def run_beside(
+    command: Sequence[str],
+    folders: Sequence[Path],
+    *,
+    progress: RunProgress,
+    timeout: float | None,
+    variables: Sequence[Mapping[str, str]],
+    killed_when: Callable[[], bool],
+) -> list[CommandError | None]:
+    """Run the command twice, in turns, so that both can be compared while they run.
+
+    The second begins when the first trains, or when it has ended if the memory is short. Folders
+    and variables are those of each run; the other arguments are those of ``run_once``.
+
+    Returns:
+        For each run, why it failed; None if it did not, or was killed.
+
+    Raises:
+        CommandError: If the command does not start.
+    """
+    logs = [folder / "output.log" for folder in folders]
+    environments = [
+        _make_environment(folder) | dict(own)
+        for folder, own in zip(folders, variables, strict=True)
+    ]
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    turns, start, killed = _Turns(folders), _read_clock(), False
+    with progress, signals_deferred() as received, subreaper_enabled():
+        try:
+            tree.leaders.append(_start(command, None, logs[0], environments[0]))
+            while not received and not killed:
+                time.sleep(_TICK_SECONDS)
+                first = tree.leaders[0]
+                if not tree.leaders[1:] and (first.poll() is not None or turns.may_begin(first)):
+                    tree.leaders.append(_start(command, None, logs[1], environments[1]))
+                passed = _read_clock() - start
+                killed = killed_when() or (timeout is not None and passed > 2 * timeout)
+                if len(tree.leaders) > 1:
+                    if all(leader.poll() is not None for leader in tree.leaders):
+                        break
+                    turns.change(tree.leaders)
+                progress.tick(passed)
+            statuses = [leader.poll() for leader in tree.leaders]
+        finally:
+            for leader in tree.leaders:
+                _send(leader, signal.SIGCONT)  # a stopped process does not end
+            if killed:
+                tree.kill()
+            tree.end(_GRACE_SECONDS, lambda: len(received) > 1)
+    if timeout is not None and passed > 2 * timeout:
+        statuses = [None] * len(folders)
+    elif killed:
+        return [None, None]
+    return [
+        CommandError(_describe_failure(command, 0, status, logs=[log], timeout=timeout))
+        if status or (status is None and timeout is not None)
+        else None
+        for status, log in zip(statuses, logs, strict=True)
+    ]
+
+
+def _make_environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a run: where its ledgers go, and a fixed hash seed."""
+    environment = {name: os.environ[name] for name in os.environ.keys() - {INTERRUPT, RESUME}}
+    environment[LEDGER_VARIABLE] = str(folder)
+    # Control programs that do not mention us. An explicit LIGHTNING_D9M=0 is respected.
+    environment.setdefault("LIGHTNING_D9M", "1")
+    # Python reads it when it starts; a random seed changes the order of sets of strings by run.
+    if not environment.get("PYTHONHASHSEED", "").isdigit():
+        environment["PYTHONHASHSEED"] = "0"
+    return environment
+
+
+def _report_left(left: Mapping[int, str]) -> None:
+    names = Counter(left.values()).most_common()
+    listed = [escape(name) + (f" ({number})" if number > 1 else "") for name, number in names]
+    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
+    what = pluralize(len(left), "process", "processes")
+    text = f"d9m: the command left {what} running, ended now: {', '.join(listed[:_NAMES])}{more}"
+    print(text, file=sys.stderr)
+
+
+def _describe_failure(
+    command: Sequence[str],
+    number: int,
+    status: int | None,
+    *,
+    logs: Sequence[Path],
+    timeout: float | None,
+) -> str:
+    """Describe the failure of a process: its number, and its exit status, None if it hangs."""
+    described, log = describe_command(command), logs[number]
+    which = f" in process {number} of {len(logs)}" if len(logs) > 1 else ""
+    if status is None:
+        return (
+            f"The command {described} was still running{which} after {timeout:g} s and was ended. "
+            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
+        )
+    cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
+
+
+def describe_command(command: Sequence[str]) -> str:
+    """Return a command in quotes; a long one is cut."""
+    return quote(" ".join(command), _TAIL_WIDTH)
+
+
+def _start(
+    command: Sequence[str], folder: Path | None, log: Path | None, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Start a process that writes to a log; without one, it uses the terminal of this process."""
+    streams: dict[str, Any] = {}
+    with ExitStack() as opened:
+        if log is not None:
+            with file_errors(LedgerError, f"The log {log} cannot be made"):
+                output = opened.enter_context(log.open("wb"))
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            streams["start_new_session"] = True
+        try:
+            return subprocess.Popen(command, cwd=folder, env=dict(environment), **streams)
+        except (OSError, ValueError) as error:
+            if log is not None:
+                log.unlink(missing_ok=True)
+            cause = getattr(error, "strerror", None) or error
+            advice = "Give a program that is on PATH, or the path of one that may be executed."
+            if len(command) == 1 and command[0].split()[1:]:
+                advice = f"Give its words without quotes around them all: -- {command[0]}"
+            elif command[0].endswith(".py"):
+                advice = f"Start a script with its interpreter: python {command[0]}."
+            raise CommandError(
+                f"The command {describe_command(command)} does not start: {cause}. {advice}"
+            ) from error
+
+
+def _wait(
+    tree: ProcessTree,
+    received: list[int],
+    timeout: float | None,
+    tick: Callable[[float], None],
+    killed_when: Callable[[], bool],
+) -> tuple[int, int | None] | None:
+    """Wait until all processes have ended, or one has failed; return its number and exit status.
+
+    After a signal to this process nothing has failed: the signal is raised later.
+    """
+    start = _read_clock()
+    while not received:
+        running = [leader for leader in tree.leaders if leader.poll() is None]
+        for leader in running:
+            with suppress(subprocess.TimeoutExpired):
+                leader.wait(_TICK_SECONDS / len(running))
+        statuses = [leader.poll() for leader in tree.leaders]
+        if killed_when():
+            tree.kill()
+            return None
+        for number, status in enumerate(statuses):
+            if status:
+                return number, status
+        if None not in statuses:
+            return None
+        passed = _read_clock() - start
+        if timeout is not None and passed > timeout:
+            return statuses.index(None), None
+        tick(passed)
+    return None
+
+
+def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
+    """Run the command once on the terminal of this process; it gets all keys, with Ctrl-C.
+
+    Its ledgers go to the folder.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        CommandError: If it does not start.
+        KeyboardInterrupt: If it failed after Ctrl-C.
+    """
+    pressed: list[int] = []
+    environment = _make_environment(folder) | dict(variables)
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with signals_deferred() as received, subreaper_enabled():
+        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        try:
+            tree.leaders.append(_start(command, None, None, environment))
+            failed = _wait(tree, received, None, lambda _: None, lambda: False)
+        finally:
+            tree.end(_GRACE_SECONDS, lambda: bool(received))
+            signal.signal(signal.SIGINT, before)
+    if failed is not None and pressed:
+        raise KeyboardInterrupt
+    return 0 if failed is None else failed[1] or 0
+
+
+def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
+    """Return the failure that came first; others may fail shortly after, because of it.
+
+    The process that failed first wrote to its log before the others.
+    """
+    tree.wait(_SETTLE_SECONDS, lambda: False)
+    failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
+    first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
+    return first, tree.leaders[first].poll()
+
+
+@contextmanager
+def signals_deferred() -> Iterator[list[int]]:
+    """Defer SIGINT, SIGTERM and SIGHUP until the body is done; then raise the first one.
+
+    Yields:
+        The signals received so far, in order.
+    """
+    received: list[int] = []
+    previous: dict[signal.Signals, Any] = {}
+
+    def keep(number: int, _: object) -> None:
+        received.append(number)
+
+    # Only the main thread may set handlers. A signal that is ignored (nohup) stays ignored.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, keep)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if received:
+            name = _name_signal(received[0])
+            with suppress(OSError):  # the terminal may have been closed
+                print(f"\nd9m: {name} received; the command was ended.", file=sys.stderr)
+            signal.raise_signal(received[0])
+            # If the user's own signal handler returns, terminate anyway.
+            raise SystemExit(128 + received[0])
+
+
+def _name_signal(number: int) -> str:
+    """Return a signal's name; real-time signals have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _tail(log: Path) -> str:
+    """Return the last lines of a log as a terminal shows them, indented for a message."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = stream.read().decode("utf-8", "replace")
+    # A progress bar overwrites its line; only the last state of a line is shown.
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    lines = [printable(_ESCAPE.sub("", line.expandtabs())) for line in shown if line.strip()]
+    if not lines:
+        return " It printed nothing."
+    return "\nThe end of its output:" + "".join(
+        f"\n  | {line[:_TAIL_WIDTH]}{' ...' * (len(line) > _TAIL_WIDTH)}"
+        for line in lines[-_TAIL_LINES:]
+    )
+
+
+_ADDRESS = "127.0.0.1"
+
+
+def make_rank_variables(count: int) -> list[dict[str, str]]:
+    """Return the variables of each of ``count`` processes, by rank."""
+    with socket.socket() as probe:  # for a port that is free now; the process of rank 0 opens it
+        probe.bind((_ADDRESS, 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(port),
+        # By this one torch and Lightning recognize a launch by torchrun.
+        "TORCHELASTIC_RUN_ID": "d9m",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # Lightning takes these as the Trainer's default arguments.
+        "PL_TRAINER_DEVICES": str(count),
+        "PL_TRAINER_NUM_NODES": "1",
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def count_threads(processes: int) -> int:
+    """Return how many threads each of several processes may use on this machine, at least 1."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    return max(1, cores // processes)

@@ -1,0 +1,243 @@
+"""Processes of the user's command: failures are named, no process is left, two take turns."""
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from rank_processes import has_ended
+
+from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.tools.launch import processes as launched
+from lightning_d9m.tools.launch.processes import run_beside, run_once
+from lightning_d9m.tools.launch.progress import RunProgress
+
+PAUSE = "import signal; signal.pause()"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+# Starts `child`, writes its PID to a file once it runs, and continues.
+START = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import os; os.write(1, b'.'); " + {child!r}],
+                         stdout=subprocess.PIPE, start_new_session={apart})
+child.stdout.read(1)
+open({pid!r}, "w").write(str(child.pid))
+"""
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has subreapers")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """Shorten the waits for processes that do not end."""
+    monkeypatch.setattr(launched, "_SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(launched, "_GRACE_SECONDS", 0.2)
+
+
+class Quiet(RunProgress):
+    """Shows nothing."""
+
+    def _print(self, text):
+        pass
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """Return a function that runs Python code as a watched command."""
+
+    def run(code, *, timeout=60.0):
+        progress = Quiet("", tmp_path)
+        progress.tick = ticks.append
+        run_once([sys.executable, "-c", code], tmp_path, progress=progress, timeout=timeout)
+        return (tmp_path / "output.log").read_text()
+
+    run.ticks = ticks = []
+    return run
+
+
+@linux
+def test_a_command_leaves_this_process_as_it_was(watch):
+    code = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
+    with subprocess.Popen([sys.executable, "-c", PAUSE]) as other:
+        assert watch(code) == "out\nerr\n"
+        assert other.poll() is None
+        other.kill()
+    found = ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(launched._GET_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    assert found.value == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise SystemExit(1)", "It printed nothing"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
+        (
+            "print('first\\n' * 50); print('last words'); raise SystemExit(3)",
+            r"exit status 3[\s\S]*\| last words",
+        ),
+    ],
+)
+def test_a_failure_is_named_with_the_end_of_the_output(watch, code, message):
+    with pytest.raises(CommandError, match=message) as caught:
+        watch(code)
+    assert str(caught.value).count("|") in (0, 20)
+
+
+@linux
+def test_a_hanging_command_and_its_children_are_ended(watch, tmp_path, monkeypatch):
+    """The time passes at once when the child runs."""
+    pid = tmp_path / "pid"
+
+    def read_clock():
+        return 4.0 if watch.ticks and pid.exists() and pid.read_text() else 0.0
+
+    monkeypatch.setattr(launched, "_read_clock", read_clock)
+    with pytest.raises(CommandError, match="still running after 3 s"):
+        watch(START.format(child=STUBBORN, apart=True, pid=str(pid)) + PAUSE, timeout=3.0)
+    assert has_ended(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("child", "apart"), [(PAUSE, False), pytest.param(STUBBORN, True, marks=linux)]
+)
+def test_a_child_that_outlives_the_command_is_ended_and_named(
+    watch, tmp_path, capsys, child, apart
+):
+    pid = tmp_path / "pid"
+    watch(START.format(child=child, apart=apart, pid=str(pid)))
+    assert has_ended(int(pid.read_text()))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("d9m: the command left 1 process running, ended now: python")
+
+
+# Runs a command like `d9m` does, in a process that can be signaled.
+WATCHER = """
+import os, signal, sys
+from pathlib import Path
+from lightning_d9m.tools.launch import processes as run
+# A test run in the background may ignore these signals.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+run._GRACE_SECONDS = 0.2
+folder = Path({folder!r})
+progress = run.RunProgress("run", folder)
+run.run_once([sys.executable, "-c", {code!r}], folder, progress=progress, timeout=None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "child"),
+    [(signal.SIGTERM, STUBBORN), (signal.SIGINT, PAUSE)],
+)
+def test_a_signal_ends_the_command_first(tmp_path, number, child):
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    code = START.format(child=child, apart=sys.platform.startswith("linux"), pid=str(fifo)) + child
+    watcher = WATCHER.format(code=code, folder=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", watcher], stderr=subprocess.PIPE) as watching:
+        pid = int(fifo.read_text())
+        watching.send_signal(number)
+        try:
+            _, err = watching.communicate(timeout=60)
+        finally:
+            watching.kill()
+    assert watching.returncode == -number
+    assert f"{number.name} received; the command was ended.".encode() in err
+    assert has_ended(pid)
+
+
+def test_ignored_signals_stay_ignored_and_handlers_are_restored(watch):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); print('done')"
+        assert watch(code) == "done\n"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+
+def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
+    code = (
+        r"print('\r'.join(f'{n}%' for n in range(100)), '\x1b[31mred\x1b[0m', sep='\n');"
+        "print('long' * 5000); raise SystemExit(1)"
+    )
+    with pytest.raises(CommandError) as caught:
+        watch(code)
+    first, second, third = str(caught.value).splitlines()[-3:]
+    assert (first, second) == ("  | 99%", "  | red")
+    assert third.endswith("long ...")
+    assert len(third) < 220
+
+
+def test_a_log_that_cannot_be_created_is_named(tmp_path):
+    folder = tmp_path / "none"
+    with pytest.raises(LedgerError, match=r"log .* cannot be made: No such file or directory"):
+        run_once(["true"], folder, progress=Quiet("", folder), timeout=None)
+
+
+# It writes to its ledger, and notes in a common file when.
+WRITES = """
+import os, sys, time
+from pathlib import Path
+own = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
+(own / "fit-000").mkdir()
+with open(own / "fit-000/rank-0.jsonl", "wb", buffering=0) as ledger, open("order", "a") as order:
+    for number in range(30):
+        ledger.write(b"x")
+        order.write(own.name)
+        order.flush()
+        time.sleep(0.05)
+raise SystemExit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """Return a function that runs a program twice, in turns."""
+    monkeypatch.chdir(tmp_path)
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+
+    def run(code, *, killed_when=lambda: False, variables=({}, {}), timeout=60.0):
+        words = {"progress": Quiet("", folders[0]), "timeout": timeout, "variables": variables}
+        return run_beside([sys.executable, "-c", code], folders, killed_when=killed_when, **words)
+
+    return run
+
+
+@linux
+def test_two_runs_take_turns(beside, tmp_path):
+    assert beside(WRITES) == [None, None]
+    order = (tmp_path / "order").read_text()
+    assert order.count("a") == order.count("b") == 30
+    # Neither ends before the other has begun, and each waits for the other several times.
+    assert order[0] == "a"
+    assert len(re.findall("a+b+", order)) > 2
+
+
+@linux
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_run_that_fails_beside_another_lets_it_end(beside, failing):
+    variables = [{}, {}]
+    variables[failing] = {"STATUS": "3"}
+    found = beside(WRITES, variables=variables)
+    assert "ended with exit status 3" in str(found[failing])
+    assert found[1 - failing] is None
+
+
+@linux
+def test_both_runs_end_where_they_differ_or_hang(beside, tmp_path):
+    found = beside(WRITES, killed_when=(tmp_path / "b/fit-000").exists)
+    assert found == [None, None]
+    assert (tmp_path / "order").read_text().count("a") < 30
+    shutil.rmtree(tmp_path / "a/fit-000")
+    found = beside("import time; time.sleep(60)", timeout=0.3)
+    assert all("was still running after 0.3 s" in str(error) for error in found)
