@@ -55,8 +55,8 @@ from lightning_d9m.engine.recording.interruption_points import (
 )
 from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.errors import SettingError
+from lightning_d9m.integrations.lightning.resume.optimizers import mark_used_gradients
 from lightning_d9m.integrations.lightning.resume.resumable_fit import CheckpointState
-from lightning_d9m.integrations.lightning.resume.run_state import mark_used_gradients
 from lightning_d9m.integrations.lightning.trainer_recorder import (
     FitSummary,
     TrainerRecorder,
@@ -256,7 +256,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
-        self._checkpoint_state.begin()
+        self._checkpoint_state.fit.begin()
         last_bits = change_last_bits(pl_module)
         self._recorder.begin(trainer, self._open_session, last_bits)
 
@@ -285,7 +285,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
-        self._checkpoint_state.end_epoch()
+        self._checkpoint_state.fit.end_epoch()
         self._recorder.record(trainer, self._open_session, "epoch")
 
     def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
