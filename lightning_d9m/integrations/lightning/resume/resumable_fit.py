@@ -6,7 +6,6 @@ the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from warnings import catch_warnings, filterwarnings, warn
@@ -41,12 +40,10 @@ from lightning_d9m.integrations.lightning.resume.program import (
 )
 from lightning_d9m.integrations.lightning.resume.saved_run import PARTS, gather, read_state, select
 from lightning_d9m.integrations.lightning.saved_state import CALLBACKS, add_manifests, find_state
-from lightning_d9m.integrations.lightning.trainer_recorder import TrainerRecorder
-from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
-from lightning_d9m.integrations.trainer.trainer_attributes import KEY, Trainer, ranks_of
+from lightning_d9m.integrations.trainer.trainer_attributes import KEY, ranks_of
 
 _Find = Callable[[], list[str]]
 
@@ -80,76 +77,11 @@ _REPEATED_START = (
 )
 
 
-class CheckpointState:
-    """Saves and restores the state of one callback's fits, one after the other.
-
-    Args:
-        accepted: Patterns of the paths of objects that nothing can read, and that steer nothing.
-
-    Attributes:
-        fit: The fit that runs, or the last one.
-    """
-
-    def __init__(self, accepted: Sequence[str] = ()) -> None:
-        self._accepted = accepted
-        self._is_open = False
-        self.fit: Any = None
-        # Returns the state of a fit that has ended, for later checkpoints.
-        self._ended: Callable[[], dict[str, Any]] | None = None
-        # Restores the strategy, even if a save after a run fails before it writes its checkpoint.
-        self._manifests = ExitStack()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(CheckpointState(self._accepted))
-
-    def attach(self, trainer: Trainer, session: TrainerSession, recorder: TrainerRecorder) -> None:
-        """Prepare a fit for a checkpoint that it may resume from; called before that is loaded."""
-        self._ended = None
-        self._manifests.close()
-        if session.stage != "fit":
-            return
-        self._is_open = True
-        self.fit = ResumableFit(trainer, session, recorder, self._accepted)
-        self._manifests = add_manifests(trainer, self.fit.name_lost)
-        session.resume(self.fit.resume_loader, self._release)
-
-    def _release(self) -> None:
-        self._is_open = False
-        self._manifests.close()
-        self.fit.patches.undo()
-
-    def keep(self, trainer: Trainer, *, ended: bool) -> None:
-        """Keep the state of a run that is about to end, for checkpoints that are saved later.
-
-        Args:
-            trainer: The Trainer.
-            ended: Whether the fit finished. Then every rank calls this, and rank 0 gathers the
-                state now, because other ranks may have exited by the next save. Otherwise rank 0
-                gathers it when a checkpoint is saved.
-        """
-        if self._is_open:
-            captured = self.fit.capture()
-            state = gather(trainer, captured) if ended else {}
-            self._ended = (lambda: state) if ended else partial(gather, trainer, captured)
-
-    def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Add the state to a checkpoint. Every rank calls this, unless the run has ended."""
-        if self._is_open:
-            self.fit.save(checkpoint)
-        elif self._ended is not None:  # otherwise the Trainer has not trained
-            state = self._ended()
-            self._manifests.close()
-            self._manifests = add_manifests(trainer, self.fit.name_lost, once=True)
-            _add(checkpoint, state)
-
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Resume a fit from a checkpoint; outside a fit there is nothing to resume."""
-        if self._is_open:
-            self.fit.load(checkpoint)
-
-
 class ResumableFit(Fit):
-    """One fit: what it resumes, and what it would save; see ``Fit`` for the arguments."""
+    """One fit: what it resumes, and what it would save; see ``Fit`` for the arguments.
+
+    It is made before a checkpoint is loaded.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -179,9 +111,21 @@ class ResumableFit(Fit):
         self._awaits_dump = False  # the checkpoint that is being collected gets our state
         self._late: list[str] = []
         self._told: set[str] = set()
-        self.patches = AttributePatches()
+        self._is_open = True
+        # Returns the state of the fit once it has ended, for later checkpoints.
+        self._ended: Callable[[], dict[str, Any]] = dict
+        # Restores the strategy, even if a save after a run fails before it writes its checkpoint.
+        self._manifests = add_manifests(self.trainer, self._name_lost)
+        self._patches = AttributePatches()
         for owner, name, wrapper in self._list_hooks():
-            self.patches.replace(owner, name, partial(wrapper, getattr(owner, name)))
+            self._patches.replace(owner, name, partial(wrapper, getattr(owner, name)))
+        self.session.resume(self._resume_loader, self.close)
+
+    def close(self) -> None:
+        """Restore the methods of Lightning; checkpoints that are saved later have the last state."""
+        self._is_open = False
+        self._manifests.close()
+        self._patches.undo()
 
     def _list_hooks(self) -> Sequence[tuple[Any, str, Callable[..., object]]]:
         """Return the methods that Lightning calls in a fit, in its order, and their wrappers.
@@ -223,11 +167,29 @@ class ResumableFit(Fit):
 
     # Saving
 
+    def keep(self, *, ended: bool) -> None:
+        """Keep the state of the fit, which is about to end, for checkpoints that are saved later.
+
+        If it has finished, every rank calls this, and rank 0 gathers the state now, because other
+        ranks may have exited by the next save. Otherwise it does so when a checkpoint is saved.
+        """
+        captured = self.capture()
+        state = gather(self.trainer, captured) if ended else {}
+        self._ended = (lambda: state) if ended else partial(gather, self.trainer, captured)
+
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state to a checkpoint; every rank calls this."""
-        if self._is_dumping:
+        """Add the state to a checkpoint. Every rank calls this, unless the fit has ended."""
+        if not self._is_open:
+            if state := self._ended():
+                self._manifests.close()
+                self._manifests = add_manifests(self.trainer, self._name_lost, once=True)
+                _add(checkpoint, state)
+        elif self._is_dumping:
             self._awaits_dump = True  # the hooks of the module and of other callbacks follow
-            return
+        else:
+            self._save(checkpoint)
+
+    def _save(self, checkpoint: dict[str, Any]) -> None:
         trainer = self.trainer
         self.recorder.reduce_loss(trainer)
         captured = self.capture(checkpoint)
@@ -261,7 +223,7 @@ class ResumableFit(Fit):
         finally:
             self._is_dumping = False
         if self._awaits_dump:
-            self.save(checkpoint)
+            self._save(checkpoint)
         return checkpoint
 
     def capture(self, checkpoint: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -310,7 +272,7 @@ class ResumableFit(Fit):
             )
         end()
 
-    def name_lost(self, checkpoint: dict[str, Any]) -> None:
+    def _name_lost(self, checkpoint: dict[str, Any]) -> None:
         """Note in the state of a checkpoint that is about to be written which weights it lacks.
 
         Other callbacks, and the module, may have taken them out.
@@ -324,13 +286,15 @@ class ResumableFit(Fit):
     # Resuming
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the state of the checkpoint from which a fit resumes.
+        """Read the state of the checkpoint from which the fit resumes.
 
         Raises:
             CheckpointError: If the state is damaged.
             InexactResumeError: If it cannot be resumed exactly, and ``on_inexact_resume`` is not
                 ``"warn"``.
         """
+        if not self._is_open:  # a checkpoint for an evaluation
+            return
         trainer, state = self.trainer, read_state(checkpoint)
         if isinstance(state, str):
             self.report([state])
@@ -389,7 +353,7 @@ class ResumableFit(Fit):
             checkpoint = {**checkpoint, "optimizer_states": own}
         load(checkpoint, *args, **words)
 
-    def resume_loader(self, loader: object) -> None:
+    def _resume_loader(self, loader: object) -> None:
         """Continue a training loader, which has just been loaded, where the checkpoint was saved.
 
         Raises:
