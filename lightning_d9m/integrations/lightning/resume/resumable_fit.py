@@ -122,7 +122,7 @@ class ResumableFit(Fit):
         self.session.resume(self._resume_loader, self.close)
 
     def close(self) -> None:
-        """Restore the methods of Lightning; checkpoints that are saved later have the last state."""
+        """Restore the methods of Lightning; later checkpoints have its last state."""
         self._is_open = False
         self._manifests.close()
         self._patches.undo()
