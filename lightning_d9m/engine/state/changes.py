@@ -413,15 +413,16 @@ class Changes:
             return "known", self._watch.nodes[id(value)].path
         if not whole and id(value) in self._shared:
             return "shared", self._share(value)
-        if kind is GENERATOR:
-            return "generator", [_name_generator(value), kind.read(value)]
-        if isinstance(value, enum.Enum):
-            return "enum", [[type(value).__module__, type(value).__qualname__], value.name]
-        if isinstance(value, _Digest):
-            return "digest", f"{value}"
         if self._is_record(value):
             parts = [getattr(value, name) for name in list_fields(type(value)) or ()]
             return "record", [self._watch.nodes[id(type(value))].path, parts]
+        if (form := _find_own_form(value)) is None:
+            self._check_plain(value, whole=whole)
+        return form
+
+    def _check_plain(self, value: Any, *, whole: bool) -> None:
+        """Raise a ``TypeError`` if an object is not plain data."""
+        kind = find_kind(value)
         plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
         # What an object holds has a form whatever its type.
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
@@ -431,7 +432,6 @@ class Changes:
         items = [part for item in value for part in _list_deep(item)] if kind is SET else ()
         if not all(map(self._is_key, keys)) or not all(map(_is_item, items)):
             raise TypeError(value)
-        return None
 
     def _share(self, value: Any) -> list[Any]:
         """Return the form of a new object that several places hold: its first place, and bytes."""
@@ -478,6 +478,15 @@ class _Digest(str):
     """The digest of a value that has no plain form, which the program must restore itself."""
 
     __slots__ = ()
+
+
+def _find_own_form(value: Any) -> tuple[str, Any] | None:
+    """Return the form of an object that is not plain data, and of which a new one can be made."""
+    if find_kind(value) is GENERATOR:
+        return "generator", [_name_generator(value), GENERATOR.read(value)]
+    if isinstance(value, enum.Enum):
+        return "enum", [[type(value).__module__, type(value).__qualname__], value.name]
+    return ("digest", f"{value}") if isinstance(value, _Digest) else None
 
 
 def _list_parts(container: Any) -> Collection[Any]:

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_d9m.engine.control.data.data_state import (
     CHANGES,
     DATA,
-    list_logged,
-    list_unknown,
+    LOGGED_DATA,
+    UNKNOWN,
+    list_paths,
     list_unsaved,
 )
 from lightning_d9m.engine.control.data.resumable_sampler import has_state
@@ -46,6 +47,11 @@ _RELOADED = (
     "generators, or values that change: {}. Whether these go on or start again is not known. Keep "
     "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
     "take the epoch from set_epoch()."
+)
+
+_OTHER_SIZES = (
+    "The batches of the training loaders had {} samples when the checkpoint was saved, and have {} "
+    "now. Make the loaders as then; with BatchSizeFinder, pass the size that it found."
 )
 
 
@@ -85,9 +91,9 @@ class Samplers(Part):
         found = control.capture_samplers("train", within=within, at_end=at_end)
         others = control.capture_samplers("validate", within=phase == "validation")
         found |= {f"{VALIDATION}{number}": states for number, states in others.items()}
-        self.fit.unknown += list_unknown(found)
+        self.fit.unknown += list_paths(found, UNKNOWN)
         self.fit.inexact += list_unsaved(found)
-        self.lost = [_NOT_HELD.format(path) for path in list_logged(found)]
+        self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED_DATA)]
         return found
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
@@ -149,6 +155,26 @@ class Reloads(Part):
                 path for path in saved["program"] if re.fullmatch(r"datamodule\.\w+", path)
             ]
         return name_all(_RELOADED, reloaded)
+
+
+class BatchSizes(Part):
+    """The numbers of samples in a batch of each training loader; None where no loader says it.
+
+    A loader is made before the state of the program is restored, which may say the size.
+    """
+
+    name, form, checked = "batch_sizes", list[int | None], "train"
+
+    def capture(self, _phase: Phase) -> list[int | None]:
+        loaders = lightning_private.list_loaders(self.trainer.fit_loop)
+        return [getattr(loader, "batch_size", None) for loader in loaders]
+
+    def problems(self, state: list[int | None]) -> list[str]:
+        # A loader that is loaded for each epoch may have another size in the next one.
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        may_differ = every and self.fit.was_saved_between_epochs
+        now = self.capture("epoch")
+        return [] if may_differ or state == now else [_OTHER_SIZES.format(state, now)]
 
 
 class Rng(Part):

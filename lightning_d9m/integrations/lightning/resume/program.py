@@ -22,6 +22,7 @@ from lightning_d9m.engine.control.data.resumable_sampler import find_samplers
 from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.hashing.training_state import ModelTensors
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
+from lightning_d9m.engine.state.object_digest import digest_object
 from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     OPAQUE,
@@ -31,7 +32,7 @@ from lightning_d9m.engine.state.parts import (
     is_of_program,
 )
 from lightning_d9m.engine.state.plain_data import decode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.engine.state.state import digest_value, search
+from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.logged import list_reset
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.run_facts import name_all
@@ -313,7 +314,7 @@ def digest_callbacks(trainer: Trainer) -> dict[str, str]:
     """
     saving = {*map(id, trainer.checkpoint_callbacks)}
     return {
-        f"{name}.state_dict()": digest_value(callback.state_dict())
+        f"{name}.state_dict()": digest_object(callback.state_dict())
         for name, callback in name_callbacks(trainer.callbacks).items()
         if id(callback) not in saving and callback.state_key != KEY
     }

@@ -16,7 +16,6 @@ from lightning_d9m.engine.control.seeding import rng_restored
 from lightning_d9m.engine.ledger.format.records import Resume
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.integrations.lightning.resume.loaders import (
-    Samplers,
     drop_consumed_states,
     reads_when_iterated,
 )
@@ -85,11 +84,8 @@ class ResumableFit(Fit):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._parts = [part(self) for part in PARTS]
-        by_type: Any = {type(part): part for part in self._parts}
-        self._program: Program = by_type[Program]
-        self._groups: Groups = by_type[Groups]
-        self._samplers: Samplers = by_type[Samplers]
+        self._parts: dict[str, Any] = {part.name: part(self) for part in PARTS}
+        self._program: Program = self._parts[Program.name]
         self._reasons: list[str] = []
         # What the loaders of validation, which may come later, restore.
         self._unvalidated: Mapping[str, Any] = {}
@@ -197,7 +193,7 @@ class ResumableFit(Fit):
         reasons = (*captured["inexact"], *map(EXPECTED.format, self._program.changes.expected))
         if new := [text for text in reasons if text not in self._told]:
             _report("The checkpoint that is being saved", new)
-        logged = [text for text in self._samplers.lost if text not in self._told]
+        logged = [text for text in self._parts["samplers"].lost if text not in self._told]
         for text in logged:
             rank_zero().rank_zero_info(text)
         self._told.update(new, logged)
@@ -245,10 +241,10 @@ class ResumableFit(Fit):
             self.inexact += map(_IN_VALIDATION.format, self._find_validated()[:1])
         # An interrupted validation is run again as a whole.
         before = self.before if phase == "validation" else {}
-        captured = {}
-        for part in self._parts:
-            taken = before[part.name] if part.name in before else part.capture(phase)
-            captured[part.name] = part.store(taken)
+        captured = {
+            name: part.store(before[name] if name in before else part.capture(phase))
+            for name, part in self._parts.items()
+        }
         self.saving = {}
         return captured
 
@@ -264,7 +260,8 @@ class ResumableFit(Fit):
             _report("The checkpoint that was just saved", self._late)
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
-        if is_cut_by_max_steps(self.trainer):
+        # A search for a batch size ends by `max_steps`, too, before the training begins.
+        if self.has_begun and is_cut_by_max_steps(self.trainer):
             self.recorder.reduce_loss(self.trainer)
             self._cut = self.capture()
             self._find_changed_since_cut = remember(
@@ -303,7 +300,7 @@ class ResumableFit(Fit):
         # drawn from a generator that an epoch does not seed.
         if all(rank.ledger is None for rank in state.ranks):
             return
-        saved = self.saved = select(self._parts, state, trainer)
+        saved = self.saved = select(self._parts.values(), state, trainer)
         self._check("load")
         self._unvalidated = saved
         self._restore("load")
@@ -317,14 +314,16 @@ class ResumableFit(Fit):
     def _restore(self, moment: Moment) -> None:
         """Restore the parts that are restored at a moment."""
         saved = self._unvalidated if moment == "validation" else self.saved
-        for part in self._parts:
+        for part in self._parts.values():
             if moment in part.restored and part.name in saved:
                 part.restore(saved[part.name], moment)
 
     def _check(self, moment: Moment) -> None:
         """Raise or warn of the problems that parts find at a moment; every rank calls this."""
         saved = self.saved
-        parts = [part for part in self._parts if part.checked == moment and part.name in saved]
+        parts = [
+            part for part in self._parts.values() if part.checked == moment and part.name in saved
+        ]
         problems = ranks_of(self.trainer).raise_on_all(
             lambda: [text for part in parts for text in part.problems(saved[part.name])]
         )
@@ -349,7 +348,7 @@ class ResumableFit(Fit):
         saved = self.saved
         if saved and not is_sharded(self.trainer.strategy):
             states = checkpoint["optimizer_states"]
-            own = self._groups.sort(states, saved[self._groups.name])
+            own = self._parts[Groups.name].sort(states, saved[Groups.name])
             checkpoint = {**checkpoint, "optimizer_states": own}
         load(checkpoint, *args, **words)
 
@@ -374,7 +373,7 @@ class ResumableFit(Fit):
             batches=position.batch,
             # Called when the loaders are iterated: Lightning sets their mode later.
             cycled=lambda: lightning_private.cycles_shorter_loaders(trainer),
-            samplers=saved.get(self._samplers.name, {}),
+            samplers=saved.get("samplers", {}),
         )
 
     def _load_loader_states(self, load: Callable[[], None]) -> None:
@@ -415,7 +414,7 @@ class ResumableFit(Fit):
         return outputs
 
     def _begin_validation(self) -> None:
-        evaluated = [part for part in self._parts if part.evaluated]
+        evaluated = [part for part in self._parts.values() if part.evaluated]
         self.before = {part.name: part.capture("validation") for part in evaluated}
         self._find_validated = remember(self._program)
 
@@ -431,7 +430,7 @@ class ResumableFit(Fit):
         """Continue the ledger of the interrupted run; called before training starts."""
         self.has_begun = True
         self._find_trained = remember(self._program)
-        for part in self._parts:
+        for part in self._parts.values():
             part.begin()
         if not self.saved and not self._reasons:
             return

@@ -3,7 +3,7 @@
 It has plain values and tensors, which ``torch.load(weights_only=True)`` reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec import ValidationError, convert, defstruct
@@ -36,7 +36,7 @@ PARTS: tuple[type[Part], ...] = (
     *(optimizers.Groups, optimizers.Frozen, run_facts.Ledger, run_facts.Pending),
     *(logged.CallbackMetrics, optimizers.Schedulers, program.Program, logged.Reset),
     *(logged.Results, loaders.Generators, logged.MetricStates, logged.LoggedSums),
-    *(optimizers.Gradients, loaders.Samplers, loaders.Reloads, loaders.Rng),
+    *(optimizers.Gradients, loaders.Samplers, loaders.Reloads, loaders.BatchSizes, loaders.Rng),
     *(run_facts.Inexact, run_facts.Unknown),
 )
 # They hold the whole state in almost every training, so that ranks wait for each other once.
@@ -105,7 +105,7 @@ def gather(trainer: Trainer, captured: Mapping[str, Any]) -> dict[str, Any]:
     return {"format": FORMAT, **run, "ranks": states}
 
 
-def select(parts: Sequence[Part], saved: Any, trainer: Trainer) -> dict[str, Any]:
+def select(parts: Collection[Part], saved: Any, trainer: Trainer) -> dict[str, Any]:
     """Return the state of each part for this rank, from a ``SavedRun``.
 
     The parts of a rank are left out if it gets other data. With logical ranks it gets the same on

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_d9m.engine.state.object_digest import digest_object
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
@@ -27,7 +28,7 @@ from lightning_d9m.engine.state.parts import (
     equal_bits,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain
-from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch, digest_value
+from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
 
@@ -299,7 +300,7 @@ class Sandbox:
         elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
             token = str(value.dtype)
         else:
-            token = digest_value(value)
+            token = digest_object(value)
         return _Change(path, node, key, value, token)
 
     # The merge
