@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from lightning_d9m.engine.control.data import loaders
-from lightning_d9m.integrations.lightning import saved_state
 from lightning_d9m.integrations.lightning.callback import AddedCallback, DeterminismCallback
 from lightning_d9m.integrations.lightning.resume import resumable_fit
 from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
@@ -46,9 +45,8 @@ _CALLED: list[tuple[Any, list[str]]] = [
     (DeterminismCallback, ["setup", "teardown", *_HOOKS]),
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
     (ResumableFit, ["capture", "_find_late_changes", "_begin_validation"]),
-    (resumable_fit, ["remember"]),
+    (resumable_fit, ["remember", "make_manifest"]),
     (loaders, ["capture_host", "seed_host", "restore_rng"]),
-    (saved_state, ["make_manifest"]),
 ]
 
 

@@ -293,3 +293,10 @@ def test_paths_are_those_of_the_program_and_nothing_is_skipped_silently(tmp_path
     assert found["model.log"] is OPAQUE
     parts = walk({"": [Thing()]}, leave_out=lambda _, part: isinstance(part, Thing))
     assert [path for path, _, kind in parts if kind is OPAQUE] == ["[0]"]
+
+
+def test_a_new_object_of_a_subclass_is_not_kept_where_two_places_hold_it():
+    owner = Thing(items=[])
+    changes, new = watch(owner), OrderedDict(a=1)
+    owner.items += [new, new]
+    assert changes.capture() == ({}, ["owner.items"])

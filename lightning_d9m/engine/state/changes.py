@@ -125,7 +125,8 @@ class Changes:
         self._shared: dict[int, Any] = {}
         self._made: dict[tuple[str, int], Any] = {}
         self._path, self._code = "", set[int]()
-        self._whole: object = None  # the object whose content is encoded, not its path
+        # The object whose content is encoded, not its path, and whether its type may be lost.
+        self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
         self._most_bytes = most_bytes
         self._copies = copies
@@ -352,7 +353,7 @@ class Changes:
             if value is MISSING:
                 return self._encode(change)
             if most is None or (size <= most and _fits(value, most)):
-                self._whole = None if change.key else value
+                self._entered = (None, False) if change.key else (value, True)
                 return self._encode(change, value)
         return None
 
@@ -404,20 +405,21 @@ class Changes:
         Raises:
             TypeError: If it has no form.
         """
-        if whole := value is self._whole:
-            self._whole = None
+        entered, whole = self._entered
+        if is_entered := value is entered:
+            self._entered = None, False
         kind: Any = find_kind(value)
         if isinstance(value, CODE) and id(value) not in self._code:
             raise TypeError(value)
-        if not whole and kind is not OPAQUE and id(value) in self._watch.nodes:
+        if not is_entered and kind is not OPAQUE and id(value) in self._watch.nodes:
             return "known", self._watch.nodes[id(value)].path
-        if not whole and id(value) in self._shared:
+        if not is_entered and id(value) in self._shared:
             return "shared", self._share(value)
         if self._is_record(value):
             parts = [getattr(value, name) for name in list_fields(type(value)) or ()]
             return "record", [self._watch.nodes[id(type(value))].path, parts]
         if (form := _find_own_form(value)) is None:
-            self._check_plain(value, whole=whole)
+            self._check_plain(value, whole=is_entered and whole)
         return form
 
     def _check_plain(self, value: Any, *, whole: bool) -> None:
@@ -437,7 +439,7 @@ class Changes:
         """Return the form of a new object that several places hold: its first place, and bytes."""
         if isinstance(number := self._shared[id(value)], int):
             self._shared[id(value)] = None  # within itself it has no form
-            self._whole = value
+            self._entered = value, False
             data = encode_plain(value, self._find_form)
             self._shared[id(value)] = [self._path, number, data]
         return [*self._shared[id(value)]]

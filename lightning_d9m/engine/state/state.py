@@ -19,6 +19,7 @@ from lightning_d9m.engine.state.parts import (
     FUNCTION,
     GENERATOR,
     ITEMS,
+    LIGHTNING,
     MISSING,
     OPAQUE,
     PARTIAL,
@@ -188,7 +189,7 @@ _ATOMS = frozenset({
 _DATA = (Tensor, np.ndarray, type, str, bytes, types.ModuleType)
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
-_FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m", "pandas"}
+_FOREIGN = {*LIGHTNING, "pandas"}
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # A longer list holds data, and so do nested lists of more items in all.
 _MOST_ITEMS = 1000

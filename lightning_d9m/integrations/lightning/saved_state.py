@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_d9m.attribute_patches import replace_method
-from lightning_d9m.engine.hashing.checkpoint_manifest import check_manifest, make_manifest
+from lightning_d9m.engine.hashing.checkpoint_manifest import check_manifest
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer.lightning_private import wrap_resume_start
@@ -82,36 +82,6 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
         "checkpoints. Keep them in a folder that all hosts share, or copy the checkpoint to the "
         "same path on every host."
     )
-
-
-def add_manifests(
-    trainer: Trainer, before: Callable[[dict[str, Any]], object], *, once: bool = False
-) -> ExitStack:
-    """Add a manifest to the checkpoints with a state that the Trainer writes.
-
-    The manifest is made when a checkpoint is written: until then other callbacks, the datamodule
-    and the module may change it.
-
-    With ``once`` only the next checkpoint gets one. ``before`` is called with each of them.
-
-    Returns:
-        A stack that restores the strategy when it is closed.
-    """
-    stack, strategy = ExitStack(), trainer.strategy
-    original = strategy.save_checkpoint
-
-    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if once:
-            stack.close()
-        state = find_state(checkpoint)
-        if state is not None and trainer.is_global_zero:
-            before(checkpoint)
-            state[MANIFEST_KEY] = make_manifest(checkpoint)
-        return original(checkpoint, *args, **kwargs)
-
-    if not is_sharded(strategy):
-        replace_method(stack, strategy, "save_checkpoint", save_checkpoint)
-    return stack
 
 
 def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:

@@ -27,12 +27,14 @@ from lightning_d9m.engine.control.seeding import (
 )
 from lightning_d9m.engine.state.parts import is_of_program
 from lightning_d9m.engine.state.state import find_generators
-from lightning_d9m.integrations.lightning.resume.part import VALIDATION, Moment, Part, Phase
+from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.position import is_at_end
 from lightning_d9m.integrations.lightning.resume.run_facts import FIT, name_all
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
+# The prefix of the paths of the loaders of validation.
+_VALIDATION = "validate."
 _NOT_HELD = (
     "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
     "without it; if samples depend on what it holds, they differ."
@@ -65,14 +67,14 @@ class Generators(Part):
         return capture_generators(name_datasets(self.trainer))
 
     def restore(self, state: dict[str, Tensor], moment: Moment) -> None:
-        prefix = VALIDATION if moment == "validation" else ""
+        prefix = _VALIDATION if moment == "validation" else ""
         found = {path: own for path, own in state.items() if path.startswith(prefix)}
         restore_generators(name_datasets(self.trainer), found)
 
     def problems(self, state: dict[str, Tensor]) -> list[str]:
         unmatched = find_generators(name_datasets(self.trainer)).keys() ^ state
         if not lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
-            unmatched = {path for path in unmatched if not path.startswith(VALIDATION)}
+            unmatched = {path for path in unmatched if not path.startswith(_VALIDATION)}
         return name_all(_UNMATCHED, sorted(unmatched))
 
 
@@ -90,7 +92,7 @@ class Samplers(Part):
         at_end, within = is_at_end(self.trainer), phase != "epoch"
         found = control.capture_samplers("train", within=within, at_end=at_end)
         others = control.capture_samplers("validate", within=phase == "validation")
-        found |= {f"{VALIDATION}{number}": states for number, states in others.items()}
+        found |= {f"{_VALIDATION}{number}": states for number, states in others.items()}
         self.fit.unknown += list_paths(found, UNKNOWN)
         self.fit.inexact += list_unsaved(found)
         self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED_DATA)]
@@ -98,9 +100,9 @@ class Samplers(Part):
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
         states = {
-            name.removeprefix(VALIDATION): states
+            name.removeprefix(_VALIDATION): states
             for name, states in state.items()
-            if name.startswith(VALIDATION)
+            if name.startswith(_VALIDATION)
         }
         self.fit.session.loaders.restore_samplers("validate", states)
 
@@ -136,7 +138,7 @@ class Reloads(Part):
         generator continues.
         """
         saved, every = self.fit.saved, self.trainer.reload_dataloaders_every_n_epochs
-        loaded = {"train.": state["train"], VALIDATION: state["validate"]}
+        loaded = {"train.": state["train"], _VALIDATION: state["validate"]}
         stages = tuple(
             stage
             for stage, epoch in loaded.items()
@@ -144,7 +146,7 @@ class Reloads(Part):
         )
         paths = [*saved["generators"]]
         for number, states in saved["samplers"].items():
-            loader = number if number.startswith(VALIDATION) else f"train.{number}"
+            loader = number if number.startswith(_VALIDATION) else f"train.{number}"
             changed = (path.partition(".")[2] for path in states.get(CHANGES, {}))
             paths += [f"{loader}.{path}" for path in states.get(DATA, {})]
             paths += [f"{loader}.sampler.{path}" for path in changed]

@@ -8,9 +8,6 @@ from lightning_d9m.integrations.lightning.trainer_recorder import TrainerRecorde
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
-VALIDATION = "validate."
-"""The prefix of the paths of the loaders of validation."""
-
 Phase = Literal["epoch", "batch", "cut", "validation", "within"]
 """See ``LoopPosition``."""
 

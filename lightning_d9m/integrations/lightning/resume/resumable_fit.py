@@ -13,6 +13,7 @@ from warnings import catch_warnings, filterwarnings, warn
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.loaders import find_epoch_problem, find_loader_problems
 from lightning_d9m.engine.control.seeding import rng_restored
+from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.engine.ledger.format.records import Resume
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.integrations.lightning.resume.loaders import (
@@ -38,7 +39,7 @@ from lightning_d9m.integrations.lightning.resume.program import (
     remember,
 )
 from lightning_d9m.integrations.lightning.resume.saved_run import PARTS, gather, read_state, select
-from lightning_d9m.integrations.lightning.saved_state import CALLBACKS, add_manifests, find_state
+from lightning_d9m.integrations.lightning.saved_state import CALLBACKS, MANIFEST_KEY, find_state
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
@@ -110,17 +111,17 @@ class ResumableFit(Fit):
         self._is_open = True
         # Returns the state of the fit once it has ended, for later checkpoints.
         self._ended: Callable[[], dict[str, Any]] = dict
-        # Restores the strategy, even if a save after a run fails before it writes its checkpoint.
-        self._manifests = add_manifests(self.trainer, self._name_lost)
         self._patches = AttributePatches()
-        for owner, name, wrapper in self._list_hooks():
-            self._patches.replace(owner, name, partial(wrapper, getattr(owner, name)))
-        self.session.resume(self._resume_loader, self.close)
+        self.session.resume(self._resume_loader, self.close)  # first, as a hook may be missing
+        for hook in self._list_hooks():
+            self._wrap(*hook)
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., object]) -> None:
+        self._patches.replace(owner, name, partial(wrapper, getattr(owner, name)))
 
     def close(self) -> None:
         """Restore the methods of Lightning; later checkpoints have its last state."""
         self._is_open = False
-        self._manifests.close()
         self._patches.undo()
 
     def _list_hooks(self) -> Sequence[tuple[Any, str, Callable[..., object]]]:
@@ -132,8 +133,10 @@ class ResumableFit(Fit):
         fit, connector = trainer.fit_loop, lightning_private.get_checkpoint_connector(trainer)
         epoch_loop, val_loop = fit.epoch_loop, fit.epoch_loop.val_loop
         return (
-            # Before and after the hooks that save: they may draw, and change what is saved.
+            # Around the hooks that save, which may draw, and change what is saved; and after them,
+            # as a manifest has all that is written.
             (connector, "dump_checkpoint", self._dump),
+            (trainer.strategy, "save_checkpoint", self._write),
             # The weights are loaded before the callbacks' on_load_checkpoint, the optimizers after.
             (trainer.strategy, "load_model_state_dict", self._load_weights),
             (trainer.strategy, "load_optimizer_state_dict", self._load_optimizers),
@@ -177,8 +180,8 @@ class ResumableFit(Fit):
         """Add the state to a checkpoint. Every rank calls this, unless the fit has ended."""
         if not self._is_open:
             if state := self._ended():
-                self._manifests.close()
-                self._manifests = add_manifests(self.trainer, self._name_lost, once=True)
+                self._patches.undo()  # of a save that failed before it wrote its checkpoint
+                self._wrap(self.trainer.strategy, "save_checkpoint", self._write)
                 _add(checkpoint, state)
         elif self._is_dumping:
             self._awaits_dump = True  # the hooks of the module and of other callbacks follow
@@ -269,16 +272,24 @@ class ResumableFit(Fit):
             )
         end()
 
-    def _name_lost(self, checkpoint: dict[str, Any]) -> None:
-        """Note in the state of a checkpoint that is about to be written which weights it lacks.
+    def _write(
+        self, write: Callable[..., object], checkpoint: Any, *args: Any, **words: Any
+    ) -> Any:
+        """Add a manifest to a checkpoint, and note which weights it lacks.
 
-        Other callbacks, and the module, may have taken them out.
+        Other callbacks, the datamodule and the module may have changed it.
         """
-        lost = find_lost(self.tensors, checkpoint)
-        changed = self._find_trained() if lost else []
-        reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
+        if not self._is_open:
+            self._patches.undo()
         state = find_state(checkpoint)
-        state["inexact"] = [*state["inexact"], *reasons[:1]]
+        sharded = is_sharded(self.trainer.strategy)
+        if state is not None and self.trainer.is_global_zero and not sharded:
+            lost = find_lost(self.tensors, checkpoint)
+            changed = self._find_trained() if lost else []
+            reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
+            state["inexact"] = [*state["inexact"], *reasons[:1]]
+            state[MANIFEST_KEY] = make_manifest(checkpoint)
+        return write(checkpoint, *args, **words)
 
     # Resuming
 

@@ -14,6 +14,7 @@ from lightning_d9m.engine.state.object_digest import digest_object
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
+    LIBRARIES,
     LONG,
     MISSING,
     OPAQUE,
@@ -46,7 +47,6 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
 _LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
-_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,7 +278,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        if package not in _LIBRARIES and node.path not in self._warned:
+        if package not in LIBRARIES and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
                 f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
