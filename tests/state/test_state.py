@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from object_digest import digest_object
 from torch import nn
 
 from lightning_d9m.engine.state.changes import Changes
-from lightning_d9m.engine.state.object_digest import digest_object
 from lightning_d9m.engine.state.parts import GENERATOR, OPAQUE
 from lightning_d9m.engine.state.state import Watch, walk
 

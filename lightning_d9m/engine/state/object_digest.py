@@ -1,13 +1,10 @@
 """Digests of what objects hold.
 
-``digest_object`` has one for any value; objects of libraries count by their type. The others are
-taken by pickle's walk, which is written in C and writes to a hash; nothing is unpickled.
+They are taken by pickle's walk, which is written in C and writes to a hash; nothing is unpickled.
 ``digest_together`` is for one process, and knows objects without a form by their identity.
 ``digest_saved`` is the same in every process, and refuses what it cannot read.
 """
 
-import re
-from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from pickle import Pickler, PicklingError
@@ -27,7 +24,6 @@ from lightning_d9m.engine.state.parts import (
     ITEMS,
     OPAQUE,
     SET,
-    TABLE,
     TENSOR,
     Holder,
     Kind,
@@ -37,8 +33,7 @@ from lightning_d9m.engine.state.parts import (
     read_memory,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain
-from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, walk
-from lightning_d9m.errors import SettingError
+from lightning_d9m.engine.state.state import VERSIONED, LeaveOut
 
 # Of larger data only the version and the place in memory are compared.
 _MOST_BYTES = 2**24
@@ -155,40 +150,3 @@ def _read_all(value: Any, kind: Kind) -> Any:
     if kind is OPAQUE and any(isinstance(part, Unreadable) for part in found):
         raise PicklingError(value)
     return sorted(map(encode_plain, found)) if kind is SET else found
-
-
-def digest_object(value: object) -> str:
-    """Return 32 hex digits that are equal for equal values, whatever they hold.
-
-    An opaque object counts with its type and place.
-    """
-    first: dict[int, str] = {}
-    found: dict[str, bytes] = {}
-    for path, part, kind in walk({"": (value,)}):
-        content: object = part
-        if kind is not None:
-            first[id(part)] = path
-            content = kind.read(part)
-            if kind is OPAQUE or isinstance(kind, Holder):
-                content = len(part) if isinstance(part, list | tuple | deque | set) else None
-        elif id(part) in first and find_kind(part) is not None:
-            content = f"the same as {first[id(part)]}"
-        if kind is not TABLE:
-            found[path] = f"\0{type(part).__qualname__}\0".encode() + _encode(content)
-    hasher = xxh3_128()
-    for path, content in sorted(found.items()):
-        hasher.update(path.encode() + content)
-    return hasher.hexdigest()
-
-
-def _encode(content: object) -> bytes:
-    if isinstance(content, np.ndarray) and content.dtype.hasobject:
-        return b"\0".join(map(_encode, (content.shape, *content.flat)))
-    try:
-        return encode_plain(content)
-    except SettingError:
-        if isinstance(content, frozenset):
-            return b"\0".join(sorted(map(_encode, content)))
-        # a function, a class, a dtype
-        name = getattr(content, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(content))
-        return str(name).encode()

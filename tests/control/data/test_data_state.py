@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from object_digest import digest_object
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_d9m.engine.control.data.data_state import (
@@ -15,7 +16,6 @@ from lightning_d9m.engine.control.data.data_state import (
     list_unsaved,
 )
 from lightning_d9m.engine.control.data.loaders import LoaderControl
-from lightning_d9m.engine.state.object_digest import digest_object
 
 
 class Part(Dataset):

@@ -22,7 +22,7 @@ from lightning_d9m.engine.control.data.resumable_sampler import find_samplers
 from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.hashing.training_state import ModelTensors
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
-from lightning_d9m.engine.state.object_digest import digest_object
+from lightning_d9m.engine.state.object_digest import digest_saved
 from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     OPAQUE,
@@ -314,7 +314,7 @@ def digest_callbacks(trainer: Trainer) -> dict[str, str]:
     """
     saving = {*map(id, trainer.checkpoint_callbacks)}
     return {
-        f"{name}.state_dict()": digest_object(callback.state_dict())
+        f"{name}.state_dict()": digest_saved(callback.state_dict()) or ""
         for name, callback in name_callbacks(trainer.callbacks).items()
         if id(callback) not in saving and callback.state_key != KEY
     }

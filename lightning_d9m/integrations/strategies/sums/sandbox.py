@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_d9m.engine.state.object_digest import digest_object
+from lightning_d9m.engine.state.object_digest import digest_saved
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
@@ -300,7 +300,7 @@ class Sandbox:
         elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
             token = str(value.dtype)
         else:
-            token = digest_object(value)
+            token = digest_saved(value) or type(value).__qualname__
         return _Change(path, node, key, value, token)
 
     # The merge
