@@ -430,7 +430,7 @@ class Changes:
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
             raise TypeError(value)
         keys = value if isinstance(value, dict) else ()
-        # Of the items of a set no form is asked for.
+        # The items of a set are encoded without forms.
         items = [part for item in value for part in _list_deep(item)] if kind is SET else ()
         if not all(map(self._is_key, keys)) or not all(map(_is_item, items)):
             raise TypeError(value)

@@ -79,7 +79,7 @@ class Part:
 
     Attributes:
         name: Its key in a checkpoint.
-        form: The type of what ``store`` returns, by which damage is told.
+        form: The type of what ``store`` returns; a checkpoint with another is damaged.
         scope: Whether the state is that of a ``"rank"``, or the same in the whole ``"run"``;
             ``"joined"`` if it is a list, of which the run has the entries of all ranks.
         restored: When ``restore`` is called.

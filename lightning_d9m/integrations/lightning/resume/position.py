@@ -59,7 +59,7 @@ class LoopPosition(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Position(Part):
-    """Where the checkpoint was saved; the hooks around the loops use it."""
+    """The position at which the checkpoint was saved; the hooks around the loops use it."""
 
     name, form, scope, checked = "position", LoopPosition, "run", "load"
 
@@ -96,7 +96,7 @@ class Limits(Part):
 
 
 class Stopped(Part):
-    """Whether ``trainer.should_stop`` had ended the fit."""
+    """True if ``should_stop`` of the Trainer had ended the fit."""
 
     name, form, scope, checked = "stopped", bool, "run", "load"
     restored = ("load", "started")

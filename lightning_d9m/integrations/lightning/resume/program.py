@@ -69,7 +69,7 @@ Captured: TypeAlias = dict[str, bytes | None]
 
 
 class Program(Part):
-    """What the fit has changed in the program's objects, encoded, by path."""
+    """Changes by the fit in the program's objects, encoded, by path."""
 
     name, form = "program", dict[str, Tensor]
     restored, checked, evaluated = ("epoch", "batch"), "epoch", True

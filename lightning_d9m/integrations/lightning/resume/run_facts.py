@@ -69,7 +69,7 @@ class Ledger(Part):
 
 
 class Pending(Part):
-    """What waits for the next record: the last loss, as ``float.hex()``, and evaluations."""
+    """Parts of the next record: the last loss, as ``float.hex()``, and evaluations."""
 
     name = "pending"
 
