@@ -30,7 +30,7 @@ from lightning_d9m import DeterminismCallback
 from lightning_d9m.engine.control.data import loaders
 from lightning_d9m.engine.control.data.loaders import LoaderControl
 from lightning_d9m.engine.control.seeding import RandomStreams
-from lightning_d9m.integrations.lightning.resume import run_state
+from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -78,7 +78,7 @@ class TenMillion(L.LightningModule):
 ENTRANCES = {
     DeterminismCallback: ("setup", "teardown"),
     TrainerSession: ("start_evaluation", "end_evaluation"),
-    run_state: ("capture_user_state", "capture"),
+    ResumableFit: ("_begin_validation", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
     loaders: ("capture_host", "seed_host", "restore_rng"),
     RandomStreams: ("derive",),

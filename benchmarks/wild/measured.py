@@ -33,10 +33,9 @@ from typing import Any
 import torch
 
 from lightning_d9m.engine.control.data import loaders
-from lightning_d9m.integrations.lightning import saved_state
 from lightning_d9m.integrations.lightning.callback import AddedCallback, DeterminismCallback
-from lightning_d9m.integrations.lightning.resume import run_state
-from lightning_d9m.integrations.lightning.resume.resumable_fit import CheckpointState
+from lightning_d9m.integrations.lightning.resume import resumable_fit
+from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
 MODES = ("plain", "torch", "d9m")
@@ -45,10 +44,9 @@ _HOOKS = [name for name in vars(DeterminismCallback) if name.startswith("on_")]
 _CALLED: list[tuple[Any, list[str]]] = [
     (DeterminismCallback, ["setup", "teardown", *_HOOKS]),
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
-    (CheckpointState, ["_capture", "_find_late_changes"]),
-    (run_state, ["capture_user_state", "digest_tensors"]),
+    (ResumableFit, ["capture", "_find_late_changes", "_begin_validation"]),
+    (resumable_fit, ["remember", "make_manifest"]),
     (loaders, ["capture_host", "seed_host", "restore_rng"]),
-    (saved_state, ["make_manifest"]),
 ]
 
 

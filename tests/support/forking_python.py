@@ -168,7 +168,7 @@ def _prepare_forks():
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from lightning_d9m.engine.ledger.stack import _capture_packages
-    from lightning_d9m.integrations.lightning.resume.run_state import list_stored
+    from lightning_d9m.integrations.trainer.trainer_attributes import list_stored
 
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False  # torch's change 10,000 pages at the end of each fork: 50 ms

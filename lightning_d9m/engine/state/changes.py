@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
-_KEYS = (str, int, float, bytes, tuple, type(None))
+_KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None))
 _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
@@ -124,6 +125,9 @@ class Changes:
         self._shared: dict[int, Any] = {}
         self._made: dict[tuple[str, int], Any] = {}
         self._path, self._code = "", set[int]()
+        # The object whose content is encoded, not its path, and whether its type may be lost.
+        self._entered: tuple[object, bool] = (None, False)
+        self._device = torch.device("cpu")
         self._most_bytes = most_bytes
         self._copies = copies
         self._expects = expects
@@ -212,8 +216,7 @@ class Changes:
                     unsaved.append(name)
                 else:
                     self.expected.append(name)
-                    form = [change.node.path, list(change.key), ["digest", digest]]
-                    found[change.path] = encode_plain(form)
+                    found[change.path] = self._encode(change, _Digest(digest))
             else:
                 found[change.path] = data
                 size += len(data)
@@ -242,24 +245,24 @@ class Changes:
         """
         missing, entries = list[str](), []
         self._made.clear()
-        self.unlike = []
+        self.unlike, self._device = [], device
         for path, data in captured.items():
             try:
-                place, key, form = decode_plain(data, device)
-                entries.append((path, self._watch.paths[place], [*key], form))
+                place, key, *value = decode_plain(data, device, self._make)
+                (made,) = value or [MISSING]
+                entries.append((path, self._watch.paths[place], [*key], made))
             except (*_MALFORMED, RanksDisagreeError):
                 missing.append(path)
         # First what objects hold, then the objects that replace others, and then what is compared.
-        order = sorted(entries, key=lambda entry: (_is_digest(entry[3]), bool(entry[2])))
-        for path, node, key, form in order:
+        order = sorted(entries, key=lambda entry: (isinstance(entry[3], _Digest), bool(entry[2])))
+        for path, node, key, made in order:
             try:
-                if _is_digest(form):
+                if isinstance(made, _Digest):
                     kind: Any = node.kind
                     now = kind.read(node.owner).get(*key, MISSING) if key else node.owner
-                    self.unlike += [] if digest_saved(now) == form[1] else [path]
-                    continue
-                made = MISSING if form is None else self._decode(form)
-                self._write(node, key, made)
+                    self.unlike += [] if digest_saved(now) == made else [path]
+                else:
+                    self._write(node, key, made)
             except _MALFORMED:
                 missing.append(path)
         return [path.removesuffix(_AT_FIRST) for path in missing]
@@ -337,21 +340,32 @@ class Changes:
                 self.replaced.append((path, part))
 
     def _encode_change(self, change: Change, size: int = 0) -> bytes | None:
-        """Return place, key and plain form of a change as bytes; None if it has no such form.
+        """Return place, key and value of a change as bytes; None if they are not plain data.
 
         ``size`` is that of the changes that were encoded before.
         """
-        value, most, form = change.value, self._most_bytes, None
+        value, most = change.value, self._most_bytes
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
         if change.key and not kind.takes(change.node.owner, *change.key):
             return None
         with suppress(SettingError, TypeError, RecursionError):
-            if value is not MISSING and (most is None or (size <= most and _fits(value, most))):
-                form = self._encode(value) if change.key else self._encode_new(value, whole=True)
-            if (form or value is MISSING) and all(map(self._is_key, change.key)):
-                return encode_plain([change.node.path, list(change.key), form])
+            if value is MISSING:
+                return self._encode(change)
+            if most is None or (size <= most and _fits(value, most)):
+                self._entered = (None, False) if change.key else (value, True)
+                return self._encode(change, value)
         return None
+
+    def _encode(self, change: Change, *value: object) -> bytes:
+        """Return place and key of a change, and its value, as bytes.
+
+        Raises:
+            TypeError: If another process has no such key, or the value has no form.
+        """
+        if not all(map(self._is_key, change.key)):
+            raise TypeError(change.key)
+        return encode_plain([change.node.path, list(change.key), *value], self._find_form)
 
     def _is_key(self, key: Any) -> bool:
         """Return whether a dict of another process has this key, and not an address."""
@@ -383,85 +397,98 @@ class Changes:
                 if kind in (*_HOLDERS, ATTRIBUTES):
                     pending += [part for part in _list_parts(value) if type(part) not in _SCALARS]
 
-    def _encode(self, value: Any) -> list[Any]:
-        """Return the plain form of a value, in which objects that were there at first have paths.
+    def _find_form(self, value: Any) -> tuple[str, Any] | None:
+        """Return the name and the content of the form of an object; None for one that is plain.
+
+        Objects that were there at first have paths.
 
         Raises:
-            TypeError: If it has none.
+            TypeError: If it has no form.
         """
-        known = self._watch.nodes.get(id(value))
+        entered, whole = self._entered
+        if is_entered := value is entered:
+            self._entered = None, False
+        kind: Any = find_kind(value)
         if isinstance(value, CODE) and id(value) not in self._code:
             raise TypeError(value)
-        if known is not None and find_kind(value) is not OPAQUE:
-            return ["known", known.path]
-        if id(value) not in self._shared:
-            return self._encode_new(value)
-        if isinstance(number := self._shared[id(value)], int):
-            self._shared[id(value)] = None  # within itself it has no form
-            self._shared[id(value)] = ["shared", self._path, number, self._encode_new(value)]
-        return [*self._shared[id(value)]]
-
-    def _encode_new(self, value: Any, *, whole: bool = False) -> list[Any]:
-        """Return the plain form of an object by what it holds; if ``whole``, whatever its type."""
-        kind: Any = find_kind(value)
-        if kind is GENERATOR:
-            return ["generator", _name_generator(value), kind.read(value)]
-        if isinstance(value, enum.Enum):
-            return ["enum", [type(value).__module__, type(value).__qualname__], value.name]
+        if not is_entered and kind is not OPAQUE and id(value) in self._watch.nodes:
+            return "known", self._watch.nodes[id(value)].path
+        if not is_entered and id(value) in self._shared:
+            return "shared", self._share(value)
         if self._is_record(value):
-            names = list_fields(type(value)) or ()
-            forms = [self._encode(getattr(value, name)) for name in names]
-            return ["record", self._watch.nodes[id(type(value))].path, forms]
+            parts = [getattr(value, name) for name in list_fields(type(value)) or ()]
+            return "record", [self._watch.nodes[id(type(value))].path, parts]
+        if (form := _find_own_form(value)) is None:
+            self._check_plain(value, whole=is_entered and whole)
+        return form
+
+    def _check_plain(self, value: Any, *, whole: bool) -> None:
+        """Raise a ``TypeError`` if an object is not plain data."""
+        kind = find_kind(value)
         plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
+        # What an object holds has a form whatever its type.
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
             raise TypeError(value)
-        parts = _list_parts(value) if kind in _HOLDERS else ()
-        forms = [] if {*map(type, parts)} <= _SCALARS else [*map(self._encode, parts)]
-        if all(form[0] == "value" for form in forms):
-            return ["value", value]
-        if kind is ITEMS:
-            empty: Any = () if isinstance(value, tuple) else []
-            if isinstance(value, deque):
-                empty = deque(maxlen=value.maxlen)
-            return ["items", empty, forms]
-        if kind is not DICT or not all(map(self._is_key, value)):
+        keys = value if isinstance(value, dict) else ()
+        # The items of a set are encoded without forms.
+        items = [part for item in value for part in _list_deep(item)] if kind is SET else ()
+        if not all(map(self._is_key, keys)) or not all(map(_is_item, items)):
             raise TypeError(value)
-        return ["dict", dict(zip(value, forms[len(value) :], strict=True))]
 
-    def _decode(self, value: list[Any]) -> Any:  # noqa: C901 - one case for each form
-        match value:
+    def _share(self, value: Any) -> list[Any]:
+        """Return the form of a new object that several places hold: its first place, and bytes."""
+        if isinstance(number := self._shared[id(value)], int):
+            self._shared[id(value)] = None  # within itself it has no form
+            self._entered = value, False
+            data = encode_plain(value, self._find_form)
+            self._shared[id(value)] = [self._path, number, data]
+        return [*self._shared[id(value)]]
+
+    def _make(self, name: str, content: Any) -> Any:
+        """Return the object of a form; the file may name what is not there, and what is not data.
+
+        Raises:
+            Exception: Any of ``_MALFORMED``.
+        """
+        match name, content:
             case "known", path:
                 return self._watch.paths[path].owner
-            case "shared", path, number, form:
+            case "shared", [path, number, data]:
                 if (path, number) not in self._made:
-                    self._made[path, number] = self._decode(form)
-                found = self._made[path, number]
-            case "generator", kind, state:
-                found = _make_generator(*kind)
+                    self._made[path, number] = decode_plain(data, self._device, self._make)
+                return self._made[path, number]
+            case "generator", [[kind, name], state]:
+                found = _make_generator(kind, name)
                 GENERATOR.write(found, state)
-            case "enum", (module, name), member:
-                found = _find_enum(module, name)[member]
-            case "items", empty, parts if type(empty) in (tuple, list, deque) and not empty:
-                found = empty + type(empty)(map(self._decode, parts))
-            case "record", path, parts:
-                kind, values = self._watch.paths[path].owner, [*map(self._decode, parts)]
+                return found
+            case "enum", [[module, name], member]:
+                return _find_enum(module, name)[member]
+            case "digest", str():
+                return _Digest(content)
+            case "record", [path, [*values]]:
+                kind = self._watch.paths[path].owner
                 fields = list_fields(kind) if isinstance(kind, type) else None
                 if fields is None or len(fields) != len(values):  # not a record, or of others
                     raise TypeError(path)
                 if any(isinstance(part, CODE) for part in _list_deep(values)):
-                    raise TypeError(value)
-                found = make_record(kind, values)
-            case "dict", entries:
-                found = {key: self._decode(part) for key, part in entries.items()}
-            case "value", found:
-                pass
-            case _:
-                raise ValueError(value)
-        return found
+                    raise TypeError(values)
+                return make_record(kind, values)
+        raise ValueError(name)
 
 
-def _is_digest(form: Any) -> bool:
-    return isinstance(form, list) and form[:1] == ["digest"]
+class _Digest(str):
+    """The digest of a value that has no plain form, which the program must restore itself."""
+
+    __slots__ = ()
+
+
+def _find_own_form(value: Any) -> tuple[str, Any] | None:
+    """Return the form of an object that is not plain data, and of which a new one can be made."""
+    if find_kind(value) is GENERATOR:
+        return "generator", [_name_generator(value), GENERATOR.read(value)]
+    if isinstance(value, enum.Enum):
+        return "enum", [[type(value).__module__, type(value).__qualname__], value.name]
+    return ("digest", f"{value}") if isinstance(value, _Digest) else None
 
 
 def _list_parts(container: Any) -> Collection[Any]:
@@ -476,14 +503,18 @@ def _list_identities(node: Node, key: Collection[Any]) -> set[int]:
     return {*map(id, _list_parts(node.content))} if whole else set()
 
 
-def _list_deep(value: Any) -> list[Any]:
-    """Return a value and all parts of the builtin containers in it."""
-    found, seen = [value], set[int]()
-    for part in found:
+def _list_deep(value: Any) -> Iterator[Any]:
+    """Yield a value and all parts of the builtin containers in it, each container once."""
+    pending, seen = [value], set[int]()
+    while pending:
+        yield (part := pending.pop())
         if type(part) in _PLAIN - _SCALARS and id(part) not in seen:
             seen.add(id(part))
-            found += _list_parts(part)
-    return found
+            pending += _list_parts(part)
+
+
+def _is_item(part: Any) -> bool:
+    return type(part) in (*_SCALARS, tuple) or isinstance(part, np.generic)
 
 
 def _have_same_form(owner: Any, made: Any) -> bool:
@@ -552,17 +583,8 @@ def _is_filled(change: Change) -> bool:
 
 def _fits(value: Any, most: int) -> bool:
     """Return whether a value has at most so many bytes, about."""
-    pending, size = [value], 0
-    while pending and size <= most:
-        part = pending.pop()
-        if isinstance(part, dict):
-            pending += [*part, *part.values()]
-        elif isinstance(part, list | tuple | set | deque):
-            size += 8 * len(part)
-            pending += part if size <= most else ()
-        else:
-            size += getattr(part, "nbytes", 0) or sys.getsizeof(part)
-    return size <= most
+    sizes = (getattr(part, "nbytes", 0) or sys.getsizeof(part) for part in _list_deep(value))
+    return all(size <= most for size in accumulate(sizes))
 
 
 def _name_generator(generator: Any) -> list[str]:

@@ -1,7 +1,8 @@
-"""Digests of what objects hold, by pickle's walk through them, which is written in C.
+"""Digests of what objects hold.
 
-Nothing is unpickled: the walk writes to a hash. One digest is for one process, and knows objects
-without a form by their identity; the other is the same in every process.
+They are taken by pickle's walk, which is written in C and writes to a hash; nothing is unpickled.
+``digest_together`` is for one process, and knows objects without a form by their identity.
+``digest_saved`` is the same in every process, and refuses what it cannot read.
 """
 
 from collections.abc import Collection
@@ -47,14 +48,17 @@ def list_items(container: Any) -> Collection[Any]:
 def digest_data(owner: Any) -> Any:
     """Return the digest of a tensor or an array; of a large one what changes with it."""
     with suppress(RuntimeError, ValueError, TypeError):
-        parts = read_memory(owner)
-        if sum(part.nbytes for part in parts) <= _MOST_BYTES:
-            return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, parts)
+        if sum(part.nbytes for part in read_memory(owner)) <= _MOST_BYTES:
+            return _digest_elements(owner)
     with suppress(RuntimeError):  # without memory
         if isinstance(owner, Tensor):
             return VERSIONED.read(owner)
         return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
     return None
+
+
+def _digest_elements(owner: Any) -> tuple[Any, ...]:
+    return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, read_memory(owner))
 
 
 def _digest_memory(part: Any) -> bytes:
@@ -74,44 +78,57 @@ def digest_together(owner: Any, leave_out: LeaveOut) -> tuple[Any, ...]:
     digest = _Digest(leave_out)
     try:
         digest.dump(owner)
-    except (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError):
+    except _ERRORS:
         # Too deep, freed, or without memory or pickled form: it may change unseen.
         return object(), *list_items(owner)
     return digest.hash.digest(), *digest.identities, *list_items(owner)
 
 
 class _Digest(Pickler):
-    """Hashes what objects hold by pickle's walk through them, which is written in C."""
+    """Hashes what objects hold.
 
-    def __init__(self, leave_out: LeaveOut) -> None:
+    Args:
+        leave_out: See ``walk``; None for a digest that is the same in every process.
+    """
+
+    def __init__(self, leave_out: LeaveOut | None = None) -> None:
         self.hash = xxh3_128()
         self.identities: list[Any] = []
         self._leave_out = leave_out
         super().__init__(cast("IO[bytes]", SimpleNamespace(write=self.hash.update)), 5)
+        # Without references, which depend on what is one object by chance.
+        self.fast = leave_out is None
 
     def reducer_override(self, value: Any) -> Any:
         """Return what counts of an object, but of numbers and builtin containers."""
         if value is tuple:  # which this method returns
             return NotImplemented
         kind: Any = find_kind(value)
-        held: tuple[Any, ...] = ()
+        leave_out = self._leave_out
+        everywhere = leave_out is None
+        if everywhere and isinstance(value, CODE):
+            if is_of_program(value) or isinstance(value, MethodType):
+                raise PicklingError(value)  # nothing tells that it is the same code
+            return tuple, (value.__module__, value.__qualname__)
+        if everywhere and kind is None:
+            return NotImplemented
+        # The attributes of a container of a subclass, as ``walk`` yields them.
+        has_own = kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__")
+        own = (vars(value),) if has_own else ()
+        held: tuple[Any, ...]
         if kind in (TENSOR, ARRAY):
-            held = (digest_data(value),)
+            held = (_digest_elements(value) if everywhere else digest_data(value),)
         elif kind is GENERATOR:
             held = (encode_plain(kind.read(value)),)
-        elif isinstance(kind, Holder) and not self._leave_out("", value):
-            held = (kind.read(value), *_list_own_attributes(value, kind))
+        elif leave_out is None:
+            held = (_read_all(value, kind), *own)
+        elif isinstance(kind, Holder) and not leave_out("", value):
+            held = (kind.read(value), *own)
         else:
-            self.identities.append(value)
-            if kind in (OPAQUE, SET):
-                self.identities += kind.read(value)
-                held = _list_own_attributes(value, kind)
+            closed = kind in (OPAQUE, SET)
+            self.identities += [value, *(kind.read(value) if closed else ())]
+            held = own if closed else ()
         return tuple, (type(value).__qualname__, held)
-
-
-def _list_own_attributes(value: Any, kind: Kind) -> tuple[Any, ...]:
-    """Return the attributes of a container of a subclass, as ``walk`` yields them."""
-    return (vars(value),) if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__") else ()
 
 
 def digest_saved(owner: Any) -> str | None:
@@ -120,35 +137,12 @@ def digest_saved(owner: Any) -> str | None:
     It is the same in another process. None if something in the object cannot be read.
     """
     says = hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
+    digest = _Digest()
     try:
-        pickler = _Saved(lambda _path, _value: False)
-        pickler.fast = True  # without references, which depend on what is one object by chance
-        pickler.dump(owner.state_dict() if says else owner)
+        digest.dump(owner.state_dict() if says else owner)
     except Exception:  # noqa: BLE001 - whatever a program raises
         return None
-    return pickler.hash.hexdigest()
-
-
-class _Saved(_Digest):
-    def reducer_override(self, value: Any) -> Any:
-        """Return what an object holds, as pickle would write it."""
-        kind = find_kind(value)
-        if isinstance(value, CODE):
-            if value is tuple:
-                return NotImplemented
-            if is_of_program(value) or isinstance(value, MethodType):
-                raise PicklingError(value)  # nothing tells that it is the same code
-            return tuple, (value.__module__, value.__qualname__)
-        if kind is None:
-            return NotImplemented
-        held: Any = ()
-        if kind in (TENSOR, ARRAY):
-            held = (str(value.dtype), tuple(value.shape), *map(_digest_memory, read_memory(value)))
-        elif kind is GENERATOR:
-            held = (encode_plain(kind.read(value)),)
-        elif isinstance(kind, Holder | Kind):
-            held = (_read_all(value, kind), *_list_own_attributes(value, kind))
-        return tuple, (type(value).__qualname__, held)
+    return digest.hash.hexdigest()
 
 
 def _read_all(value: Any, kind: Kind) -> Any:

@@ -64,8 +64,8 @@ _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
 # Names what memory of an object holds that is not an attribute.
 _MEMORY = "memory()"
 # Wherever they are installed: what their objects keep is theirs, except where it is known.
-_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
+LIBRARIES = ("torch", "torchmetrics", *LIGHTNING)
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -499,7 +499,7 @@ def read_memory_of(owner: Any) -> tuple[Any, ...]:
         return first
     answers = dict(_ask(owner))
     found: tuple[Any, ...] = (*answers, *answers.values())
-    is_code = callable(owner) or type(owner).__module__.partition(".")[0] in _LIBRARIES
+    is_code = callable(owner) or type(owner).__module__.partition(".")[0] in LIBRARIES
     written = isinstance(owner, io.IOBase) and (owner.closed or not owner.readable())
     if is_code or written or getattr(owner, "gi_frame", owner) is None:
         return ()  # what is only written steers nothing
@@ -665,7 +665,7 @@ def name_namespace(value: Any) -> str:
 
 def is_of_lightning(kind: Any) -> bool:
     """Return whether Lightning or this package defines a class or a function."""
-    return str(getattr(kind, "__module__", "")).partition(".")[0] in _LIGHTNING
+    return str(getattr(kind, "__module__", "")).partition(".")[0] in LIGHTNING
 
 
 @lru_cache(maxsize=10_000)
@@ -675,7 +675,7 @@ def _is_source_of_program(name: str) -> bool:
     outside = file is not None and not (
         file.startswith(_LIBRARY_FOLDERS) or _PACKAGES & {*Path(file).parts}
     )
-    return name.partition(".")[0] not in _LIBRARIES and (name == "__main__" or outside)
+    return name.partition(".")[0] not in LIBRARIES and (name == "__main__" or outside)
 
 
 def _is_data(value: object) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,26 +27,42 @@ _DTYPES = {
 }
 _DTYPE_OF_ARRAY = re.compile(r"[<>|=][biufcSUVmM]\d+(\[\w+\])?")
 _JSON_TYPES = {type(None), bool, int, float, str}
+FindForm: TypeAlias = Callable[[Any], tuple[str, Any] | None]
+MakeObject: TypeAlias = Callable[[str, Any], Any]
 
 
-def encode_plain(value: object) -> bytes:
+def encode_plain(value: object, find_form: FindForm = lambda _: None) -> bytes:
     """Encode None, numbers, strings, bytes, paths, tensors, arrays, and containers of these.
 
     A subclass (a named tuple, say) arrives as its base class; a tensor arrives without its graph,
     and on the CPU unless ``decode_plain`` is given a device.
 
+    Args:
+        value: The value.
+        find_form: Called with each object in it, but not with numbers and texts. Returns a name and
+            a value that is encoded instead, of which ``make`` of ``decode_plain`` makes an object.
+
     Raises:
         SettingError: The value contains an object of another type.
     """
     contents: list[bytes] = []
-    text = json.dumps(_to_json(value, contents)).encode()
+    text = json.dumps(_to_json(value, contents, find_form)).encode()
     return b"".join((len(text).to_bytes(_SIZE_BYTES, "little"), text, *contents))
 
 
-def decode_plain(data: bytes, device: torch.device | None = None) -> Any:
+def _refuse(name: str, _content: Any) -> Any:
+    raise KeyError(name)
+
+
+def decode_plain(
+    data: bytes, device: torch.device | None = None, make: MakeObject = _refuse
+) -> Any:
     """Return the value that `encode_plain` encoded.
 
-    Tensors that were not on the CPU are moved to the device, if there is one.
+    Args:
+        data: The bytes.
+        device: The device of tensors that were not on the CPU, if there is one.
+        make: Called with the name and the decoded value of each form; returns the object.
 
     Raises:
         RanksDisagreeError: The bytes are not the output of `encode_plain`.
@@ -54,7 +70,7 @@ def decode_plain(data: bytes, device: torch.device | None = None) -> Any:
     contents = io.BytesIO(data)
     try:
         size = int.from_bytes(_read_exactly(contents, _SIZE_BYTES), "little")
-        return _from_json(json.loads(_read_exactly(contents, size)), contents, device)
+        return _from_json(json.loads(_read_exactly(contents, size)), contents, device, make)
     except (
         *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
         MemoryError,
@@ -76,20 +92,21 @@ def unpack_bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def _to_json(value: object, contents: list[bytes]) -> object:
-    number = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
-    if value is None or number:
+def _to_json(value: object, contents: list[bytes], find_form: FindForm) -> object:
+    if type(value) in _JSON_TYPES:
+        return value
+    if (form := find_form(value)) is not None:
+        return {form[0]: _to_json(form[1], contents, find_form)}
+    if isinstance(value, int | float | str) and not isinstance(value, np.generic):
         return value
     if isinstance(value, list):
-        # Numbers as they are: most long lists hold nothing else.
-        plain = set(map(type, value)) <= _JSON_TYPES
-        return value if plain else [_to_json(item, contents) for item in value]
+        return _list_to_json(value, contents, find_form)
     if isinstance(value, bytes):
         contents.append(value)
         return {"bytes": len(value)}
-    for kind, (base, to_plain, _) in _FORMATS.items():
+    for kind, (base, to_list, _) in _FORMATS.items():
         if isinstance(value, base):
-            return {kind: _to_json(to_plain(value), contents)}
+            return {kind: _list_to_json(to_list(value), contents, find_form)}
     raise SettingError(
         f"An object of type {type(value).__qualname__} cannot be sent to another rank: ranks "
         "exchange None, numbers, strings, bytes, paths, tensors, arrays, and lists, tuples, sets "
@@ -98,15 +115,26 @@ def _to_json(value: object, contents: list[bytes]) -> object:
     )
 
 
-def _from_json(value: Any, contents: io.BytesIO, device: torch.device | None) -> Any:
+def _list_to_json(items: list[Any], contents: list[bytes], find_form: FindForm) -> object:
+    # Numbers as they are: most long lists hold nothing else.
+    plain = set(map(type, items)) <= _JSON_TYPES
+    return items if plain else [_to_json(item, contents, find_form) for item in items]
+
+
+def _from_json(
+    value: Any, contents: io.BytesIO, device: torch.device | None, make: MakeObject
+) -> Any:
     if isinstance(value, list):
-        return [_from_json(item, contents, device) for item in value]
+        return [_from_json(item, contents, device, make) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "bytes":
         return _read_exactly(contents, content)
-    decoded = _FORMATS[kind][2](_from_json(content, contents, device))
+    parts = _from_json(content, contents, device, make)
+    if kind not in _FORMATS:
+        return make(kind, parts)
+    decoded = _FORMATS[kind][2](parts)
     elsewhere = kind == "tensor" and type(content[-1]) is int
     return decoded.to(device) if elsewhere and device else decoded
 
@@ -124,7 +152,7 @@ def _list_items(value: dict[Any, Any]) -> list[Any]:
             "A tensor is a key of a dict, and as a key it is equal only to itself, so the dict "
             "cannot be sent to another rank: use the name of the tensor as the key."
         )
-    return list(map(list, value.items()))
+    return [part for item in value.items() for part in item]
 
 
 def _split_tensor(tensor: Tensor) -> list[Any]:
@@ -167,11 +195,11 @@ def _join_array(parts: list[Any]) -> Any:
     return np.frombuffer(parts[2], np.dtype(parts[0])).copy().reshape(parts[1])
 
 
-# The types that JSON lacks besides bytes: the type, the function to plain data, and that back.
+# The types that JSON lacks besides bytes: the type, the function to a list, and that back.
 _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
-    "dict": (dict, _list_items, dict),
-    "path": (PurePath, str, Path),
+    "dict": (dict, _list_items, lambda parts: dict(zip(parts[::2], parts[1::2], strict=True))),
+    "path": (PurePath, lambda own: [str(own)], lambda parts: Path(*parts)),
     "deque": (deque, lambda own: [own.maxlen, *own], lambda parts: deque(parts[1:], parts[0])),
     # In an order that does not depend on hashes.
     "set": (

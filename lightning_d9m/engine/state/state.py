@@ -1,6 +1,5 @@
 """A walk through all that objects hold, its digest, and its changes, found without copies."""
 
-import re
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from lightning_d9m.engine.state.parts import (
     ARRAY,
@@ -21,6 +19,7 @@ from lightning_d9m.engine.state.parts import (
     FUNCTION,
     GENERATOR,
     ITEMS,
+    LIGHTNING,
     MISSING,
     OPAQUE,
     PARTIAL,
@@ -40,8 +39,6 @@ from lightning_d9m.engine.state.parts import (
     name_namespaces,
     read_memory_of,
 )
-from lightning_d9m.engine.state.plain_data import encode_plain
-from lightning_d9m.errors import SettingError
 
 LeaveOut = Callable[[str, object], bool]
 
@@ -184,43 +181,6 @@ def name_part(path: str, kind: Holder, key: Any, place: int) -> str:
     return (path + kind.name(key, place)).removeprefix(".")
 
 
-def digest_value(value: object) -> str:
-    """Return 32 hex digits that are equal for equal values, whatever they hold.
-
-    An opaque object counts with its type and place.
-    """
-    first: dict[int, str] = {}
-    found: dict[str, bytes] = {}
-    for path, part, kind in walk({"": (value,)}):
-        content: object = part
-        if kind is not None:
-            first[id(part)] = path
-            content = kind.read(part)
-            if kind is OPAQUE or isinstance(kind, Holder):
-                content = len(part) if isinstance(part, list | tuple | deque | set) else None
-        elif id(part) in first and find_kind(part) is not None:
-            content = f"the same as {first[id(part)]}"
-        if kind is not TABLE:
-            found[path] = f"\0{type(part).__qualname__}\0".encode() + _encode(content)
-    hasher = xxh3_128()
-    for path, content in sorted(found.items()):
-        hasher.update(path.encode() + content)
-    return hasher.hexdigest()
-
-
-def _encode(content: object) -> bytes:
-    if isinstance(content, np.ndarray) and content.dtype.hasobject:
-        return b"\0".join(map(_encode, (content.shape, *content.flat)))
-    try:
-        return encode_plain(content)
-    except SettingError:
-        if isinstance(content, frozenset):
-            return b"\0".join(sorted(map(_encode, content)))
-        # a function, a class, a dtype
-        name = getattr(content, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(content))
-        return name.encode()
-
-
 # Types whose objects hold nothing, and those of code.
 _ATOMS = frozenset({
     *(type(None), bool, int, float, str, bytes),
@@ -229,7 +189,7 @@ _ATOMS = frozenset({
 _DATA = (Tensor, np.ndarray, type, str, bytes, types.ModuleType)
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
-_FOREIGN = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_d9m", "pandas"}
+_FOREIGN = {*LIGHTNING, "pandas"}
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # A longer list holds data, and so do nested lists of more items in all.
 _MOST_ITEMS = 1000

@@ -53,8 +53,8 @@ from lightning_d9m.integrations.lightning.interruption import (
     change_last_bits,
     record_saves,
 )
-from lightning_d9m.integrations.lightning.resume.resumable_fit import CheckpointState
-from lightning_d9m.integrations.lightning.resume.run_state import mark_used_gradients
+from lightning_d9m.integrations.lightning.resume.optimizers import mark_used_gradients
+from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.integrations.lightning.trainer_recorder import (
     FitSummary,
     TrainerRecorder,
@@ -182,8 +182,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         ignored = read_names("ignored_metrics", ignored_metrics)
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
-        accepted = [accepted_unknown] if isinstance(accepted_unknown, str) else accepted_unknown
-        self._checkpoint_state = CheckpointState(accepted)
+        is_one = isinstance(accepted_unknown, str)
+        self._accepted = [accepted_unknown] if is_one else accepted_unknown
+        self._fit: Any = None  # the `ResumableFit` that runs, or has ended
         self._session: TrainerSession | None = None
         self._saves = AttributePatches()
         self._liveness: RankLiveness | None = None
@@ -199,7 +200,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         # A copy (in a spawned process, or of the list of callbacks) has no open session. Lightning
         # attaches the module's methods for logging in each run; with them a copy would have the
         # module, whose class may be local.
-        state = self.__dict__ | {"_session": None, "_liveness": None, "_saves": AttributePatches()}
+        state = self.__dict__ | {"_session": None, "_liveness": None, "_fit": None}
+        state["_saves"] = AttributePatches()
         return {name: part for name, part in state.items() if name not in ("log", "log_dict")}
 
     def __repr__(self) -> str:
@@ -246,7 +248,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if self._session is not None:
             with suppress(Exception):  # do not hide the error that is being raised
                 self._recorder.run.probes.collector.close()
-                self._checkpoint_state.keep(trainer, ended=False)
+                if self._fit is not None:
+                    self._fit.keep(ended=False)
             self._recorder.record_exception(trainer)
             if isinstance(exception, Exception):  # not Ctrl-C
                 with suppress(Exception):
@@ -256,7 +259,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
-        self._checkpoint_state.begin()
+        self._fit.begin()
         last_bits = change_last_bits(pl_module)
         self._recorder.begin(trainer, self._open_session, last_bits)
 
@@ -285,13 +288,13 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
-        self._checkpoint_state.end_epoch()
+        self._fit.end_epoch()
         self._recorder.record(trainer, self._open_session, "epoch")
 
     def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
         self._recorder.record(trainer, self._open_session, "final")
-        self._checkpoint_state.keep(trainer, ended=True)
+        self._fit.keep(ended=True)
         session = self._open_session
         if self._shows_summary:
             self._recorder.summary.log(trainer, session.fit, session.settings.seed)
@@ -299,11 +302,13 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
         self._recorder.run.probes.collector.close()
-        self._checkpoint_state.save(trainer, checkpoint)
+        if self._fit is not None:
+            self._fit.save(checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
         """Resume the run that saved the checkpoint; outside a run there is nothing to resume."""
-        self._checkpoint_state.load(checkpoint)
+        if self._fit is not None:
+            self._fit.load(checkpoint)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the RNG aside; within a fit, TrainerSession does so around the whole validation."""
@@ -358,11 +363,15 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         # With logical ranks the number of threads must not depend on that of the processes.
         threads = getattr(trainer.strategy, "logical_threads", None)
         self._session = TrainerSession(trainer, resolve_settings(self._given, threads), stage)
+        if self._fit is not None:
+            self._fit.close()
+        self._fit = None
         run = self._recorder.run
         apply_interrupt_variables(trainer, stage, run, self._recorder.end)
         # Before a manifest is added, so that a segment makes none.
         self._saves = record_saves(trainer, run)
-        self._checkpoint_state.attach(trainer, self._session, self._recorder)
+        if stage == "fit":
+            self._fit = ResumableFit(trainer, self._session, self._recorder, self._accepted)
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":

@@ -28,7 +28,7 @@ from lightning_d9m.engine.control.session import (
 from lightning_d9m.engine.control.settings import HIGHEST_SEED, Settings, read_names
 from lightning_d9m.engine.hashing.shards import reshard
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.lightning.saved_state import VALIDATION, LoopPhase, check_loads
+from lightning_d9m.integrations.lightning.saved_state import check_loads
 from lightning_d9m.integrations.trainer.lightning_private import fit_data_sources
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 from lightning_d9m.ops.portability import is_portable
@@ -43,6 +43,7 @@ class TrainerSession:
         loaders: The control of the run's loaders.
         evaluated: The stage of an evaluation in it.
         has_trained: Whether a fit has begun to train; otherwise it does not count.
+        resumed_epoch: The epoch that a resumed fit begins with.
         verify: Raises a ``SettingError`` if a switch has been changed since the run began.
 
     Raises:
@@ -61,7 +62,7 @@ class TrainerSession:
         self._rank = int(sampler.get("rank", 0))
         self._evaluations = 0
         self._training_rng: RngState | None = None
-        self._resumed_epoch = 0
+        self.resumed_epoch = 0
         self._loaded_epochs: Mapping[str, int | None] = {}
         self._resume_loader: Callable[[object], None] = lambda _: None
         self.has_trained = False
@@ -94,8 +95,6 @@ class TrainerSession:
                 for stage_of, source in fit_data_sources(trainer).items():
                     around = partial(self._loader_hook_seeded, stage_of)
                     wrap_method(stack, source, "dataloader", around)
-                validation = trainer.fit_loop.epoch_loop.val_loop
-                wrap_method(stack, validation, "run", self._validation_isolated)
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
@@ -127,37 +126,6 @@ class TrainerSession:
         self.fit = fit
         self.loaders.fit = fit
         self._loaded_epochs = loaded_epochs
-
-    def resume_loaders(
-        self,
-        epoch: int,
-        batches: int,
-        cycled: Callable[[], bool],
-        samplers: Mapping[str, Any],
-    ) -> None:
-        """Continue the training loaders within an epoch, after ``batches`` batches of it."""
-        self._resumed_epoch = epoch
-        self.loaders.resume_epoch("train", epoch, batches=batches, cycled=cycled, samplers=samplers)
-
-    def capture_samplers(self, phase: LoopPhase) -> dict[str, Any]:
-        """Return the states of the user's samplers and datasets.
-
-        Those of training are for ``resume_loaders``, the others for ``restore_validation``.
-        """
-        at_end = bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-        found = self.loaders.capture_samplers("train", within=phase != "epoch", at_end=at_end)
-        validating = phase == "validation"
-        others = self.loaders.capture_samplers("validate", within=validating)
-        return found | {f"{VALIDATION}{number}": states for number, states in others.items()}
-
-    def restore_validation(self, samplers: Mapping[str, Any]) -> None:
-        """Restore the samplers and datasets of validation, after its loaders were loaded."""
-        states = {
-            name.removeprefix(VALIDATION): states
-            for name, states in samplers.items()
-            if name.startswith(VALIDATION)
-        }
-        self.loaders.restore_samplers("validate", states)
 
     def start_epoch(self, epoch: int) -> None:
         """Seed the training of ``epoch``, independently of what was drawn before it."""
@@ -200,7 +168,7 @@ class TrainerSession:
         return derive_seed(self.settings.seed, purpose, fit=self.fit, rank=self._rank, epoch=epoch)
 
     @contextmanager
-    def _validation_isolated(self) -> Iterator[None]:
+    def validation_isolated(self) -> Iterator[None]:
         """Give the whole validation of a fit its own random stream.
 
         Lightning makes the iterators, which may draw, before ``on_validation_start``, and hooks of
@@ -253,7 +221,7 @@ class TrainerSession:
         # Not `current_epoch`: in a run that resumes between epochs it is the epoch before. The
         # count is still 0 if `estimated_stepping_batches` loads the data.
         counts = self._trainer.fit_loop.epoch_progress.current
-        epoch = max(self._resumed_epoch, counts.processed)
+        epoch = max(self.resumed_epoch, counts.processed)
         self.loaders.start_epoch(stage, epoch)
         # In the first epoch Lightning fetches a batch of an iterable dataset before the epoch is
         # seeded; without this, all ranks would draw the same numbers for it.

@@ -99,7 +99,12 @@ def name_program(trainer: Trainer) -> dict[str, Any]:
 
 @cache
 def list_stored(kind: Any) -> frozenset[str]:
-    """Return the attributes that Lightning and torch.optim set in objects of a class."""
+    """Return the attributes that Lightning and torch.optim set in objects of a class.
+
+    Their other attributes are the program's. The code says it: a new object has only what
+    ``__init__`` sets, Lightning sets most attributes later, in hooks and through properties, and a
+    list of names would have holes with each release.
+    """
     own = [
         part
         for base in kind.__mro__

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
@@ -19,9 +19,6 @@ from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
 from lightning_d9m.text import describe_moment, describe_names, pluralize
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap_on_terminal
-
-if TYPE_CHECKING:
-    from lightning_d9m.integrations.lightning.saved_state import SavedState
 
 ARGUMENTS = """
 checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
@@ -54,11 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
             "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{path} whole.pt`, and give that."
         )
-    from lightning_d9m.integrations.lightning.saved_state import (
-        SavedState,
-        check_checkpoint,
-        load_checkpoint,
-    )
+    from lightning_d9m.integrations.lightning.resume.saved_run import read_state
+    from lightning_d9m.integrations.lightning.saved_state import check_checkpoint, load_checkpoint
 
     unknown = dict.fromkeys(("tensors", "seed", "epoch", "step", "ledger"))
     facts: dict[str, Any] = {"checkpoint": str(path), "verdict": "damaged", **unknown}
@@ -69,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         lines = [f"damaged: {error}"]
     else:
-        state = SavedState.from_checkpoint(checkpoint)
+        state = read_state(checkpoint)
         ledger = None
         if arguments.ledger is not None:
             ledger = read_ledger(arguments.ledger)
@@ -95,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
-def _describe(
-    checkpoint: Mapping[str, Any], state: "SavedState | str", facts: dict[str, Any]
-) -> list[str]:
+def _describe(checkpoint: Mapping[str, Any], state: Any, facts: dict[str, Any]) -> list[str]:
     """Return sentences on a whole checkpoint; note what it holds in ``facts``."""
     from lightning_d9m.integrations.lightning.saved_state import find_manifest
 
@@ -109,11 +101,11 @@ def _describe(
         lines = [f"whole: {count} and all other values are as saved"]
     if not isinstance(state, str):
         at = state.position
-        facts |= {"seed": state.seed, "epoch": at.epoch, "step": at.step}
+        facts |= {"seed": state.settings["seed"], "epoch": at.epoch, "step": at.step}
         place = f"before epoch {at.epoch} at step {at.step}"
         if at.phase != "epoch":
             place = f"within epoch {at.epoch} after {at.batch} of its batches, at step {at.step}"
-        lines.append(f"saved {place}, seed {state.seed}")
+        lines.append(f"saved {place}, seed {state.settings['seed']}")
     elif manifest is not None:
         lines.append(state)
     return lines
@@ -122,7 +114,7 @@ def _describe(
 def _search(
     ledger: Ledger,
     checkpoint: Mapping[str, Any],
-    state: "SavedState | str",
+    state: Any,
     facts: dict[str, Any],
 ) -> str:
     """Find the records of a ledger that have the checkpoint's weights; return what was found."""

@@ -5,17 +5,17 @@ import random
 import numpy as np
 import pytest
 import torch
+from object_digest import digest_object
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_d9m.engine.control.data.data_state import (
-    NUMBERS,
+    LOGGED_DATA,
     UNSAVED_DATA,
     DataState,
-    list_logged,
+    list_paths,
     list_unsaved,
 )
 from lightning_d9m.engine.control.data.loaders import LoaderControl
-from lightning_d9m.engine.state.state import digest_value
 
 
 class Part(Dataset):
@@ -69,11 +69,6 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
         watch(other).restore_data(state.capture())
 
 
-def test_numbers_that_earlier_versions_saved_are_named():
-    with pytest.warns(UserWarning, match=r"dataset\.datasets\.1"):
-        watch(Part()).restore_data({NUMBERS: {"dataset.datasets.1": {"count": 3}}})
-
-
 class CountingLoader(DataLoader):
     """Counts how often it is iterated."""
 
@@ -104,7 +99,7 @@ def test_state_of_a_loader_of_the_program_is_named_and_not_refused(make):
     captured = control.capture_samplers("train", within=False)
     control.release()
     assert not list_unsaved(captured)
-    assert [path.endswith("loader.count") for path in list_logged(captured)] == [True]
+    assert [path.endswith("loader.count") for path in list_paths(captured, LOGGED_DATA)] == [True]
 
 
 class Own:
@@ -131,7 +126,7 @@ def test_what_a_sampler_has_changed_is_restored_and_undone():
     after = state.capture()
     assert (before, list(after)) == ({}, ["sampler"])
     restored.restore_samplers(after)
-    assert digest_value(resumed) == digest_value(sampler)
+    assert digest_object(resumed) == digest_object(sampler)
     sampler.other, sampler.count = 1, 5  # set by a hook since
     state.undo(before, after)
     assert vars(sampler) == vars(begin()) | {"other": 1, "count": 5}

@@ -67,8 +67,10 @@ def test_a_checkpoint_that_names_code_is_refused(fits):
     @edit
     def attack(content):
         state = find_state(content)
-        form = ["trainings", ["print"], ["enum", ["subprocess", "os"], "system"]]
-        state["ranks"][0]["program"]["trainings.print"] = pack_bytes(encode_plain(form))
+        entry = ["trainings", ["print"], form := {"an enum"}]
+        enum = "enum", [["subprocess", "os"], "system"]
+        data = encode_plain(entry, lambda own: enum if own is form else None)
+        state["ranks"][0]["program"]["trainings.print"] = pack_bytes(data)
         del state[MANIFEST_KEY]
         state[MANIFEST_KEY] = make_manifest(content)
 

@@ -34,7 +34,8 @@ from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError, InexactResumeError
 from lightning_d9m.engine.control import session
-from lightning_d9m.integrations.lightning.saved_state import FORMAT, MANIFEST_KEY, SavedState
+from lightning_d9m.integrations.lightning.resume.saved_run import FORMAT, read_state
+from lightning_d9m.integrations.lightning.saved_state import MANIFEST_KEY
 from lightning_d9m.integrations.trainer.trainer_attributes import KEY
 
 pytestmark = [
@@ -216,10 +217,10 @@ REFUSED = [
     (STATE, lambda _: [1], "has no lightning_d9m state"),
     ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
     ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
-    ((*STATE, "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
+    ((*STATE, "settings", "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
     ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
     ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
-    ((*RANK, "inexact"), lambda old: ["A reason."], "- A reason."),
+    ((*STATE, "inexact"), lambda old: ["A reason."], "- A reason."),
     (
         (*RANK, "rng"),
         None,
@@ -549,7 +550,7 @@ def test_one_that_zeroes_them_is_resumed_and_saves_none(fits, make, zero):
 
 def list_saved(path):
     """Return the gradients in a checkpoint."""
-    saved = SavedState.from_checkpoint(torch.load(path, weights_only=True))
+    saved = read_state(torch.load(path, weights_only=True))
     return set(saved.ranks[0].gradients.values())
 
 

@@ -6,17 +6,19 @@ import random
 import sys
 import threading
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, callbacks
+from lightning.pytorch import LightningDataModule, LightningModule, callbacks
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from resuming import Fits, agree, make_saver
 from torch import nn
-from trainings import make_model
+from torch.utils.data import DataLoader
+from trainings import NoisyDigits, make_loader, make_model
 
 from lightning_d9m import InexactResumeError
 
@@ -490,3 +492,103 @@ def test_a_scheduler_that_no_callback_holds_is_named(fits):
 def test_an_epoch_that_trains_nothing_is_not_continued(fits):
     words = {"callbacks": lambda: [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]}
     fits.refuse("in an epoch that trains nothing", at={"epoch": 3, "batch": 3}, **words)
+
+
+SECOND = {"epoch": 0, "batch": 2}
+EARLY = [SECOND, {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}]
+
+
+def scaled(**hooks):
+    """Return a model that steps with a loss scale of its own, which grows in the fit."""
+
+    def step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.manual_backward(self.scaler.scale(loss))
+        self.scaler.step(optimizer.optimizer)
+        self.scaler.update()
+
+    model = make_model(training_step=step, **hooks)
+    model.automatic_optimization = False
+    model.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    return model
+
+
+def save_scale(self, checkpoint):
+    checkpoint["scaler"] = self.scaler.state_dict()
+
+
+def load_scale(self, checkpoint):
+    self.scaler.load_state_dict(checkpoint["scaler"])
+
+
+def test_a_loss_scale_is_exact_if_the_program_saves_it(fits):
+    saved = partial(scaled, on_save_checkpoint=save_scale, on_load_checkpoint=load_scale)
+    fits.check(*EARLY, model=saved)
+    fits.refuse(r"model\.scaler changes in the fit", at=SECOND, model=scaled)
+
+
+LOSSES = []
+
+
+def test_a_global_list_is_exact_where_workers_import_the_file(fits):
+    def step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        loss = loss + 0.01 * sum(LOSSES) * self.layers[0].bias.sum()
+        LOSSES.append(loss.item())
+        return loss
+
+    fits.new_process, begin = lambda: (LOSSES.clear(), begin()), fits.new_process
+    loader = partial(make_loader, num_workers=1)
+    fits.check(*EARLY, model=partial(make_model, training_step=step), loader=loader)
+
+
+class Digits(LightningDataModule):
+    """Makes a dataset of what the last one held, and loaders of a size that is searched for."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.data = 16, NoisyDigits()
+
+    def train_dataloader(self):
+        return DataLoader(self.data, self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return make_loader(shuffle=False)
+
+
+class Replacing(Digits):
+    def train_dataloader(self):
+        mean, self.data = self.data.images.mean(), NoisyDigits()
+        self.data.images += mean
+        return super().train_dataloader()
+
+
+def test_a_new_dataset_that_continues_another_is_not_resumed_silently(fits):
+    words = {"datamodule": Replacing, "reload_dataloaders_every_n_epochs": 1}
+    fits.check(SECOND, **words)
+    saver = make_saver(fits.checkpoint, **EARLY[1], stop=False)
+    fits.fit(**words, extra=[saver], enable_checkpointing=True)
+    with pytest.raises(InexactResumeError, match="differs from the run that saved the checkpoint"):
+        fits.resume(**words)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on a search that is this short
+def test_a_batch_size_that_was_searched_for_is_that_of_the_checkpoint(fits):
+    search = partial(callbacks.BatchSizeFinder, "power", 1, 4, 1)
+    words = {"callbacks": lambda: [search()], "datamodule": Digits}
+    fits.interrupt(at=SECOND, **words)
+    size = fits.trainer.datamodule.batch_size
+    assert size != Digits().batch_size
+    with pytest.raises(InexactResumeError, match=r"begins at step 0, and .* saved at step 2"):
+        fits.resume(**words)
+    with pytest.raises(InexactResumeError, match=rf"had \[{size}\] samples .* have \[16\] now"):
+        fits.resume(datamodule=Digits)
+
+    def make():
+        digits = Digits()
+        digits.batch_size = size
+        return digits
+
+    assert fits.resume(datamodule=make)

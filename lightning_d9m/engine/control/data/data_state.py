@@ -28,8 +28,6 @@ CHANGES, UNSAVED = "sampler", "unsaved"
 DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
 # The paths of what nothing can read, such as an open database.
 UNKNOWN = "unknown"
-# Of earlier versions: numbers by attribute, by the path of the object, which are lost.
-NUMBERS = "dataset numbers"
 
 LOADER = "loader"
 """The name of a loader among the objects."""
@@ -114,7 +112,7 @@ class DataState:
         for _, changes in self.data.values():
             lost = set(changes.restore(plain, torch.device("cpu")))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
-        _warn_of_lost(lost | states.get(NUMBERS, {}).keys())
+        _warn_of_lost(lost)
 
     def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Restore what differs in samplers between two captures and has not changed since."""
@@ -145,32 +143,17 @@ def _warn_of_lost(paths: Collection[str]) -> None:
 
 def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return why the captured states of loaders cannot be restored, by number of the loader."""
-    return describe_unsaved(
-        path
+    in_samplers = (
+        f"{number}.sampler.{path.partition('.')[2]}"
         for number, states in samplers.items()
-        for path in (
-            *(f"{number}.sampler.{path.partition('.')[2]}" for path in states.get(UNSAVED, ())),
-            *(f"{number}.{path}" for path in states.get(UNSAVED_DATA, ())),
-        )
+        for path in states.get(UNSAVED, ())
     )
+    return describe_unsaved([*in_samplers, *list_paths(samplers, UNSAVED_DATA)])
 
 
-def list_unknown(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the paths of what nothing can read, by number of the loader."""
-    return [
-        f"{number}.{path}"
-        for number, states in samplers.items()
-        for path in states.get(UNKNOWN, ())
-    ]
-
-
-def list_logged(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the paths of what reading samples changes, and is in no checkpoint."""
-    return [
-        f"{number}.{path}"
-        for number, states in samplers.items()
-        for path in states.get(LOGGED_DATA, ())
-    ]
+def list_paths(samplers: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
+    """Return the paths under a key of the captured states, with the number of the loader."""
+    return [f"{number}.{path}" for number, own in samplers.items() for path in own.get(key, ())]
 
 
 class WorkerWatch:

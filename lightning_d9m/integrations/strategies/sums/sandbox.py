@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_d9m.engine.state.object_digest import digest_saved
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
+    LIBRARIES,
     LONG,
     MISSING,
     OPAQUE,
@@ -27,7 +29,7 @@ from lightning_d9m.engine.state.parts import (
     equal_bits,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain
-from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch, digest_value
+from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
 
@@ -45,7 +47,6 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
 _LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
-_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,7 +278,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        if package not in _LIBRARIES and node.path not in self._warned:
+        if package not in LIBRARIES and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
                 f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
@@ -299,7 +300,7 @@ class Sandbox:
         elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
             token = str(value.dtype)
         else:
-            token = digest_value(value)
+            token = digest_saved(value) or type(value).__qualname__
         return _Change(path, node, key, value, token)
 
     # The merge

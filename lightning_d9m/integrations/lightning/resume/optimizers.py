@@ -1,0 +1,246 @@
+"""Gradients, parameters that are trained, groups of optimizers, schedulers of learning rates."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_d9m.engine.state.parts import is_of_lightning
+from lightning_d9m.engine.state.state import search
+from lightning_d9m.integrations.lightning.resume.logged import merge_ranks
+from lightning_d9m.integrations.lightning.resume.part import Fit, Moment, Part, Phase
+from lightning_d9m.integrations.trainer import lightning_private
+from lightning_d9m.integrations.trainer.packages import rank_zero
+from lightning_d9m.integrations.trainer.trainer_attributes import (
+    Trainer,
+    get_logical_steps,
+    list_schedulers,
+    name_callbacks,
+)
+from lightning_d9m.text import pluralize
+
+_OTHER_GROUPS = (
+    "The checkpoint was saved with other parameters in the groups of the optimizer {} ({} and {} "
+    "of them), whose state would go to the wrong ones. Make the groups of the same parameters."
+)
+_OTHER_SCHEDULERS = (
+    "The checkpoint was saved with the learning rate schedulers {}, and this run has {}. A "
+    "callback that replaces one in on_train_epoch_start must keep it in an attribute; one that "
+    "does so in another hook must do it again when it is resumed."
+)
+
+
+_ADDED = (
+    "The program adds to the gradient of {}, with which it stepped before the checkpoint was "
+    "saved, and which the checkpoint lacks. Call zero_grad() between a step and the next backward "
+    "pass."
+)
+
+
+def mark_used_gradients(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Mark the gradients with which a module that optimizes manually steps."""
+    if trainer.lightning_module.automatic_optimization:
+        return
+    for parameter in (own for group in optimizer.param_groups for own in group["params"]):
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
+
+
+class Gradients(Part):
+    """Gradients by the names of their parameters; None for one that a step has used.
+
+    They are those to which a backward pass after the save adds. Lightning zeroes gradients before
+    the first backward pass of a step; a module that optimizes manually, or overrides
+    ``optimizer_zero_grad``, may keep them. Saving them with every checkpoint would make it larger
+    by the model on each rank. So gradients with which an optimizer has just stepped are left out,
+    because programs zero them next. If a resumed run adds to one, it is refused. With logical ranks
+    they are by logical rank, too.
+    """
+
+    name, restored = "gradients", ("epoch", "batch")
+
+    def capture(self, _phase: Phase) -> dict[str, Any]:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        manual = not module.automatic_optimization
+        accumulates = not manual and lightning_private.accumulates_gradients(trainer)
+        if not (manual or accumulates or not is_of_lightning(module.optimizer_zero_grad)):
+            return {}
+        if (logical := get_logical_steps(trainer)) is not None:
+            kept: dict[str, Any] = logical.kept.capture()
+            return kept
+        found: dict[str, Any] = {}
+        stepping = () if manual or accumulates else trainer.optimizers
+        groups = [group for own in stepping for group in own.param_groups]
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        for name, parameter in module.named_parameters():
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                used = manual and getattr(gradient, "d9m_used", None) == gradient._version  # noqa: SLF001 - of torch
+                left_out = used or id(parameter) in stepped
+                found[name] = None if left_out else gradient.detach().to("cpu", copy=True)
+        return found
+
+    def restore(self, state: dict[str, Any], _moment: Moment) -> None:
+        logical = get_logical_steps(self.trainer)
+        if not state:
+            return
+        if logical is not None:
+            logical.kept.restore(state, logical.block)
+        else:
+            _restore(self.fit, state)
+
+    def select(self, states: list[Any], _rank: int) -> Any:
+        return merge_ranks(states)
+
+
+def _restore(fit: Fit, gradients: dict[str, Any]) -> None:
+    """Restore gradients; before a backward pass adds to one that was left out, report it once."""
+    reported: list[str] = []
+    handles: dict[str, Any] = {}
+
+    def check(name: str, parameter: nn.Parameter, stand_in: Tensor, _: Tensor) -> None:
+        handles.pop(name).remove()
+        if parameter.grad is stand_in and bool(stand_in.isnan().any()):  # nothing has zeroed it
+            stand_in.zero_()
+            if not reported:
+                reported.append(_ADDED.format(name))
+                fit.report(reported)
+
+    for name, parameter in fit.trainer.lightning_module.named_parameters():
+        kept = gradients.get(name)
+        parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
+        if kept is None and name in gradients and parameter.requires_grad:
+            # NaN, because in-place operations other than zero_() leave it in place.
+            gradient: Any = torch.full_like(parameter, torch.nan)
+            gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
+            parameter.grad = gradient
+            # Called before the next gradient is added.
+            handles[name] = parameter.register_hook(partial(check, name, parameter, gradient))
+
+
+class Frozen(Part):
+    """The names of the parameters that are not trained.
+
+    Callbacks and hooks freeze and unfreeze parameters at the start of an epoch.
+    """
+
+    name, form, scope, restored = "frozen", list[str], "run", ("train",)
+
+    def capture(self, _phase: Phase) -> list[str]:
+        return [name for name, own in self.fit.tensors.listed[0] if not own.requires_grad]
+
+    def restore(self, state: list[str], _moment: Moment) -> None:
+        frozen, changed = {*state}, []
+        for name, parameter in self.trainer.lightning_module.named_parameters():
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(not parameter.requires_grad)
+                changed.append(name)
+        if changed:
+            rank_zero().rank_zero_info(
+                f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the "
+                f"checkpoint was saved, {changed[0]} first. To train others, load its weights "
+                "without ckpt_path."
+            )
+
+
+class Groups(Part):
+    """The names of the parameters in each group of each optimizer, in their order."""
+
+    name, form, scope = "optimizer_groups", list[list[list[str]]], "run"
+
+    def capture(self, _phase: Phase) -> list[list[list[str]]]:
+        names = {id(own): name for name, own in self.trainer.lightning_module.named_parameters()}
+        return [
+            [[names.get(id(own), "") for own in group["params"]] for group in own.param_groups]
+            for own in self.trainer.optimizers
+        ]
+
+    def sort(self, states: list[Any], saved: list[list[list[str]]]) -> list[Any]:
+        """Return the states of optimizers with the parameters in the order of this run.
+
+        Lightning loads them, and not this part.
+        """
+        found, problems = [], []
+        groups = zip(states, saved, self.capture("epoch"), strict=False)
+        for number, (state, before, now) in enumerate(groups):
+            own = _sort_groups(state, before, now)
+            counts = ([len(group) for group in one] for one in (before, now))
+            problems += [] if own else [_OTHER_GROUPS.format(number, *counts)]
+            found.append(own or state)
+        self.fit.report(problems)
+        return [*found, *states[len(found) :]]
+
+
+def _sort_groups(
+    state: Mapping[str, Any], saved: list[list[str]], present: list[list[str]]
+) -> dict[str, Any] | None:
+    """Return the state of an optimizer with the groups and parameters in the order of this run.
+
+    torch loads it by position, and a program that makes its groups from sets has another order in
+    each run. It stays as it is if names do not tell, as of a module that has others now. None if
+    the parameters are in other groups.
+
+    Args:
+        state: What ``Optimizer.state_dict`` returned.
+        saved: The names in each group then.
+        present: Those now.
+    """
+    names = [[name for group in groups for name in group] for groups in (saved, present)]
+    if sorted(names[0]) != sorted(names[1]) or len({*names[0]}) < len(names[0]):
+        return {**state}
+    places = {frozenset(group): number for number, group in enumerate(saved)}
+    sorted_groups = []
+    for group in present:
+        number = places.get(frozenset(group))
+        if number is None:
+            return None
+        entry = state["param_groups"][number]
+        keys = dict(zip(saved[number], entry["params"], strict=True))
+        sorted_groups.append({**entry, "params": [keys[name] for name in group]})
+    return {**state, "param_groups": sorted_groups}
+
+
+class Schedulers(Part):
+    """The names of schedulers, and of the callbacks that have put new ones there.
+
+    These have put it in the place of another when an epoch started, and Lightning does not call
+    their hook again for a partly trained epoch.
+    """
+
+    name, form, restored = "schedulers", dict[str, list[str]], ("started",)
+    _first: tuple[object, ...] = ()
+
+    def begin(self) -> None:
+        self._first = (*list_schedulers(self.trainer),)
+
+    def capture(self, _phase: Phase) -> dict[str, list[str]]:
+        schedulers = list_schedulers(self.trainer)
+        new = {id(own) for own in schedulers if own not in self._first}
+        if not self.fit.has_begun or not new:
+            return {}
+        starters = [
+            name
+            for name, callback in name_callbacks(self.trainer.callbacks).items()
+            if any(id(own) in new for _, own in search({name: callback}, depth=2))
+        ]
+        return {"starters": starters, "schedulers": [type(own).__name__ for own in schedulers]}
+
+    def restore(self, state: dict[str, list[str]], _moment: Moment) -> None:
+        trainer = self.trainer
+        if not self.fit.was_saved_between_epochs:
+            groups = [group for own in trainer.optimizers for group in own.param_groups]
+            rates = [group["lr"] for group in groups]
+            for name, callback in name_callbacks(trainer.callbacks).items():
+                if name in state.get("starters", ()):
+                    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate  # which a new schedule sets
+        names = [type(own).__name__ for own in list_schedulers(trainer)]
+        saved = state.get("schedulers", names)
+        if saved != names and not lightning_private.skips_backward(trainer):
+            texts = [", ".join(part) or "none" for part in (saved, names)]
+            self.fit.report([_OTHER_SCHEDULERS.format(*texts)])
