@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.engine.control.data import loaders
 from lightning_d9m.engine.control.data.loaders import LoaderControl
-from lightning_d9m.engine.control.seeding import RandomStreams
+from lightning_d9m.engine.control.seeding import RandomStreams, SeededHost
 from lightning_d9m.integrations.lightning.resume import run_state
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
@@ -73,7 +72,7 @@ ENTRANCES = {
     TrainerSession: ("start_evaluation", "end_evaluation"),
     run_state: ("capture_user_state", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
-    loaders: ("capture_host", "seed_host", "restore_rng"),
+    SeededHost: ("__enter__", "__exit__"),
     RandomStreams: ("derive",),
 }
 

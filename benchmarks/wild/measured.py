@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.engine.control.data import loaders
+from lightning_d9m.engine.control.seeding import SeededHost
 from lightning_d9m.integrations.lightning import saved_state
 from lightning_d9m.integrations.lightning.callback import AddedCallback, DeterminismCallback
 from lightning_d9m.integrations.lightning.resume import run_state
@@ -47,7 +47,7 @@ _CALLED: list[tuple[Any, list[str]]] = [
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
     (CheckpointState, ["_capture", "_find_late_changes"]),
     (run_state, ["capture_user_state", "digest_tensors"]),
-    (loaders, ["capture_host", "seed_host", "restore_rng"]),
+    (SeededHost, ["__enter__", "__exit__"]),
     (saved_state, ["make_manifest"]),
 ]
 

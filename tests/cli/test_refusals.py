@@ -25,7 +25,7 @@ def test_a_run_that_was_asked_for_too_late_and_one_that_did_not_start(monkeypatc
     monkeypatch.setattr(entry_points._AutoloadState, "started", False)
     monkeypatch.setattr(entry_points._AutoloadState, "problem", None)
     with pytest.raises(TooLateError, match="asks for a seed before the model is built"):
-        entry_points.make_lightning_callbacks()
+        entry_points.make_callbacks("lightning.pytorch")
     monkeypatch.setattr(entry_points._AutoloadState, "problem", ValueError())
     with pytest.raises(SettingError, match=r"is not possible: ValueError: no reason is given\."):
-        entry_points.make_lightning_callbacks()
+        entry_points.make_callbacks("lightning.pytorch")

@@ -34,15 +34,11 @@ from lightning_d9m.engine.ledger.format.records import (
 )
 from lightning_d9m.engine.ledger.kinds import WRITTEN
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS, capture_compiler
-from lightning_d9m.engine.probes.batch_probes import Training
-from lightning_d9m.engine.probes.dumps import trace_hooks
-from lightning_d9m.engine.probes.module_hooks import OpMode
-from lightning_d9m.engine.probes.trace import ProbePoint
+from lightning_d9m.engine.probes.training import ProbePoint, Recorded, Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.drift import ReplicatedState
 from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training, share_new_folder
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.integrations.lightning.step_replay import Replay
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.trainer.lightning_private import is_compiled, list_loaders
 from lightning_d9m.integrations.trainer.packages import rank_zero
@@ -115,7 +111,7 @@ class TrainerRecorder:
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
-        self._replay: Replay | None = None
+        self._replay: Any = None  # loaded where steps are run twice
         self._replayed, self._traced = ExitStack(), ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
@@ -140,12 +136,14 @@ class TrainerRecorder:
         """
         options, run = self.run.options, self.run
         if options.replay_every:
+            from lightning_d9m.integrations.lightning.step_replay import Replay
+
             self._replay = Replay(trainer, run)
         self._epoch = trainer.current_epoch
 
-        def wrap_steps(stack: ExitStack, ops: OpMode) -> None:
+        def wrap_steps(stack: ExitStack, recorded: Recorded) -> None:
             for name in ("training_step", "backward", "validation_step"):
-                wrap_method(stack, trainer.strategy, name, ops.entered)
+                wrap_method(stack, trainer.strategy, name, recorded)
 
         training = Training(
             trainer.lightning_module,
@@ -170,6 +168,7 @@ class TrainerRecorder:
         )
         probes, profiler = run.probes, trainer.profiler
         if probes.dump is not None and options.kinds & WRITTEN:
+            from lightning_d9m.engine.probes.dumps import trace_hooks
 
             def take() -> str | None:
                 return probes.digest_state(trainer.global_step) if run.probes is probes else None
