@@ -57,7 +57,8 @@ import sys
 from pathlib import Path
 from lightning_d9m import DeterminismCallback
 DeterminismCallback()
-files = [module.__file__ for name, module in sys.modules.items() if name.startswith("lightning_d9m")]
+modules = [m for name, m in sys.modules.items() if name.startswith("lightning_d9m")]
+files = [module.__file__ for module in modules]
 own = [file for file in files if file and "autoload" not in file]  # which the fixture has loaded
 print(sum(len(Path(file).read_text().splitlines()) for file in own))
 """
