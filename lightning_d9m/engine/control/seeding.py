@@ -149,7 +149,10 @@ class SeededHost:
 
     def __enter__(self) -> None:
         self._states = random.getstate(), torch.default_generator.get_state()
-        self._own, self._normal = np.random.get_bit_generator(), _read_normal()
+        self._own = np.random.get_bit_generator()
+        # Its state is asked for in the place of the generator's; numbers are drawn elsewhere.
+        _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001
+        self._normal = _numpy.get_state(legacy=False)
         self._other = _spare.pop() if _spare else np.random.MT19937(0)
         np.random.set_bit_generator(self._other)
         seed_host(self._seed)
@@ -160,30 +163,10 @@ class SeededHost:
         torch.default_generator.set_state(cpu)
         np.random.set_bit_generator(self._own)
         if self._normal["has_gauss"]:
-            _write_normal(self._normal)
+            _numpy._bit_generator = SimpleNamespace()  # noqa: SLF001 - as above
+            _numpy.set_state({**self._normal, "state": None})
+            _numpy._bit_generator = self._own  # noqa: SLF001
         _spare.append(self._other)
-
-
-def _read_normal() -> dict[str, Any]:
-    """Return the normal number that NumPy keeps for the next call, as its state has it."""
-    with _words_left_out():
-        return dict(_numpy.get_state(legacy=False))
-
-
-def _write_normal(normal: Mapping[str, Any]) -> None:
-    with _words_left_out():
-        _numpy.set_state({**normal, "state": None})
-
-
-@contextmanager
-def _words_left_out() -> Iterator[None]:
-    """Let NumPy's state be the normal number alone."""
-    own = _numpy._bit_generator  # noqa: SLF001 - asked for the words only; draws come from elsewhere
-    _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001
-    try:
-        yield
-    finally:
-        _numpy._bit_generator = own  # noqa: SLF001
 
 
 def digest_generators() -> dict[str, str]:

@@ -360,8 +360,12 @@ def _find_dense(tensor: Tensor) -> Tensor | None:
 
 def _sketch(tensor: Tensor) -> str:
     """Return the sketch of a tensor, which is copied to the host in pieces."""
-    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
     flat = tensor.reshape(-1)
+    if len(flat) <= _WIDTH:  # a single row, as most tensors of a model have
+        values = flat.cpu().to(torch.float64).numpy()
+        signed = values * _draw_signs("signs", _BLOCK)[: len(flat)]
+        return _hex(np.bincount(_draw_buckets()[: len(flat)], signed, SKETCH_BUCKETS))
+    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
     size = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK)) * _BLOCK
     for start in range(0, flat.numel(), size):
         # A cast in the same call as the copy would be done on the device.
@@ -372,8 +376,11 @@ def _sketch(tensor: Tensor) -> str:
             signs = _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)[: len(values)]
             signed = np.einsum("ij,ij->j", values, signs)
             sums += signed * _draw_signs(f"block {number}", _WIDTH) if number else signed
-    found = np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS)
-    return found.astype("<f8", copy=False).tobytes().hex()
+    return _hex(np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS))
+
+
+def _hex(sketch: NDArray[np.float64]) -> str:
+    return sketch.astype("<f8", copy=False).tobytes().hex()
 
 
 @cache
