@@ -133,6 +133,8 @@ def restore_rng(state: RngState) -> None:
 
 # NumPy's global functions, such as ``np.random.rand``, are methods of this object.
 _numpy: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+_get_bits: Any = vars(np.random)["get_bit_generator"]  # which its stubs do not have
+_set_bits: Any = vars(np.random)["set_bit_generator"]
 _spare: list[Any] = []  # bit generators for `SeededHost`, as many as are nested
 
 
@@ -149,19 +151,19 @@ class SeededHost:
 
     def __enter__(self) -> None:
         self._states = random.getstate(), torch.default_generator.get_state()
-        self._own = np.random.get_bit_generator()
+        self._own = _get_bits()
         # Its state is asked for in the place of the generator's; numbers are drawn elsewhere.
         _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001
         self._normal = _numpy.get_state(legacy=False)
         self._other = _spare.pop() if _spare else np.random.MT19937(0)
-        np.random.set_bit_generator(self._other)
+        _set_bits(self._other)
         seed_host(self._seed)
 
     def __exit__(self, *_: object) -> None:
         python, cpu = self._states
         random.setstate(python)
         torch.default_generator.set_state(cpu)
-        np.random.set_bit_generator(self._own)
+        _set_bits(self._own)
         if self._normal["has_gauss"]:
             _numpy._bit_generator = SimpleNamespace()  # noqa: SLF001 - as above
             _numpy.set_state({**self._normal, "state": None})

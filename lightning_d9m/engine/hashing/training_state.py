@@ -379,7 +379,7 @@ def _sketch(tensor: Tensor) -> str:
     return _hex(np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS))
 
 
-def _hex(sketch: NDArray[np.float64]) -> str:
+def _hex(sketch: NDArray[Any]) -> str:
     return sketch.astype("<f8", copy=False).tobytes().hex()
 
 

@@ -47,7 +47,7 @@ _BY_PROGRAM = frozenset({"clock", "address", "process number"})
 _OWN, _STANDARD = "own", ""
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _clock = time.monotonic_ns
-_Handler: TypeAlias = Callable[["Watch", Any], None]
+_Handler: TypeAlias = Callable[["OutsideWatch", Any], None]
 
 
 class _Source:
@@ -57,7 +57,7 @@ class _Source:
     become a method there.
     """
 
-    def __init__(self, watch: "Watch", owner: object, name: str, kind: str) -> None:
+    def __init__(self, watch: "OutsideWatch", owner: object, name: str, kind: str) -> None:
         self.__wrapped__ = getattr(owner, name)
         self.__name__ = self.__qualname__ = name
         self.__module__ = getattr(owner, "__name__", "")  # where pickle finds it
@@ -78,7 +78,7 @@ class _Source:
         return self.__name__
 
 
-class Watch:
+class OutsideWatch:
     """Writes the reads from outside of this process, and of those that it forks, to a folder.
 
     Attributes:
@@ -110,7 +110,7 @@ class Watch:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
-        """Watch from now on, in this process and those that it forks."""
+        """OutsideWatch from now on, in this process and those that it forks."""
         Watched.watch = self
         for module, name, kind in _list_sources():
             self._replace(module, name, _Source(self, module, name, kind))
@@ -118,8 +118,8 @@ class Watch:
         self._replace(random, "seed", random._inst.seed)  # noqa: SLF001 - bound before
         for kind, owner in (("process", BaseProcess), ("thread", threading.Thread)):
             self._replace(owner, "start", self._wrap_start(kind, owner.start))
-        if not Watch._hooked:  # a hook cannot be removed; it asks for the current watch
-            Watch._hooked = True
+        if not OutsideWatch._hooked:  # a hook cannot be removed; it asks for the current watch
+            OutsideWatch._hooked = True
             sys.addaudithook(_audit)
 
     def stop(self) -> None:
@@ -312,7 +312,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _note_event(kind: str, what: Callable[[Any], str], *, known: bool = False) -> _Handler:
-    def handle(watch: Watch, args: Any) -> None:
+    def handle(watch: OutsideWatch, args: Any) -> None:
         value = (lambda: what(args)) if known else None
         watch.note(kind, what(args), value)
 
@@ -405,7 +405,7 @@ def _digest_rows(batch: Any) -> Iterator[str]:
 
 
 def watch_process() -> None:
-    """Watch this process if the variable names a folder."""
+    """OutsideWatch this process if the variable names a folder."""
     folder = os.environ.get(VARIABLE)
     if folder and Watched.watch is None:
-        Watch(Path(folder)).start()
+        OutsideWatch(Path(folder)).start()

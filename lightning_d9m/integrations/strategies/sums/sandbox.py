@@ -30,6 +30,7 @@ from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch, digest_value
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
+from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
@@ -45,7 +46,6 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
 _LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
-_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_d9m")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,7 +277,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        if package not in _LIBRARIES and node.path not in self._warned:
+        if not is_of_framework(package) and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
                 f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "
