@@ -19,6 +19,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.integrations.trainer.packages import PACKAGES
+
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_d9m.engine.control.session import Session
 
 _OFF = ("", "0")
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class _AutoloadState:
@@ -91,7 +92,7 @@ def _start() -> None:
 
     if not read_switch(os.environ) or _is_unsupported():
         return
-    for package in _PACKAGES:
+    for package in PACKAGES:
         register = partial(_attempt, partial(_register, package))
         call_after_import(f"{package}.strategies", register)
     # Nothing can be imported from a module of ours that is importing torch before it is complete.
