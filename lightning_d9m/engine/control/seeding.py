@@ -152,7 +152,7 @@ class SeededHost:
     def __enter__(self) -> None:
         self._states = random.getstate(), torch.default_generator.get_state()
         self._own = _get_bits()
-        # Its state is asked for in the place of the generator's; numbers are drawn elsewhere.
+        # NumPy reads its state in place of the generator's words; numbers are drawn elsewhere.
         _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001
         self._normal = _numpy.get_state(legacy=False)
         self._other = _spare.pop() if _spare else np.random.MT19937(0)

@@ -200,14 +200,14 @@ def take_partial_snapshot(
         if layouts is not None and taken.divide((group, name), value, layout):
             continue
         if not isinstance(value, Tensor):
-            taken.groups[group][name] = digest_value(_digestible(value))
+            taken.groups[group][name] = _digest_settings(value)
         elif is_lazy(value):  # it has no shape before its module's first input
             taken.groups[group][name] = digest_value(type(value))
         else:
             whole[group, name] = value
     for number, scheduler in enumerate(schedulers):
         given = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
-        taken.groups["schedulers"][str(number)] = digest_value(_digestible(given))
+        taken.groups["schedulers"][str(number)] = _digest_settings(given)
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     if sketches:
@@ -230,6 +230,14 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
         for key, own in value.items()
         if not isinstance(own, bool | None) or own is not getattr(options.get(key), "default", own)
     }
+
+
+def _digest_settings(value: object) -> str:
+    """Return the digest of a value, in which types replace objects without defined bytes."""
+    try:
+        return digest_value(value)
+    except DigestError:
+        return digest_value(_digestible(value))
 
 
 def _digestible(value: object) -> object:

@@ -41,6 +41,11 @@ class BatchProbes(Probes):
     ``write`` takes the records.
     """
 
+    @property
+    def are_idle(self) -> bool:
+        """False: each batch is looked at."""
+        return False
+
     def __init__(
         self, settings: ProbeSettings, training: Training, rank: int, write: Write
     ) -> None:

@@ -108,6 +108,11 @@ class Probes:
     def __init__(self) -> None:
         self._validated = 0  # batches of validations since the last batch of the training
 
+    @property
+    def are_idle(self) -> bool:
+        """Whether nobody needs to know of batches, so that their point need not be read."""
+        return Watched.watch is None
+
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:  # noqa: ARG002 - taken by BatchProbes
         """Record the state at the start of a batch, and hook the model, if its step is probed.
 

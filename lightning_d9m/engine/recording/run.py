@@ -204,6 +204,11 @@ class Run:
         return self._reference is not None or self._agreement is not None
 
     @property
+    def digests_steps(self) -> bool:
+        """True if ``end_step`` may have something to digest."""
+        return self._due > 0 or self._agreement is not None
+
+    @property
     def ledger_position(self) -> dict[str, str] | None:
         """The ledger's folder, and the check of this rank's last record; None without one."""
         if self._writer is None or self.folder is None:

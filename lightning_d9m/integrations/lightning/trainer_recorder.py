@@ -197,6 +197,8 @@ class TrainerRecorder:
 
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
+        if self._replay is None and self.run.probes.are_idle:
+            return
         self._replayed.close()
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
         self.run.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
@@ -207,12 +209,17 @@ class TrainerRecorder:
 
     def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
-        self._replayed.close()
+        idle = self._replay is None and self.run.probes.are_idle
+        if not idle:
+            self._replayed.close()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss
-        self.run.end_step(trainer.current_epoch, trainer.global_step)
+        if self.run.digests_steps:
+            self.run.end_step(trainer.current_epoch, trainer.global_step)
+        if idle:
+            return
         scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
         self.run.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
 
