@@ -174,6 +174,8 @@ lightning.pytorch.callbacks.batch_size_finder:BatchSizeFinder
     _early_exit | tell a search from a fit
 random
     _inst | see that a program seeds Python's generator
+numpy.random.mtrand:RandomState
+    _bit_generator | load a batch with generators of its own
 threading:Thread
     _target | see what a thread runs
 lightning.fabric.wrappers:_FabricDataLoader

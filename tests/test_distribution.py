@@ -55,7 +55,8 @@ def names_in(wheel):
 
 def test_the_wheel_holds_the_package_and_nothing_else(archives):
     names = names_in(archives[0])
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_d9m"}
+    expected = {"lightning_d9m", "lightning_d9m_autoload.py"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == expected
     assert "lightning_d9m/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     files = [path for path in (ROOT / "lightning_d9m").rglob("*.*") if path.suffix != ".pyc"]

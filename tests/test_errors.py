@@ -10,7 +10,7 @@ import torch
 from raise_sites import find_sites
 
 from lightning_d9m.engine.ledger.folder import read_ledger
-from lightning_d9m.engine.probes.trace import ProbePoint
+from lightning_d9m.engine.probes.training import ProbePoint
 from lightning_d9m.errors import CommandError, D9mError, DriftError, file_errors
 
 PREFIX = "lightning_d9m."

@@ -52,6 +52,24 @@ def test_a_digest_and_the_recipe_without_lightning_load_none(tmp_path):
     assert not {name for name in loaded if "lightning" in name}
 
 
+TRAINING = """
+import sys
+from pathlib import Path
+from lightning_d9m import DeterminismCallback
+DeterminismCallback()
+modules = [m for name, m in sys.modules.items() if name.startswith("lightning_d9m")]
+files = [module.__file__ for module in modules]
+own = [file for file in files if file and "autoload" not in file]  # which the fixture has loaded
+print(sum(len(Path(file).read_text().splitlines()) for file in own))
+"""
+
+
+def test_a_training_loads_only_what_it_uses(forking_python):
+    """A reader of a training need not know the other 27,000 lines."""
+    done = subprocess.run([forking_python, "-c", TRAINING], capture_output=True, check=True)
+    assert int(done.stdout) <= 16_500
+
+
 def test_every_public_name_loads():
     stub = Path(lightning_d9m.__file__).with_suffix(".pyi").read_text()
     names = re.findall(r"(\w+) as \1,?$", stub, re.MULTILINE)

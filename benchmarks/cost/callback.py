@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.engine.control.data import loaders
 from lightning_d9m.engine.control.data.loaders import LoaderControl
-from lightning_d9m.engine.control.seeding import RandomStreams
+from lightning_d9m.engine.control.seeding import RandomStreams, SeededHost
 from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 
@@ -80,7 +79,7 @@ ENTRANCES = {
     TrainerSession: ("start_evaluation", "end_evaluation"),
     ResumableFit: ("_begin_validation", "capture"),
     LoaderControl: ("wrap_loader", "start_epoch"),
-    loaders: ("capture_host", "seed_host", "restore_rng"),
+    SeededHost: ("__enter__", "__exit__"),
     RandomStreams: ("derive",),
 }
 

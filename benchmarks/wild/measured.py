@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.engine.control.data import loaders
+from lightning_d9m.engine.control.seeding import SeededHost
 from lightning_d9m.integrations.lightning.callback import AddedCallback, DeterminismCallback
 from lightning_d9m.integrations.lightning.resume import resumable_fit
 from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
@@ -46,7 +46,7 @@ _CALLED: list[tuple[Any, list[str]]] = [
     (TrainerSession, ["start_evaluation", "end_evaluation", "start_epoch", "close"]),
     (ResumableFit, ["capture", "_find_late_changes", "_begin_validation"]),
     (resumable_fit, ["remember", "make_manifest"]),
-    (loaders, ["capture_host", "seed_host", "restore_rng"]),
+    (SeededHost, ["__enter__", "__exit__"]),
 ]
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.engine.control.seeding import (
+    SeededHost,
     capture_generators,
     capture_host,
     capture_rng,
@@ -88,6 +89,13 @@ def test_seeding_and_loading_are_those_of_the_libraries(seed, before, other, ins
     found = draw(inside), read_state()
     restore_rng(saved)
     assert read_state() == expected
+    with SeededHost(other):
+        assert (draw(inside), read_state()) == found
+        with SeededHost(seed):  # a dataset that iterates another loader
+            draw(before)
+            assert read_state() == expected
+        assert read_state() == found[1]
+    assert read_state() == expected
     random.seed(other)
     np.random.seed(other & 0xFFFFFFFF)
     torch.manual_seed(other)
@@ -115,6 +123,10 @@ def test_another_generator_of_numpy_is_kept_too(make):
         np.random.set_bit_generator(make(1))
         kept, first = capture_host(), np.random.rand(3)
         restore_rng(kept)
+        assert np.random.rand(3).tolist() == first.tolist()
+        restore_rng(kept)
+        with SeededHost(3):
+            np.random.rand(5)
         assert np.random.rand(3).tolist() == first.tolist()
     finally:
         np.random.set_bit_generator(before)

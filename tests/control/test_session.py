@@ -26,6 +26,7 @@ from lightning_d9m.engine.control.session import (
     session_inherited,
     set_fits,
 )
+from lightning_d9m.ops.patches import registration
 
 OTHER = torch.get_num_threads() + 1  # a number of threads that shows whether it was put back
 
@@ -209,7 +210,7 @@ def test_operations_are_patched_where_there_is_cuda_and_once(monkeypatch):
         cuda.pop()
 
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(session, "patches_applied", record)
+    monkeypatch.setattr(registration, "patches_applied", record)
     with deterministic(patch_ops=False), deterministic(unpatched_ops=("histc",), patch_ops=True):
         assert cuda == [("CUDA", ("histc",))]
         with deterministic(patch_ops=True, unpatched_ops=("histc",)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_d9m.engine.probes.dumps import Dump, keep
-from lightning_d9m.engine.probes.trace import ProbePoint
+from lightning_d9m.engine.probes.training import ProbePoint
 from lightning_d9m.tools.cli.locate import describe_op
 from lightning_d9m.tools.locate.op_evidence import examine_op, measure_saved
 

@@ -22,7 +22,7 @@ from lightning_d9m.engine.probes.dumps import (
     revive,
     trace_hooks,
 )
-from lightning_d9m.engine.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
 from lightning_d9m.errors import LedgerError
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy.stats import qmc
 
-from lightning_d9m.engine.probes.outside import VARIABLE, Watch
+from lightning_d9m.engine.probes.outside import VARIABLE, OutsideWatch
 from lightning_d9m.tools.locate.outside import read_lines
 
 # A program, and what a line of it reads: kind, and what stands in the text.
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def watch(tmp_path):
-    watch = Watch(tmp_path)
+    watch = OutsideWatch(tmp_path)
     watch.start()
     yield lambda: [line["read"] for lines in read_lines(tmp_path).values() for line in lines]
     watch.stop()
@@ -91,7 +91,7 @@ def test_a_program_in_threads_and_processes(tmp_path, monkeypatch):
 
 def test_nothing_is_left_when_it_stops(tmp_path):
     before = (time.time, os.urandom, random.Random.seed, torch.manual_seed, np.random.seed)
-    watch = Watch(tmp_path)
+    watch = OutsideWatch(tmp_path)
     watch.start()
     assert time.time is not before[0]
     watch.stop()
@@ -130,7 +130,7 @@ def test_a_broken_program_is_not_broken_further(watch, monkeypatch):
 
 
 def test_samples_are_told_by_their_content(tmp_path):
-    watch = Watch(tmp_path)
+    watch = OutsideWatch(tmp_path)
     x, y = torch.rand(4, 3, dtype=torch.bfloat16), torch.arange(4)
     for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
         watch.take_samples({"x": x[order], "y": [y[order]], "name": "a"})

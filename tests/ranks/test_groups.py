@@ -14,7 +14,6 @@ from torch import distributed
 
 from lightning_d9m.engine.ranks.groups import (
     RankLiveness,
-    add_lost_ranks,
     close_connections,
     identify_process,
     lost_ranks_named,
@@ -125,12 +124,12 @@ def make_ranks(*processes, store=None, limit_seconds=0.3):
 
 def test_a_rank_that_raised_is_named_with_its_error_and_no_rank_that_responds():
     survivor, failed, other = make_ranks(*[(HOST, OWN_PROCESS)] * 3, limit_seconds=10)
-    add_lost_ranks(ValueError("the third batch is bad\nwith details"), failed)
+    failed.add_lost_ranks(ValueError("the third batch is bad\nwith details"))
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(RankLiveness.find_lost, (survivor, other)))
     assert found == [{1: "Rank 1 ended with ValueError: the third batch is bad."}] * 2
     error = RuntimeError(GLOO_ERROR)
-    add_lost_ranks(error, survivor)
+    survivor.add_lost_ranks(error)
     assert str(error) == f"{GLOO_ERROR}\nRank 1 ended with ValueError: the third batch is bad."
 
 
@@ -174,8 +173,7 @@ def test_without_the_store_rank_0_and_the_processes_of_this_host_are_known(proce
 @pytest.mark.parametrize("error", [RuntimeError("a bad shape"), ValueError(GLOO_ERROR)])
 def test_an_error_that_no_collective_raised_is_left_alone(error):
     before = str(error)
-    add_lost_ranks(error, make_ranks(identify_process(), identify_process())[0])
-    add_lost_ranks(error, None)
+    make_ranks(identify_process(), identify_process())[0].add_lost_ranks(error)
     assert str(error) == before
 
 

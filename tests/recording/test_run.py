@@ -13,7 +13,7 @@ from rank_threads import RANKS, Threads
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import End, Header, RunFacts
-from lightning_d9m.engine.probes.batch_probes import Training
+from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.drift import ReplicatedState
 from lightning_d9m.engine.recording.run import Run, RunOptions

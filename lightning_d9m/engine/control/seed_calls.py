@@ -3,8 +3,6 @@
 A random seed is the most frequent cause of a difference, and the line that draws it explains it.
 """
 
-import linecache
-import sys
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
@@ -13,10 +11,10 @@ from typing import Any
 import torch
 
 from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.program import find_line
 
 # The last calls are enough: a later one replaces what an earlier one did.
 _MOST_KEPT = 4
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
 
 
 class SeedCalls:
@@ -44,7 +42,9 @@ class SeedCalls:
     ) -> Callable[[Any], torch.Generator]:
         @wraps(original)
         def note(seed: Any) -> torch.Generator:
-            self.found.append(f"manual_seed({int(seed)}){_find_line()}")
+            line = find_line()
+            where = "" if line is None else f" at {line.file}:{line.number}: {line.text}"
+            self.found.append(f"manual_seed({int(seed)}){where}")
             called(int(seed))
             return original(seed)
 
@@ -55,17 +55,6 @@ class SeedCalls:
         if not self._installed:
             self._patches.undo()
             self.found.clear()
-
-
-def _find_line() -> str:
-    """Return the innermost line that calls from outside the libraries, or of a library's caller."""
-    frame = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
-    while str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    return f" at {file}:{number}: {linecache.getline(file, number, frame.f_globals).strip()}"
 
 
 seed_calls = SeedCalls()

@@ -30,7 +30,6 @@ from lightning_d9m.engine.control.seeding import rng_restored, seed_all
 from lightning_d9m.engine.control.settings import Settings
 from lightning_d9m.errors import SettingError
 from lightning_d9m.hooks import check_hooks
-from lightning_d9m.ops.patches.registration import is_patched, patches_applied, variation_allowed
 from lightning_d9m.ops.portability import is_portable
 
 if TYPE_CHECKING:
@@ -93,18 +92,8 @@ class Session:
                     from lightning_d9m.ops.portability.mode import portable
 
                     stack.enter_context(portable())
-                elif (
-                    settings.patch_ops
-                    # This does not start the driver, after which a launcher could no longer fork.
-                    and torch.backends.cuda.is_built()
-                    and not _is_patched(settings)
-                    and can_patch()
-                ):
-                    varying = (op for op in settings.varying_ops if is_patched(op))
-                    exclude = (*settings.unpatched_ops, *varying)
-                    stack.enter_context(patches_applied("CUDA", exclude=exclude))
                 if torch.backends.cuda.is_built():
-                    stack.enter_context(variation_allowed(settings.varying_ops, "CUDA"))
+                    _enter_kernels(stack, settings)
             if not _open:
                 stack.enter_context(_workers_follow())
             stack.enter_context(rng_restored())
@@ -186,6 +175,24 @@ def _refuse_other_threads() -> None:
                 "its random generators and torch's flags. Run one after the other, or each in its "
                 "own process."
             )
+
+
+def _enter_kernels(stack: ExitStack, settings: Settings) -> None:
+    """Patch operations, and let those vary that may, on a machine whose torch has CUDA kernels."""
+    # Loaded here: torch built for a CPU has nothing to patch.
+    from lightning_d9m.ops.patches.registration import (
+        is_patched,
+        patches_applied,
+        variation_allowed,
+    )
+
+    # This does not start the driver, after which a launcher could no longer fork. Portable bits
+    # have replaced the operations already.
+    if settings.patch_ops and not settings.portable and not _is_patched(settings) and can_patch():
+        varying = (op for op in settings.varying_ops if is_patched(op))
+        exclude = (*settings.unpatched_ops, *varying)
+        stack.enter_context(patches_applied("CUDA", exclude=exclude))
+    stack.enter_context(variation_allowed(settings.varying_ops, "CUDA"))
 
 
 def _is_patched(settings: Settings) -> bool:

@@ -19,7 +19,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.ops.patches.catalog.catalog import find_op
 from lightning_d9m.ops.portability import is_portable
 
 # The range of Lightning's `seed_everything`, so that one number serves both.
@@ -95,8 +94,11 @@ class Settings:
                 f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
                 "patched. Switch patch_ops on, or leave unpatched_ops out."
             )
-        for name in (*self.unpatched_ops, *self.varying_ops):
-            if "::" not in name or name in self.unpatched_ops:
+        named = [name for name in self.varying_ops if "::" not in name]
+        if named := [*self.unpatched_ops, *named]:
+            from lightning_d9m.ops.patches.catalog.catalog import find_op
+
+            for name in named:
                 find_op(name)  # raises for a misspelled name
 
     def as_record(self) -> dict[str, int | bool | str | None]:

@@ -6,7 +6,7 @@ of each 128 KiB of the elements. It does not depend on thread counts, blocks or 
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 from types import ModuleType
@@ -336,12 +336,13 @@ class DigestQueue:
         """
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
-        for group in _group(data):
-            self._read_group({start + number: data[number] for number in group})
+        ordered, *others = _group(data)
+        self._read_group({start + number: data[number] for number in ordered})
+        for group in others:  # whose copies are alive only in the call
+            self._read_group({start + number: _order(data[number]) for number in group})
 
-    def _read_group(self, group: dict[int, torch.Tensor]) -> None:
-        """Read tensors, or copies of them that are alive only here."""
-        group = {n: one if _is_ordered(one) else _order(one) for n, one in group.items()}
+    def _read_group(self, group: Mapping[int, torch.Tensor]) -> None:
+        """Read tensors in row-major order."""
         here: dict[int, tuple[int, int]] = {}
         there: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, tensor in group.items():

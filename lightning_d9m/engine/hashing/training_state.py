@@ -200,14 +200,14 @@ def take_partial_snapshot(
         if layouts is not None and taken.divide((group, name), value, layout):
             continue
         if not isinstance(value, Tensor):
-            taken.groups[group][name] = digest_value(_digestible(value))
+            taken.groups[group][name] = _digest_settings(value)
         elif is_lazy(value):  # it has no shape before its module's first input
             taken.groups[group][name] = digest_value(type(value))
         else:
             whole[group, name] = value
     for number, scheduler in enumerate(schedulers):
         given = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
-        taken.groups["schedulers"][str(number)] = digest_value(_digestible(given))
+        taken.groups["schedulers"][str(number)] = _digest_settings(given)
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     if sketches:
@@ -230,6 +230,14 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
         for key, own in value.items()
         if not isinstance(own, bool | None) or own is not getattr(options.get(key), "default", own)
     }
+
+
+def _digest_settings(value: object) -> str:
+    """Return the digest of a value, in which types replace objects without defined bytes."""
+    try:
+        return digest_value(value)
+    except DigestError:
+        return digest_value(_digestible(value))
 
 
 def _digestible(value: object) -> object:
@@ -360,8 +368,12 @@ def _find_dense(tensor: Tensor) -> Tensor | None:
 
 def _sketch(tensor: Tensor) -> str:
     """Return the sketch of a tensor, which is copied to the host in pieces."""
-    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
     flat = tensor.reshape(-1)
+    if len(flat) <= _WIDTH:  # a single row, as most tensors of a model have
+        values = flat.cpu().to(torch.float64).numpy()
+        signed = values * _draw_signs("signs", _BLOCK)[: len(flat)]
+        return _hex(np.bincount(_draw_buckets()[: len(flat)], signed, SKETCH_BUCKETS))
+    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
     size = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK)) * _BLOCK
     for start in range(0, flat.numel(), size):
         # A cast in the same call as the copy would be done on the device.
@@ -372,8 +384,11 @@ def _sketch(tensor: Tensor) -> str:
             signs = _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)[: len(values)]
             signed = np.einsum("ij,ij->j", values, signs)
             sums += signed * _draw_signs(f"block {number}", _WIDTH) if number else signed
-    found = np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS)
-    return found.astype("<f8", copy=False).tobytes().hex()
+    return _hex(np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS))
+
+
+def _hex(sketch: NDArray[Any]) -> str:
+    return sketch.astype("<f8", copy=False).tobytes().hex()
 
 
 @cache

@@ -2,15 +2,13 @@
 
 import warnings
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_d9m.engine.control.seeding import capture_rng
 from lightning_d9m.engine.hashing.digest import digest_value
@@ -18,63 +16,43 @@ from lightning_d9m.engine.hashing.training_state import ModelTensors, optimizer_
 from lightning_d9m.engine.ledger.kinds import ROOT, VALIDATION
 from lightning_d9m.engine.probes.dumps import Dump
 from lightning_d9m.engine.probes.module_hooks import OpMode, hook_model
-from lightning_d9m.engine.probes.outside import Watch
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import (
     Leaves,
     ProbeCollector,
-    ProbePoint,
-    StatePoint,
     Take,
     Write,
     monitors_heard,
     name_leaves,
 )
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Training:
-    """The training whose batches are probed, and whose state is recorded.
-
-    Attributes:
-        model: The model, as the user's optimizers see it.
-        wrapped: The model with the wrappers around it; None if it has none.
-        list_optimizers: Returns the optimizers.
-        list_schedulers: Returns the learning rate schedulers.
-        wrap_steps: Records operations while the training makes a step, until a stack is closed;
-            the training then calls ``take_step`` itself. Without it the optimizers call
-            ``take_step``, and operations are recorded from the start of a batch on, but for those
-            of an optimizer.
-        is_compiled: See ``hook_model``.
-        records_gradients: Whether the ledger has the gradients that are there at a record.
-    """
-
-    model: nn.Module
-    wrapped: nn.Module | None = None
-    list_optimizers: Callable[[], Sequence[Any]] = tuple
-    list_schedulers: Callable[[], Sequence[Any]] = tuple
-    wrap_steps: Callable[[ExitStack, OpMode], None] | None = None
-    is_compiled: bool = False
-    records_gradients: bool = False
+from lightning_d9m.engine.probes.training import (
+    NOTHING,
+    ProbePoint,
+    Probes,
+    StatePoint,
+    Training,
+    Watched,
+)
 
 
-class BatchProbes:
+class BatchProbes(Probes):
     """Takes the probes that the settings name, of the batches of a training.
-
-    Without settings, and on ranks that they leave out, it takes none.
 
     ``write`` takes the records.
     """
 
+    @property
+    def are_idle(self) -> bool:
+        """False: each batch is looked at."""
+        return False
+
     def __init__(
         self, settings: ProbeSettings, training: Training, rank: int, write: Write
     ) -> None:
-        self._settings = settings
-        self._kinds = settings.kinds if settings.takes_rank(rank) else frozenset()
+        super().__init__()
+        self._settings, self._kinds = settings, settings.kinds
         self._training, model = training, training.model
-        folder, names = settings.dump if self._kinds else None, settings.dump_names
+        folder, names = settings.dump, settings.dump_names
         self.dump = None if folder is None else Dump(folder, rank, names)
         self.collector = ProbeCollector(write, None if self.dump is None else self.dump.save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
@@ -82,9 +60,6 @@ class BatchProbes:
         self._ops: OpMode | None = None
         self._ops_entered = ExitStack()
         self._took_loss = False
-        self._validated = 0  # batches of validations since the last batch of the training
-        if not self._kinds:
-            return
         # Nothing is recorded for a pattern that fits only another model.
         modules = [plain_name(name) for name, _ in model.named_modules()]
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -101,16 +76,10 @@ class BatchProbes:
             )
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
-        """Record the state at the start of a batch, and hook the model, if its step is probed.
-
-        ``scaler`` is the ``torch.amp.GradScaler``, where the precision has one.
-        """
+        """Record the state at the start of a batch, and hook the model, if its step is probed."""
         self._ops_entered.close()
-        if Watch.current is not None:
-            Watch.current.mark("batch", *point)
-        if point.batch < VALIDATION:
-            self._validated = 0
-        if not self._kinds or point.step not in self._settings.steps:
+        super().start(point)
+        if point.step not in self._settings.steps:
             self.unhook()
             self.collector.close()
             return
@@ -125,21 +94,15 @@ class BatchProbes:
         self._enter_ops()
         self.take_batch(batch)
 
-    def start_validation(self, epoch: int, step: int, batch: Any, scaler: Any = None) -> None:
-        """Begin a batch of a validation, which belongs to the training batch before it."""
-        number = VALIDATION + self._validated
-        self._validated += 1
-        self.start(ProbePoint(epoch, max(step - 1, 0), number), batch, scaler)
-
     def take_batch(self, batch: Any) -> None:
-        """Take the batch, or what the model is given of it; None if that is not known."""
+        """Take the batch, or what the model is given of it."""
         if batch is not None and "batch" in self._kinds and self.collector.listens:
             self.collector.add("batch", "batch", batch)
-            if Watch.current is not None:
-                Watch.current.take_samples(batch)
+            if Watched.watch is not None:
+                Watched.watch.take_samples(batch)
 
     def take_loss(self, loss: Any) -> None:
-        """Take the loss that is about to be differentiated, or was."""
+        """Take the loss, and the generators before its backward pass."""
         if "loss" in self._kinds:
             self._took_loss = True
             self.collector.add("loss", "loss", loss)
@@ -148,11 +111,7 @@ class BatchProbes:
                 self._take_rng(self.collector.add_leaves)
 
     def take_step(self, optimizer: Any, *_: object) -> None:
-        """Take the gradients and the state that an optimizer is about to use.
-
-        The state was there when the batch began, too. What changed since would look like a change
-        of the weights in the next batch.
-        """
+        """Take the gradients and the state that an optimizer is about to use."""
         self._ops_entered.close()
         if not self.collector.listens:
             return
@@ -277,7 +236,7 @@ class BatchProbes:
             if "op" in self._kinds:
                 self._ops = OpMode(model, settings, collector)
                 if training.wrap_steps is not None:
-                    training.wrap_steps(stack, self._ops)
+                    training.wrap_steps(stack, self._ops.entered)
             compiled, kinds, take = training.is_compiled, self._kinds, collector.add_leaves
             stack.enter_context(
                 hook_model(model, settings, kinds, take, ops=self._ops, is_compiled=compiled)

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from lightning_d9m.engine.ledger.format.records import ProbeKey
-from lightning_d9m.engine.probes.trace import ProbePoint, StatePoint
+from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
 from lightning_d9m.errors import LedgerError
 
 _INDEX = "index.jsonl"

@@ -6,13 +6,10 @@ undefined (``empty``), are not recorded. Triton kernels are recorded where torch
 ``torch.library.triton_op``, and in higher-order operators.
 """
 
-import linecache
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, partialmethod, wraps
 from itertools import accumulate
-from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +24,7 @@ from lightning_d9m.engine.ledger.kinds import ROOT
 from lightning_d9m.engine.probes.dumps import access_rng, keep, written_arguments
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import ProbeCollector, Take, name_leaves
+from lightning_d9m.program import find_line
 
 # Attributes of modules that only call another one: FSDP1's, and those of activation checkpointing.
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -37,17 +35,6 @@ _UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # The function of torch from which a backward pass runs.
 _ENGINE = "_engine_run_backward"
-# Packages whose lines are not the program's.
-_FOREIGN = (
-    "contextlib",
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "torchmetrics",
-    "lightning_d9m",
-)
 
 
 def hook_model(
@@ -323,24 +310,6 @@ def _defines(func: Any) -> bool:
 
 
 def _find_source(end: str | None = None) -> str | None:
-    """Return the innermost line that is not the libraries', as ``file:line in f: text``.
-
-    Args:
-        end: Name of the function around which no line is looked for.
-    """
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the stack has no cheaper view
-    while frame is not None:
-        file, scope = frame.f_code.co_filename, frame.f_globals
-        name = str(scope.get("__name__"))
-        # torch's generated code names no module, or one whose namespace is another.
-        module = sys.modules.get(name)
-        known = module is None or vars(module) is scope or name == "__main__"
-        is_imported = known and "__name__" in scope
-        if is_imported and name.partition(".")[0] not in _FOREIGN and not file.startswith("<"):
-            line = linecache.getline(file, frame.f_lineno, scope).strip()
-            if line:
-                return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
-        if frame.f_code.co_name == end:
-            return None
-        frame = frame.f_back
-    return None
+    """Return the line of ``find_line``, as ``file:line in f: text``."""
+    line = find_line(end)
+    return line and "{}:{} in {}: {}".format(*line)

@@ -29,6 +29,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from xxhash import xxh3_64_hexdigest
 
+from lightning_d9m.engine.probes.training import Watched
+
 VARIABLE = "LIGHTNING_D9M_WATCH"
 PATTERN = "outside-*.jsonl"
 # Of one place of the program, the first reads are written and then those whose number is a power of
@@ -45,7 +47,7 @@ _BY_PROGRAM = frozenset({"clock", "address", "process number"})
 _OWN, _STANDARD = "own", ""
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _clock = time.monotonic_ns
-_Handler: TypeAlias = Callable[["Watch", Any], None]
+_Handler: TypeAlias = Callable[["OutsideWatch", Any], None]
 
 
 class _Source:
@@ -55,7 +57,7 @@ class _Source:
     become a method there.
     """
 
-    def __init__(self, watch: "Watch", owner: object, name: str, kind: str) -> None:
+    def __init__(self, watch: "OutsideWatch", owner: object, name: str, kind: str) -> None:
         self.__wrapped__ = getattr(owner, name)
         self.__name__ = self.__qualname__ = name
         self.__module__ = getattr(owner, "__name__", "")  # where pickle finds it
@@ -76,15 +78,13 @@ class _Source:
         return self.__name__
 
 
-class Watch:
+class OutsideWatch:
     """Writes the reads from outside of this process, and of those that it forks, to a folder.
 
     Attributes:
-        current: The one that writes; None while none does.
         generators: Paths of the generators in the data of the fit whose ledger begins next.
     """
 
-    current: ClassVar["Watch | None"] = None
     _hooked: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
@@ -110,21 +110,21 @@ class Watch:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
-        """Watch from now on, in this process and those that it forks."""
-        Watch.current = self
+        """OutsideWatch from now on, in this process and those that it forks."""
+        Watched.watch = self
         for module, name, kind in _list_sources():
             self._replace(module, name, _Source(self, module, name, kind))
         self._replace(random.Random, "seed", self._wrap_seed(random.Random.seed))
         self._replace(random, "seed", random._inst.seed)  # noqa: SLF001 - bound before
         for kind, owner in (("process", BaseProcess), ("thread", threading.Thread)):
             self._replace(owner, "start", self._wrap_start(kind, owner.start))
-        if not Watch._hooked:  # a hook cannot be removed; it asks for the current watch
-            Watch._hooked = True
+        if not OutsideWatch._hooked:  # a hook cannot be removed; it asks for the current watch
+            OutsideWatch._hooked = True
             sys.addaudithook(_audit)
 
     def stop(self) -> None:
         """Restore what was wrapped; the audit hook does nothing from now on."""
-        Watch.current = None
+        Watched.watch = None
         while self._replaced:
             owner, name, original = self._replaced.pop()
             setattr(owner, name, original)
@@ -144,7 +144,7 @@ class Watch:
     def _wrap_seed(self, original: Callable[..., None]) -> Callable[..., None]:
         def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
             original(self, a, *args, **kwargs)
-            if watch := Watch.current:
+            if watch := Watched.watch:
                 what = "random.seed" if self is random._inst else "random.Random"  # noqa: SLF001
                 kind = "entropy" if a is None else "seed"
                 watch.note(kind, what, lambda: _cut(a or self.getstate()))
@@ -153,7 +153,7 @@ class Watch:
 
     def _wrap_start(self, kind: str, original: Callable[..., None]) -> Callable[..., None]:
         def start(self: object) -> None:
-            if watch := Watch.current:
+            if watch := Watched.watch:
                 watch.note(kind, _name_target(self))
             original(self)
 
@@ -303,7 +303,7 @@ def _find_caller() -> FrameType | None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    watch = Watch.current
+    watch = Watched.watch
     handler = _EVENTS.get(event)
     if watch is None or handler is None:
         return
@@ -312,7 +312,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _note_event(kind: str, what: Callable[[Any], str], *, known: bool = False) -> _Handler:
-    def handle(watch: Watch, args: Any) -> None:
+    def handle(watch: OutsideWatch, args: Any) -> None:
         value = (lambda: what(args)) if known else None
         watch.note(kind, what(args), value)
 
@@ -405,7 +405,7 @@ def _digest_rows(batch: Any) -> Iterator[str]:
 
 
 def watch_process() -> None:
-    """Watch this process if the variable names a folder."""
+    """OutsideWatch this process if the variable names a folder."""
     folder = os.environ.get(VARIABLE)
-    if folder and Watch.current is None:
-        Watch(Path(folder)).start()
+    if folder and Watched.watch is None:
+        OutsideWatch(Path(folder)).start()

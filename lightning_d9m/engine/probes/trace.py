@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_d9m.engine.hashing.digest import DigestQueue
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
@@ -18,6 +18,7 @@ from lightning_d9m.engine.ledger.format.records import (
     ProbeLayout,
     ProbesRecord,
 )
+from lightning_d9m.engine.probes.training import ProbePoint
 
 RECORD_PLACES = 4096
 # Longer names are cut; places whose cut names are equal count as calls of one place.
@@ -31,32 +32,6 @@ _MAX_CACHED_PLACES = 2_000_000
 _WRITE_SECONDS = 0.1
 
 Write = Callable[[ProbeLayout | ProbesRecord], None]
-
-
-class ProbePoint(NamedTuple):
-    """A batch of the training: epoch, global step when it began, and index within the epoch."""
-
-    epoch: int
-    step: int
-    batch: int
-
-    @property
-    def folder(self) -> str:
-        """The name of the folder for its values."""
-        return f"epoch-{self.epoch}.step-{self.step}.batch-{self.batch}"
-
-
-class StatePoint(NamedTuple):
-    """A moment whose state a ledger records: ``"initial"``, ``"epoch"`` or ``"final"``."""
-
-    epoch: int
-    step: int
-    moment: str
-
-    @property
-    def folder(self) -> str:
-        """The name of the folder for its values."""
-        return f"epoch-{self.epoch}.step-{self.step}.{self.moment}"
 
 
 Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]

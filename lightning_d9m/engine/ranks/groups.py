@@ -248,6 +248,15 @@ class RankLiveness:
                 lost[rank] = f"{name} {_SILENT[state].format(self._limit)}"
         return lost
 
+    def add_lost_ranks(self, error: BaseException) -> None:
+        """Append the lost ranks to the error of a failed collective; publish any other error."""
+        if isinstance(error, RankLostError):
+            return
+        if not _is_failure(error):
+            self.report_error(error)
+        elif lost := _find_lost(self):
+            error.args = ("\n".join([str(error), *lost.values()]),)
+
     def _run(self, function: Callable[[], None]) -> bool:
         """Call the store in a thread, as a store whose host is stopped blocks indefinitely."""
         succeeded = []
@@ -310,17 +319,6 @@ def connect_liveness(ranks: Ranks) -> RankLiveness | None:
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - not public
     processes = ranks.gather_json(identify_process())
     return RankLiveness(store, ranks.rank, processes, prefix=str(next(_numbers)))
-
-
-def add_lost_ranks(error: BaseException, liveness: RankLiveness | None) -> None:
-    """Append the lost ranks to the error of a failed collective; publish any other error."""
-    if liveness is None or isinstance(error, RankLostError):
-        return
-    if not _is_failure(error):
-        liveness.report_error(error)
-        return
-    if lost := _find_lost(liveness):
-        error.args = ("\n".join([str(error), *lost.values()]),)
 
 
 @contextmanager

@@ -70,10 +70,8 @@ from lightning_d9m.engine.ledger.stack import (
     capture_stack,
     check_stack,
 )
-from lightning_d9m.engine.probes.batch_probes import BatchProbes, Training
-from lightning_d9m.engine.probes.outside import Watch
 from lightning_d9m.engine.probes.settings import ProbeSettings
-from lightning_d9m.engine.probes.trace import StatePoint
+from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, Watched
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.drift import (
     RankAgreement,
@@ -196,7 +194,7 @@ class Run:
         self._training = Training(torch.nn.Module())
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
-        self.probes = BatchProbes(RunOptions(), self._training, 0, self.append)
+        self.probes = Probes()
 
     def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
         return Run, (self._given,)  # a copy has no open ledger
@@ -210,6 +208,11 @@ class Run:
     def compares(self) -> bool:
         """True if the training is compared with a reference or across ranks."""
         return self._reference is not None or self._agreement is not None
+
+    @property
+    def digests_steps(self) -> bool:
+        """True if ``end_step`` may have something to digest."""
+        return self._due > 0 or self._agreement is not None or self.stop is not None
 
     @property
     def ledger_position(self) -> dict[str, str] | None:
@@ -308,12 +311,17 @@ class Run:
         if not ranks.is_alone and replicated is not None:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
-        if Watch.current is not None:
-            Watch.current.begin(self.folder, ranks.rank)
+        if Watched.watch is not None:
+            Watched.watch.begin(self.folder, ranks.rank)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
         if control_is_on():
             settle_buckets(training.model if training.wrapped is None else training.wrapped)
-        self.probes = BatchProbes(self._used_options, training, ranks.rank, self.append)
+        used = self._used_options
+        if used.kinds and used.takes_rank(ranks.rank):
+            # Their 1,300 lines are loaded by runs that take values.
+            from lightning_d9m.engine.probes.batch_probes import BatchProbes
+
+            self.probes = BatchProbes(used, training, ranks.rank, self.append)
         return parent is None
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
@@ -433,8 +441,8 @@ class Run:
         scalars: Mapping[str, str],
         verify: Callable[[], None] | None,
     ) -> Digests:
-        if Watch.current is not None:
-            Watch.current.mark(moment, epoch, step)
+        if Watched.watch is not None:
+            Watched.watch.mark(moment, epoch, step)
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
@@ -662,8 +670,8 @@ def describe_training(
     described, parameters = describe_model(model, layouts)
     loaders = [*loaders]
     train = tuple(describe_loader(loader) for loader in loaders)
-    if Watch.current is not None:
-        Watch.current.generators = tuple(find_loader_generators(loaders))
+    if Watched.watch is not None:
+        Watched.watch.generators = tuple(find_loader_generators(loaders))
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None

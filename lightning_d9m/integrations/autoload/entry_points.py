@@ -1,6 +1,7 @@
 """Entry points for ``LIGHTNING_D9M=1 python train.py``, which needs no change to the program.
 
-pyproject.toml declares two:
+pyproject.toml declares two. ``lightning_d9m_autoload.py`` has them, and imports this module only if
+a variable is set:
 
 - ``torch.backends``: torch calls :func:`load` at the end of its own import, before the program can
   build a model. It opens a session, as ``lightning_d9m.enable()`` at the top of the program would,
@@ -9,8 +10,6 @@ pyproject.toml declares two:
   returns. Lightning documents this entry point; wrapping ``Trainer.__init__`` would depend on
   Lightning's internals. If the session could not be opened at import, this entry point raises, so
   the run never trains unseeded.
-
-Every program that imports torch loads this module, so it imports almost nothing itself.
 """
 
 import os
@@ -20,6 +19,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lightning_d9m.integrations.trainer.packages import PACKAGES
+
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_d9m.engine.control.session import Session
 
 _OFF = ("", "0")
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class _AutoloadState:
@@ -40,7 +40,7 @@ class _AutoloadState:
 
 
 def load() -> None:
-    """Open a session if ``LIGHTNING_D9M`` is on; torch calls this, and it never raises.
+    """Open a session if ``LIGHTNING_D9M`` is on; called while torch is imported, it never raises.
 
     ``LIGHTNING_D9M_PORTABLE`` alone turns it on.
     """
@@ -56,16 +56,6 @@ def _watch() -> None:
     from lightning_d9m.engine.probes.outside import watch_process
 
     watch_process()
-
-
-def make_lightning_callbacks() -> list[Any]:
-    """Return the callbacks to add to a ``lightning.pytorch.Trainer``."""
-    return _make_callbacks("lightning.pytorch")
-
-
-def make_pytorch_lightning_callbacks() -> list[Any]:
-    """Return the callbacks to add to a ``pytorch_lightning.Trainer``."""
-    return _make_callbacks("pytorch_lightning")
 
 
 def _attempt(func: Callable[[], None]) -> None:
@@ -102,7 +92,7 @@ def _start() -> None:
 
     if not read_switch(os.environ) or _is_unsupported():
         return
-    for package in _PACKAGES:
+    for package in PACKAGES:
         register = partial(_attempt, partial(_register, package))
         call_after_import(f"{package}.strategies", register)
     # Nothing can be imported from a module of ours that is importing torch before it is complete.
@@ -140,7 +130,14 @@ def _register(package: str) -> None:
     register_strategies(package)
 
 
-def _make_callbacks(package: str) -> list[Any]:
+def make_callbacks(package: str) -> list[Any]:
+    """Return the callbacks to add to a Trainer of a package of Lightning.
+
+    Raises:
+        SettingError: If the session could not be opened, or a variable has a value that is not
+            allowed.
+        TooLateError: If no session was opened before the program could build a model.
+    """
     value = os.environ.get("LIGHTNING_D9M", "")
     if value in _OFF:
         return []

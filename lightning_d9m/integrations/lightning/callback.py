@@ -15,7 +15,7 @@ from typing import Any, Literal
 from weakref import WeakSet, finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from lightning_d9m.attribute_patches import AttributePatches
@@ -39,12 +39,6 @@ from lightning_d9m.engine.control.settings import (
     variable_of,
 )
 from lightning_d9m.engine.ledger.format.records import End
-from lightning_d9m.engine.ranks.groups import (
-    RankLiveness,
-    add_lost_ranks,
-    close_group_at_exit,
-    connect_liveness,
-)
 from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.lightning.interruption import (
@@ -187,7 +181,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         self._fit: Any = None  # the `ResumableFit` that runs, or has ended
         self._session: TrainerSession | None = None
         self._saves = AttributePatches()
-        self._liveness: RankLiveness | None = None
+        self._liveness: Any = None  # of a process group; its module is loaded for one
         # The launcher and NCCL start before `setup` is called and read these variables then.
         self.early_variables = EarlyVariables()
         self.early_variables.set()
@@ -231,9 +225,13 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if self._session is not None:  # the error of another callback skipped our teardown
             given_up = "The run was given up without a call of on_exception."
             self._close(End(status="failed", error=given_up))
-        close_group_at_exit()
+        has_group = distributed.is_available() and distributed.is_initialized()
+        if has_group:
+            from lightning_d9m.engine.ranks.groups import close_group_at_exit, connect_liveness
+
+            close_group_at_exit()
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
-        self._liveness = connect_liveness(ranks_of(trainer))
+        self._liveness = connect_liveness(ranks_of(trainer)) if has_group else None
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Restore everything."""
@@ -244,7 +242,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Record in the ledger that the run failed, and restore everything."""
-        add_lost_ranks(exception, self._liveness)
+        if self._liveness is not None:
+            self._liveness.add_lost_ranks(exception)
         if self._session is not None:
             with suppress(Exception):  # do not hide the error that is being raised
                 self._recorder.run.probes.collector.close()

@@ -22,7 +22,8 @@ from lightning_d9m.engine.ledger.format.records import ProbeKey, ReplayDrift
 from lightning_d9m.engine.ledger.kinds import ROOT
 from lightning_d9m.engine.probes.module_hooks import hook_model
 from lightning_d9m.engine.probes.settings import ProbeSettings
-from lightning_d9m.engine.probes.trace import Leaves, ProbePoint, Trace, find_difference
+from lightning_d9m.engine.probes.trace import Leaves, Trace, find_difference
+from lightning_d9m.engine.probes.training import ProbePoint
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.state import Watch
 from lightning_d9m.errors import DriftError, SettingError

@@ -34,15 +34,11 @@ from lightning_d9m.engine.ledger.format.records import (
 )
 from lightning_d9m.engine.ledger.kinds import WRITTEN
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS, capture_compiler
-from lightning_d9m.engine.probes.batch_probes import Training
-from lightning_d9m.engine.probes.dumps import trace_hooks
-from lightning_d9m.engine.probes.module_hooks import OpMode
-from lightning_d9m.engine.probes.trace import ProbePoint
+from lightning_d9m.engine.probes.training import ProbePoint, Recorded, Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.drift import ReplicatedState
 from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training, share_new_folder
 from lightning_d9m.errors import LedgerError
-from lightning_d9m.integrations.lightning.step_replay import Replay
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.trainer.lightning_private import is_compiled, list_loaders
 from lightning_d9m.integrations.trainer.packages import rank_zero
@@ -115,7 +111,7 @@ class TrainerRecorder:
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
-        self._replay: Replay | None = None
+        self._replay: Any = None  # loaded where steps are run twice
         self._replayed, self._traced = ExitStack(), ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
@@ -141,12 +137,14 @@ class TrainerRecorder:
         """
         options, run = self.run.options, self.run
         if options.replay_every:
+            from lightning_d9m.integrations.lightning.step_replay import Replay
+
             self._replay = Replay(trainer, run)
         self._epoch, self._step = trainer.current_epoch, None
 
-        def wrap_steps(stack: ExitStack, ops: OpMode) -> None:
+        def wrap_steps(stack: ExitStack, recorded: Recorded) -> None:
             for name in ("training_step", "backward", "validation_step"):
-                wrap_method(stack, trainer.strategy, name, ops.entered)
+                wrap_method(stack, trainer.strategy, name, recorded)
 
         training = Training(
             trainer.lightning_module,
@@ -171,6 +169,7 @@ class TrainerRecorder:
         )
         probes, profiler = run.probes, trainer.profiler
         if probes.dump is not None and options.kinds & WRITTEN:
+            from lightning_d9m.engine.probes.dumps import trace_hooks
 
             def take() -> str | None:
                 return probes.digest_state(trainer.global_step) if run.probes is probes else None
@@ -199,8 +198,10 @@ class TrainerRecorder:
 
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
-        self._replayed.close()
         self._step = trainer.global_step
+        if self._replay is None and self.run.probes.are_idle:
+            return
+        self._replayed.close()
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
         self.run.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
         # Last, because it comes off first.
@@ -210,15 +211,20 @@ class TrainerRecorder:
 
     def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
-        self._replayed.close()
+        idle = self._replay is None and self.run.probes.are_idle
+        if not idle:
+            self._replayed.close()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss
-        scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
-        self.run.probes.end(loss, {name: v for name, v in scalars.items() if self._takes(name)})
+        if not idle:
+            scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
+            taken = {name: v for name, v in scalars.items() if self._takes(name)}
+            self.run.probes.end(loss, taken)
         # After the probes, so that records have the order of the training.
-        self.run.end_step(trainer.current_epoch, trainer.global_step)
+        if self.run.digests_steps:
+            self.run.end_step(trainer.current_epoch, trainer.global_step)
 
     def start_validation_batch(self, trainer: Trainer, batch: Any) -> None:
         """Probe a batch of a validation within a fit, which may feed back into the training."""

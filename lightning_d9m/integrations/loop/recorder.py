@@ -33,14 +33,8 @@ from lightning_d9m.engine.control.session import Session, active_session, next_f
 from lightning_d9m.engine.control.settings import Settings
 from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder
-from lightning_d9m.engine.ledger.format.records import (
-    Checkpoint,
-    End,
-    Resume,
-    Scalar,
-)
-from lightning_d9m.engine.probes.batch_probes import BatchProbes, Training
-from lightning_d9m.engine.probes.trace import ProbePoint
+from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, Scalar
+from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.interruption_points import (
@@ -460,7 +454,7 @@ class Recorder:
             raise SettingError(f"{call}() was called before the training began. {_CALLS}")
 
     @property
-    def probes(self) -> BatchProbes:
+    def probes(self) -> Probes:
         """The probes of the open ledger, for a loop that this does not iterate."""
         return self._run.probes
 

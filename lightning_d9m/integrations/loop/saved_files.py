@@ -33,7 +33,7 @@ from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED
-from lightning_d9m.engine.probes.batch_probes import Training
+from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training
 from lightning_d9m.integrations.loop.recorder import find_ranks

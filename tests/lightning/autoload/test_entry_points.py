@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lightning_d9m.integrations.autoload.entry_points import call_after_import
 from lightning_d9m.integrations.lightning.callback import make_callback
 from lightning_d9m.integrations.lightning.trainer_session import resolve_seed
 
+ROOT = Path(__file__).parents[3]
 PROJECT = Path(__file__).parents[2] / "support" / "autoload_training.py"
 # The second one in a new interpreter, where `import torch` opens the session; others are forks.
 STYLES = FORKED, FRESH = ("lightning", "pytorch_lightning")
@@ -116,13 +118,13 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
 ):
     """A package of ours that lacks a module: torch works, and no Trainer is built."""
     code = """
-        import os, sys, torch
+        import os, sys, torch, lightning_d9m_autoload
         for value in "", "0":
+            os.environ["LIGHTNING_D9M"] = value
+            lightning_d9m_autoload.load()  # as torch did at its import
             print([m for m in sys.modules if m.startswith("lightning_d9m.")])
             print(torch.initial_seed() != 0, torch.are_deterministic_algorithms_enabled())
-            from lightning_d9m.integrations.autoload import entry_points
-            os.environ["LIGHTNING_D9M"] = "0"
-            entry_points.load()  # as torch did at its import
+        from lightning_d9m.integrations.autoload import entry_points
         os.environ["LIGHTNING_D9M"] = "1"
         for lacking in ("lightning_d9m.errors", "lightning_d9m.engine.control.session"):
             sys.modules[lacking] = None
@@ -130,22 +132,54 @@ def test_nothing_is_loaded_without_the_variable_and_a_broken_installation_breaks
             entry_points.load()
             print(float(torch.ones(2).sum()))
             try:
-                entry_points.make_lightning_callbacks()  # as a Trainer does
+                entry_points.make_callbacks("lightning.pytorch")  # as a Trainer does
             except Exception as error:
                 print(error)
             del sys.modules[lacking]
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
     done, _ = run("program.py", folder=tmp_path, LIGHTNING_D9M="")
-    folder = "lightning_d9m.integrations.autoload"
-    loaded = ["lightning_d9m.version", "lightning_d9m.integrations", folder]
-    loaded.append(f"{folder}.entry_points")
     *before, first, problem, second, other = done.stdout.splitlines()
-    assert before == [f"{loaded}", "True False"] * 2
+    assert before == ["[]", "True False"] * 2
     assert done.stderr.count("LIGHTNING_D9M=1 has no effect") == 2
     assert (first, second) == ("2.0", "2.0")
     assert "import of lightning_d9m.errors halted" in problem
     assert "import of lightning_d9m.engine.control.session halted" in other
+
+
+# What the installed metadata names, called as torch and Lightning do.
+ENTRY_POINTS = """
+import os, site, sys
+from importlib.metadata import entry_points
+site.addsitedir(sys.argv[1])
+for group in ("torch.backends", "lightning.pytorch.callbacks_factory"):
+    (entry_point,) = entry_points(group=group)
+    try:
+        print(entry_point.load()())
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_an_editable_installation_that_was_moved_breaks_no_import(tmp_path):
+    """And a Trainer is refused only where determinism is asked for."""
+    tree, installed = tmp_path / "tree", tmp_path / "site-packages"
+    (tree / "lightning_d9m").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "lightning_d9m_autoload.py", "docs"):
+        (tree / name).symlink_to(ROOT / name)
+    for name in ("__init__.py", "version.py"):
+        (tree / "lightning_d9m" / name).write_text((ROOT / "lightning_d9m" / name).read_text())
+    build = "from hatchling.build import build_editable; print(build_editable('.'))"
+    done, _ = run("-c", build, folder=tree)
+    zipfile.ZipFile(tree / done.stdout.split()[-1]).extractall(installed)
+    tree.rename(tmp_path / "moved")
+    for value, callbacks in (("0", "[]"), ("1", "LIGHTNING_D9M=1 asks for a deterministic run, ")):
+        words = ("-IS", "-c", ENTRY_POINTS, installed)
+        done, _ = run(*words, folder=tmp_path, LIGHTNING_D9M=value)
+        loaded, made = done.stdout.splitlines()
+        assert loaded == "None", done.stderr
+        assert made.startswith(callbacks)
+        assert ("has no effect" in done.stderr) == (value == "1")
 
 
 def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
@@ -241,14 +275,14 @@ def test_variables_that_the_programs_own_callback_does_not_take_are_said(asked, 
 def test_a_bad_variable_refuses_the_trainer(asked, variable, value, message):
     asked.setenv(variable, value)
     with pytest.raises(SettingError, match=message):
-        autoload.make_lightning_callbacks()
+        autoload.make_callbacks("lightning.pytorch")
 
 
 def test_a_session_that_was_not_opened_refuses_the_trainer(ask):
     """``TORCH_DEVICE_BACKEND_AUTOLOAD=0``: nothing was seeded before the model was built."""
     ask(started=False)
     with pytest.raises(TooLateError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is 0"):
-        autoload.make_pytorch_lightning_callbacks()
+        autoload.make_callbacks("pytorch_lightning")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +300,7 @@ def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
     ask(started=False, unsupported=None)
     monkeypatch.setattr(place, name, value)
     autoload.load()
-    assert autoload.make_lightning_callbacks() == []
+    assert autoload.make_callbacks("lightning.pytorch") == []
     assert active_session() is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lightning_d9m: LIGHTNING_D9M=1 has no effect: ")
@@ -276,7 +310,7 @@ def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
 @pytest.mark.parametrize("value", ["", "0", "off"])
 def test_nothing_is_added_when_nothing_is_asked(monkeypatch, value):
     monkeypatch.setenv("LIGHTNING_D9M", value)
-    assert autoload.make_lightning_callbacks() == []
+    assert autoload.make_callbacks("lightning.pytorch") == []
 
 
 def test_a_seed_that_nobody_chose_gives_way_to_seed_everything(asked, monkeypatch):

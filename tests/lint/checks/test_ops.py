@@ -105,6 +105,9 @@ def test_a_torch_that_needs_no_patch_is_not_accused(scan, monkeypatch):
         ("torch.histc(dtype, 4)", "depends"),
         ("torch.bincount(i, x)", "certain"),
         ("xp.bincount(i, x)", "depends"),
+        ("x.scatter_add(0, i, x)", "certain"),
+        ("x.scatter_add(0, i, i.new_ones(2))", None),  # a count is exact
+        ("torch.zeros(2).scatter(0, i, torch.rand(2))", "depends"),  # is an index there twice?
         ("x.gather(0, i)", "depends"),  # who needs its gradient?
         ("torch.tensor([1, 2]).gather(0, i)", None),  # it has no gradient
     ],

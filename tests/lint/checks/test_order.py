@@ -30,6 +30,8 @@ CASES = {
     "    for i, n in enumerate(os.listdir(folder)):\n        other[n] = folder": "depends",
     "    for n in os.listdir(folder):\n        other[n] = nn.Linear(4, 1)": "certain",
     "    for n in os.listdir(folder):\n        other[n] = random.random()": "certain",
+    "    for n in os.listdir(folder):\n        other[n] = len(other)": "certain",
+    "    for n in os.listdir(folder):\n        other[n] = len(other[n])": None,
     "    for n in os.listdir(folder):\n        with open(n, 'w') as file:\n"
     "            file.write(n)": None,
     "    found = os.listdir(folder)\n    raise ValueError(', '.join(found))": None,

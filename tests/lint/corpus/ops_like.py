@@ -139,6 +139,8 @@ def graph(x, index, values, weights, n):
     x.index_put_((index,), values, accumulate=True)  # expect: D9M103
     x.put_(index, values)  # expect: D9M101
     x.scatter_add_(0, index, values)  # expect: D9M103
+    x.scatter_add_(0, index, torch.ones_like(values))  # fine
+    x.index_add_(0, index, (values > 0).long())  # fine
     x.index_copy_(0, index, values)  # expect: D9M103
     a = torch.zeros(n, 5).scatter_(1, index, 1.0)  # fine
     b = torch.zeros(n, 5).scatter_(1, index, values.sigmoid())  # expect: D9M103

@@ -42,7 +42,7 @@ from lightning_d9m.engine.control.data.resumable_sampler import (
     make_generator,
 )
 from lightning_d9m.engine.control.environment import threads_pinned
-from lightning_d9m.engine.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
+from lightning_d9m.engine.control.seeding import RandomStreams, SeededHost, seed_host
 from lightning_d9m.engine.control.session import capture_session, start_worker
 from lightning_d9m.engine.state.parts import is_of_program
 from lightning_d9m.engine.state.state import find_generators
@@ -142,14 +142,12 @@ class SeededDataset:
 
     def _load(self, request: SeededIndex, fetch: Callable[[Any, int], Any]) -> Any:
         watch = self._find_watch()
-        # In a worker the generators need not be restored.
-        saved = capture_host() if get_worker_info() is None else None
-        seed_host(request.seed)
-        try:
+        if get_worker_info() is None:
+            with SeededHost(request.seed):
+                batch = self._collate(fetch(request.indices, request.epoch))
+        else:  # where the generators need not be restored
+            seed_host(request.seed)
             batch = self._collate(fetch(request.indices, request.epoch))
-        finally:
-            if saved is not None:
-                restore_rng(saved)
         if watch is not None:
             watch.end_batch()
         elif self._state is not None:

@@ -24,12 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.engine.control.seeding import RandomStreams, capture_host, restore_rng, seed_host
-
-# Samplers of these packages draw only from the generator that they are given.
-_LIBRARIES = {
-    *("builtins", "torch", "torchdata", "lightning", "lightning_d9m"),
-    *("lightning_fabric", "pytorch_lightning"),
-}
+from lightning_d9m.program import is_of_framework
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +159,11 @@ def has_state(value: object) -> bool:
 def is_user_made(values: Iterable[Any]) -> bool:
     """Return whether a sampler or loader is not of torch, torchdata or Lightning.
 
-    Such a sampler may draw from the generators of the process.
+    Such a sampler may draw from the generators of the process; those draw only from the generator
+    that they are given.
     """
-    return any(type(value).__module__.partition(".")[0] not in _LIBRARIES for value in values)
+    modules = [type(value).__module__ for value in values]
+    return not all(name == "builtins" or is_of_framework(name) for name in modules)
 
 
 def iterate_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:

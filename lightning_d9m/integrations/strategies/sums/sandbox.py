@@ -14,7 +14,6 @@ from lightning_d9m.engine.state.object_digest import digest_saved
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
-    LIBRARIES,
     LONG,
     MISSING,
     OPAQUE,
@@ -32,6 +31,7 @@ from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
+from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
@@ -278,7 +278,7 @@ class Sandbox:
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
-        if package not in LIBRARIES and node.path not in self._warned:
+        if not is_of_framework(package) and node.path not in self._warned:
             self._warned.add(node.path)
             warnings.warn(
                 f"A step changes {node.path!r}, a {type(node.owner).__qualname__} of {package}, "

@@ -275,6 +275,22 @@ def _bincount(call: Call) -> Verdict:
     return None if value is None else ("bincount", "certain" if given else "depends")
 
 
+def _added(op: str) -> Condition:
+    """Accept an addition unless its source is seen to be ones or whole numbers.
+
+    Their sums are exact in any order: those of ones as long as a float can count them.
+    """
+
+    def check(call: Call) -> Verdict:
+        source = call.get(3, "src", "source")
+        value = None if source is None else find_value(source, call.scope)[0]
+        made = read_last_name(value.func) if isinstance(value, ast.Call) else ""
+        exact = {"ones", "ones_like", "new_ones", *_INTEGER_CASTS}
+        return None if made in exact else (op, "certain")
+
+    return check
+
+
 def _scatter_reduce(call: Call) -> Verdict:
     reduction = call.read(4, "reduce", default=UNKNOWN)
     if reduction in {"prod", "sum", "mean"}:
@@ -284,19 +300,22 @@ def _scatter_reduce(call: Call) -> Verdict:
 
 def _index_put(call: Call) -> Verdict:
     adds = call.read(3, "accumulate", default=False)
-    return "index_put_accumulate" if adds is True else "index_put", "certain"
+    return ("index_put_accumulate", "certain") if adds is True else ("index_put", "depends")
 
 
 def _scatter(call: Call) -> Verdict:
-    """Accept a scatter unless its source is one number, as for one-hot vectors."""
+    """Accept a scatter unless its source is one number, as for one-hot vectors.
+
+    It depends on whether an index is there twice, with different values, as for all ops that
+    overwrite: the source does not show it.
+    """
     source = call.get(3, "src", "value")
     if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
         return None
     if isinstance(call.read(3, "src", default=UNKNOWN), (int, float)):
         return None
     op = "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else "scatter"
-    kind = read_kind(source, call.scope)
-    return None if kind == "other" else (op, "certain" if kind == "tensor" else "depends")
+    return None if read_kind(source, call.scope) == "other" else (op, "depends")
 
 
 def _repeat_interleave(call: Call) -> Verdict:
@@ -454,13 +473,13 @@ _TENSOR_OPS: dict[str, Condition] = {
 }
 # These also exist with a trailing underscore.
 _IN_PLACE: dict[str, Condition] = {
-    "index_add": _always("index_add"),
-    "index_copy": _always("index_copy"),
+    "index_add": _added("index_add"),
+    "index_copy": _always("index_copy", "depends"),
     "index_put": _index_put,
     "index_reduce": _always("index_reduce"),
-    "put": _always("put_"),
+    "put": _always("put_", "depends"),
     "scatter": _scatter,
-    "scatter_add": _always("scatter_add"),
+    "scatter_add": _added("scatter_add"),
     "scatter_reduce": _scatter_reduce,
 }
 _ALL_TENSOR_OPS = {

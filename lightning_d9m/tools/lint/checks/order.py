@@ -440,7 +440,7 @@ def _judge_loop(  # noqa: C901 - one case for each kind of node
                 if not isinstance(operator, (ast.BitOr, ast.BitAnd)):
                     found.add("depends")
             case ast.Assign([ast.Subscript(), *_], value):
-                drawn = any(map(_is_drawn_or_counted, ast.walk(value)))
+                drawn = any(_is_drawn_or_counted(part, names) for part in ast.walk(value))
                 found.add("certain" if drawn or mentions(value, counts) else None)
             case ast.Call(function):
                 name, owner = read_last_name(function), getattr(function, "value", None)
@@ -465,11 +465,14 @@ def _is_message(node: ast.AST, tree: Tree) -> bool:
     return False
 
 
-def _is_drawn_or_counted(node: ast.AST) -> bool:
-    """Return whether a value is a length, or a module whose weights are drawn here."""
+def _is_drawn_or_counted(node: ast.AST, names: Iterable[str]) -> bool:
+    """Return whether a value is a length, or a module whose weights are drawn here.
+
+    The length of what belongs to one element, which has a name of these, counts no iterations.
+    """
     match node:
-        case ast.Call(ast.Name(name)):
-            return name == "len"
+        case ast.Call(ast.Name("len"), given):
+            return not any(mentions(one, names) for one in given)
         case ast.Call(ast.Attribute(owner)):
             return read_last_name(owner) == "nn"
     return False

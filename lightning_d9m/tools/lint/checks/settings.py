@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lightning_d9m.tools.lint.rules import Certainty
 from lightning_d9m.tools.lint.tree import (
     UNKNOWN,
     Call,
@@ -130,7 +131,14 @@ def check_seed(call: Call) -> Iterator[Report]:
             if name in _FROM_SYSTEM_WHEN_EMPTY or not _is_seeded_later(call):
                 alone = len(node.args) + len(node.keywords) <= 1
                 edit = f"{ast.unparse(node.func)}({_SEED})" if alone else ""
-                yield Report("D9M201" if name in _GENERATORS else "D9M204", node, edit=edit)
+                # A number in a dict display is data, such as the name of a run: the source does
+                # not show who reads it.
+                outer = next(
+                    o for o in call.tree.around(node) if isinstance(o, ast.Dict | ast.stmt)
+                )
+                certainty: Certainty = "depends" if isinstance(outer, ast.Dict) else "certain"
+                rule = "D9M201" if name in _GENERATORS else "D9M204"
+                yield Report(rule, node, certainty, edit=edit)
         elif seed is not None:
             yield from _check_entropy(call, seed)
     elif name in _GLOBAL_SEEDS or call.method == "manual_seed":
