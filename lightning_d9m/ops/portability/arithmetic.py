@@ -12,10 +12,10 @@ from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
 from lightning_d9m.ops.portability import kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
-from lightning_d9m.ops.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability.definitions import find_root
+from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
-from lightning_d9m.ops.portability.roots import find_root
 
 
 def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
     given = [one.to(working) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
-    return kernels.apply(name, *given).to(dtype)
+    return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
 
 
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS.keys() - {"normal", "pow", "gelu"}}

@@ -1,8 +1,8 @@
 /* Kernels that compute each result by one sequence of IEEE operations, on every machine.
 
    Compile without contraction (-ffp-contract=off): then a compiler may compute several results at
-   once, but may not change the operations of one. definitions.py says each sequence in torch
-   operations. Threads share out whole results. A kernel takes a struct whose members all have 8
+   once, but may not change the operations of one. formulas.py and definitions.py say each
+   sequence. Threads share out whole results. A kernel takes a struct whose members all have 8
    bytes, and computes the results from `begin` to `end`. */
 
 #include <math.h>
@@ -11,7 +11,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "functions.h"
+static inline int64_t read_bits(double x) {
+    int64_t bits;
+    memcpy(&bits, &x, 8);
+    return bits;
+}
+
+static inline double from_bits(int64_t bits) {
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
+
+#define ALWAYS static inline __attribute__((always_inline))
+
+#include "functions.h" /* written from formulas.py */
 
 typedef void kernel(const void *given, long begin, long end);
 
@@ -77,7 +91,6 @@ static inline float add_product_float(float a, float b, float c) {
 
 static inline float root_float(float x) { return sqrtf(x); }
 static inline double root_double(double x) { return sqrt(x); }
-static inline double d9m_sqrt(double x) { return sqrt(x); } /* the root of a float, rounded once */
 
 /* Whether offsets follow each other. */
 static int is_flat(const long *offsets, long count) {

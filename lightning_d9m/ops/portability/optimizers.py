@@ -72,18 +72,22 @@ def _take_adam_steps(
         torch._foreach_add_(counts, 1)
         for place, (x, gradient) in enumerate(zip(params, finite, strict=True)):
             step = int(counts[place].item())
-            state = averages[place], squares[place], most[place] if given["amsgrad"] else None
-            kernels.take_adam_step(
-                x,
-                gradient,
-                state,
-                maximize=given["maximize"],
-                decoupled=decoupled,
-                decay=1 - lr * decay if decoupled else decay,
-                factors=(1 - beta1, beta2),
+            kernels.compute(
+                "adam",
+                x=x,
+                gradient=gradient,
+                average=averages[place],
+                squares=squares[place],
+                sign=-1 if given["maximize"] else 1,
+                shrink=1 - lr * decay if decoupled else 1,
+                decay=0 if decoupled else decay,
+                first=1 - beta1,
+                second=beta2,
+                added=1 - beta2,
                 step=lr / (1 - _power(beta1, step)),
-                root=math.sqrt(1 - _power(beta2, step)),
+                divisor=math.sqrt(1 - _power(beta2, step)),
                 eps=given["eps"],
+                most=most[place] if given["amsgrad"] else None,
             )
 
 
@@ -109,17 +113,18 @@ def _take_sgd_steps(
             starts = bool(momentum) and momenta[place] is None
             if starts:
                 momenta[place] = torch.empty_like(x)
-            kernels.take_sgd_step(
-                x,
-                gradient,
-                momenta[place] if momentum else None,
-                maximize=given["maximize"],
-                nesterov=given["nesterov"],
-                starts=starts,
+            kernels.compute(
+                "sgd",
+                x=x,
+                gradient=gradient,
+                sign=-1 if given["maximize"] else 1,
                 decay=float(given["weight_decay"]),
+                step=float(given["lr"]),
                 momentum=momentum,
                 added=1 - float(given["dampening"]),
-                step=float(given["lr"]),
+                starts=starts,
+                nesterov=given["nesterov"],
+                momenta=momenta[place] if momentum else None,
             )
 
 
