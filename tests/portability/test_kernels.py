@@ -139,8 +139,10 @@ def test_kernels_of_rows_and_elements(name, dtype):
             "r % period": lambda: draw(15, dtype=dtype),
         }
         inputs = {
-            key: given[place]() if place else [0.0, 1.0, 0.3][(seed + n) % 3]
-            for n, (key, place) in enumerate(KERNELS[name].inputs.items())
+            key: [[0.0, 1.0, 0.3][(seed + n) % 3] for n in range(place)]
+            if isinstance(place, int)
+            else given[place]()
+            for key, place in KERNELS[name].inputs.items()
         }
         check_kernel(base, **inputs, **dict.fromkeys(absent))
 

@@ -150,7 +150,7 @@ def add_running(x: Tensor, dim: int) -> Tensor:
     return torch.stack(sums, dim).to(x.dtype)
 
 
-def compute(kernel: Kernel, given: Mapping[str, Tensor | float], like: Tensor) -> dict[str, Tensor]:
+def compute(kernel: Kernel, given: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
     """Return the outputs of a kernel of rows; those that are inputs are replaced in place.
 
     Args:
@@ -158,14 +158,15 @@ def compute(kernel: Kernel, given: Mapping[str, Tensor | float], like: Tensor) -
         given: Its inputs by their names.
         like: One of them, with all rows.
     """
-    numbers = dict[str, Values]()
+    numbers = dict[str, Any]()
     for name, place in kernel.inputs.items():
-        one = given[name]
-        if not isinstance(one, Tensor):
-            one = torch.tensor(one, dtype=torch.float64, device="cpu").to(like)
-        elif "period" in place:
-            one = one.repeat(len(like) // len(one)).unsqueeze(1)
-        numbers[name] = Values(one, like.dtype)
+        one: Any = given[name]
+        if isinstance(place, int):
+            rounded = torch.tensor(one, dtype=torch.float64, device="cpu").to(like)
+            numbers[name] = [Values(each, like.dtype) for each in rounded]
+        else:
+            rows = one.repeat(len(like) // len(one)).unsqueeze(1) if place == "r % period" else one
+            numbers[name] = Values(rows, like.dtype)
     outputs = {name: one.tensor for name, one in kernel.formula(**numbers).items()}
     for name, one in given.items():
         if isinstance(one, Tensor) and name in outputs:

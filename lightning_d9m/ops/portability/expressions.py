@@ -9,6 +9,7 @@ library, because a wheel's build loads it.
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Annotated, Any
 
@@ -18,8 +19,7 @@ Columns = Annotated[Any, "0"]
 """An input that each row reads."""
 Rows = Annotated[Any, "r % period"]
 """An input with a number for each row, or for each channel of an image."""
-Uniform = Annotated[Any, ""]
-"""A number, rounded to the type of the others."""
+# Annotated[Any, 3] stands for three numbers that are rounded to the type of the others.
 
 # Operators of Python by their name in `operator`; each has its text in C.
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "and_": "&", "or_": "|"}
@@ -73,12 +73,6 @@ for _name in ("neg", "invert", "abs", *_BINARY):
     setattr(Number, f"__{_name.strip('_')}__", _apply)
     if _name in _BINARY:
         setattr(Number, f"__r{_name.strip('_')}__", lambda a, b, apply=_apply: apply(b, a))
-
-where, root, copysign, to_bits, from_bits, wide, narrow, lookup, total, greatest, length = map(
-    operation,
-    ("where", "root", "copysign", "to_bits", "from_bits", "wide", "narrow", "lookup", "total",
-     "greatest", "length"),
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -165,7 +159,7 @@ class Kernel:
     """A formula of the elements of rows, which returns its outputs by their names.
 
     Attributes:
-        inputs: Where a row begins in each input; "" if it is one number.
+        inputs: Where a row begins in each input; how many numbers it is if it has no rows.
         outputs: The numbers that are returned; one with the name of an input replaces it.
         fresh: The names of the other outputs.
         in_rows: Whether rows count; otherwise all elements are one row, which threads share.
@@ -178,33 +172,37 @@ class Kernel:
             for name, one in signature(formula).parameters.items()
             if name not in absent
         }
+        add = partial(Code, self._program, "REAL")
+        given = dict[str, Code | list[Code]]()
         for name, place in self.inputs.items():
-            each = place in ("at", "0")
-            text = f"{name}[i]" if each else f"*{name}" if place else f"(REAL)g->{name}"
-            Code(self._program, "REAL", text, (), each)
+            if isinstance(place, int):
+                given[name] = [add(f"(REAL)g->{name}[{k}]") for k in range(place)]
+            else:
+                each = place in ("at", "0")
+                given[name] = add(f"{name}[i]" if each else f"*{name}", (), each)
         self._stored = {one: one.text for one in self._program if one.each}
-        given = dict(zip(self.inputs, [*self._program], strict=True))
         self.outputs: dict[str, Code] = formula(**given)
         self.fresh = [name for name in self.outputs if name not in self.inputs]
         of_rows = any(one.of_rows for one in self._program)
-        self.in_rows = of_rows or not {*self.inputs.values()} <= {"at", ""}
+        self.in_rows = of_rows or not {"0", "r % period"}.isdisjoint(self.inputs.values())
 
     def write(self, name: str) -> str:
         """Return the kernel in C, which computes rows, or elements, from ``begin`` to ``end``."""
-        members = {
-            one: "const REAL *" if place else "double " for one, place in self.inputs.items()
-        }
+        members = dict.fromkeys(self.inputs, "const REAL *")
         members |= dict.fromkeys(self.outputs, "REAL *")
-        fields = " ".join(f"{kind}{one};" for one, kind in members.items())
         places = {one: "at" if code.each else "r" for one, code in self.outputs.items()}
         places = self.inputs | places
+        fields = " ".join(
+            f"double {one}[{places[one]}];" if isinstance(places[one], int) else f"{kind}{one};"
+            for one, kind in members.items()
+        )
         rows = "for (long r = begin; r < end; r++) { const long from = 0, to = n, at = r * n;"
         elements = "{ const long r = 0, from = begin, to = end, at = 0; (void)r;"
         lines, buffers = self._write_row()
         pointers = (
             f"{kind}restrict {one} = g->{one} + {places[one]};"
             for one, kind in members.items()
-            if places[one]
+            if isinstance(places[one], str)
         )
         return "\n".join(
             (

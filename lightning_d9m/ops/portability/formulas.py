@@ -13,29 +13,24 @@ from functools import partial
 from inspect import signature
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lightning_d9m.ops.portability.expressions import (
     Columns,
     Kernel,
     Matrix,
     Rows,
-    Uniform,
-    copysign,
-    from_bits,
-    greatest,
-    length,
-    lookup,
-    narrow,
     operation,
-    root,
-    to_bits,
-    total,
-    where,
-    wide,
     write_function,
-)
+)  # fmt: skip
 
+root, where, copysign, to_bits, from_bits = map(
+    operation, ("root", "where", "copysign", "to_bits", "from_bits")
+)
+# Of a row; and between the type of rows and float64.
+total, greatest, length, narrow, wide, lookup = map(
+    operation, ("total", "greatest", "length", "narrow", "wide", "lookup")
+)
 INF, NAN = math.inf, math.nan
 _ROUND = 1.5 * 2.0**52  # added and subtracted, it rounds to a whole number
 _ROUND_BITS = 0x4338 << 48
@@ -67,9 +62,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The functions by their names in torch; of float64 numbers."""
 
 
-def _function(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function; another formula that calls it calls it in C, too."""
-    name = formula.__name__.removeprefix("_")
+def _function(formula: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """Register a function; a formula that calls it calls it in C, too."""
+    name = name or formula.__name__.removeprefix("_")
     FUNCTIONS[name] = formula
     return operation(name)
 
@@ -97,9 +92,7 @@ def _scale(q: Any, k: Any) -> Any:
     return ((1.0 + q) * _power_of_2(half)) * _power_of_2(k - half)
 
 
-@_function
-def _sqrt(x: Any) -> Any:
-    return root(x)
+_sqrt = _function(root, "sqrt")
 
 
 @_function
@@ -118,9 +111,9 @@ def _exp2(x: Any) -> Any:
     return _scale(r * _polynomial("EXPM1", r), k)
 
 
-@_function
-def _expm1(x: Any) -> Any:
-    return where(abs(x) < 0.34657, x * _polynomial("EXPM1", x), _exp(x) - 1.0)
+_expm1 = _function(
+    lambda x: where(abs(x) < 0.34657, x * _polynomial("EXPM1", x), _exp(x) - 1.0), "expm1"
+)
 
 
 def _split_log(x: Any) -> tuple[Any, Any]:
@@ -152,9 +145,7 @@ def _log2(x: Any) -> Any:
     return _guard_log(x, k + y * _LOG2_E)
 
 
-@_function
-def _log10(x: Any) -> Any:
-    return _log(x) * float.fromhex("0x1.bcb7b1526e50ep-2")
+_log10 = _function(lambda x: _log(x) * float.fromhex("0x1.bcb7b1526e50ep-2"), "log10")
 
 
 @_function
@@ -164,9 +155,7 @@ def _log1p(x: Any) -> Any:
     return where(x == 0.0, x, where((u > 0.0) & (u < INF), y + lost, y))
 
 
-@_function
-def _sigmoid(x: Any) -> Any:
-    return 1.0 / (1.0 + _exp(-x))
+_sigmoid = _function(lambda x: 1.0 / (1.0 + _exp(-x)), "sigmoid")
 
 
 @_function
@@ -224,14 +213,10 @@ def _atan(x: Any) -> Any:
     return copysign(where(a > 1.0, _PI / 2 - angle, angle), x)
 
 
-@_function
-def _asin(x: Any) -> Any:
-    return _atan(x / root((1.0 - x) * (1.0 + x)))
+_asin = _function(lambda x: _atan(x / root((1.0 - x) * (1.0 + x))), "asin")
 
 
-@_function
-def _acos(x: Any) -> Any:
-    return 2.0 * _atan(root((1.0 - x) / (1.0 + x)))
+_acos = _function(lambda x: 2.0 * _atan(root((1.0 - x) / (1.0 + x))), "acos")
 
 
 def _is_nan(*numbers: Any) -> Any:
@@ -304,9 +289,7 @@ def _turn(rest: Any, quadrant: Any) -> Any:
     return where((quadrant & 2) == 2, -size, size)
 
 
-@_function
-def _sin(x: Any) -> Any:
-    return _turn(*_reduce(x))
+_sin = _function(lambda x: _turn(*_reduce(x)), "sin")
 
 
 @_function
@@ -386,9 +369,7 @@ def _normal(u: Any, angle: Any) -> Any:
     return root(_log(u) * -2.0) * _turn(rest, quadrant + 1)
 
 
-@_function
-def _gelu(x: Any) -> Any:
-    return x * (0.5 * _erfc(x * -_ROOT_HALF))
+_gelu = _function(lambda x: x * (0.5 * _erfc(x * -_ROOT_HALF)), "gelu")
 
 
 @_function
@@ -397,9 +378,7 @@ def _gelu_backward(g: Any, x: Any) -> Any:
     return g * (0.5 * _erfc(x * -_ROOT_HALF) + x * density)
 
 
-@_function
-def _silu(x: Any) -> Any:
-    return x / (1.0 + _exp(-x))
+_silu = _function(lambda x: x / (1.0 + _exp(-x)), "silu")
 
 
 @_function
@@ -460,8 +439,9 @@ def _log_softmax_backward_data(gradient: Matrix, y: Matrix) -> dict[str, Any]:
 
 @_kernel
 def _layer_norm(
-    x: Matrix, eps: Uniform, weight: Columns = None, bias: Columns = None
+    x: Matrix, numbers: Annotated[Any, 1], weight: Columns = None, bias: Columns = None
 ) -> dict[str, Any]:
+    (eps,) = numbers
     means = total(x) / length(x)
     gaps = x - means
     scales = 1.0 / root(total(gaps * gaps) / length(x) + eps)
@@ -498,15 +478,7 @@ def _adam(
     gradient: Matrix,
     average: Matrix,
     squares: Matrix,
-    sign: Uniform,
-    shrink: Uniform,
-    decay: Uniform,
-    first: Uniform,
-    second: Uniform,
-    added: Uniform,
-    step: Uniform,
-    divisor: Uniform,
-    eps: Uniform,
+    numbers: Annotated[Any, 9],
     most: Matrix = None,
 ) -> dict[str, Any]:
     """A step of Adam or AdamW.
@@ -515,6 +487,7 @@ def _adam(
     ``sign``; ``decay`` times the parameter is added to it. The other numbers are 1 - beta1, beta2,
     1 - beta2, lr / (1 - beta1**t), sqrt(1 - beta2**t) and eps.
     """
+    sign, shrink, decay, first, second, added, step, divisor, eps = numbers
     y, g = x * shrink, gradient * sign
     g = where(decay == 0.0, g, g + y * decay)
     average = average + (g - average) * first
@@ -529,16 +502,11 @@ def _adam(
 def _sgd(
     x: Matrix,
     gradient: Matrix,
-    sign: Uniform,
-    decay: Uniform,
-    step: Uniform,
-    momentum: Uniform,
-    added: Uniform,
-    starts: Uniform,
-    nesterov: Uniform,
+    numbers: Annotated[Any, 7],
     momenta: Matrix = None,
 ) -> dict[str, Any]:
     """A step of SGD; ``added`` is 1 - dampening. The first step ``starts`` the momenta."""
+    sign, decay, step, momentum, added, starts, nesterov = numbers
     g = gradient * sign
     g = where(decay == 0.0, g, g + x * decay)
     if momenta is None:

@@ -25,7 +25,7 @@ def widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def compute(name: str, **given: Tensor | float | None) -> tuple[Tensor, ...]:
+def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor, ...]:
     """Return the outputs of a kernel of rows.
 
     Args:
@@ -36,7 +36,7 @@ def compute(name: str, **given: Tensor | float | None) -> tuple[Tensor, ...]:
     name = "_without_".join((name, *(key for key, one in given.items() if one is None)))
     formula = KERNELS[name]
     inputs: dict[str, Any] = {k: one for k, one in given.items() if one is not None}
-    x, *_ = tensors = [one for one in inputs.values() if isinstance(one, Tensor)]
+    x = next(one for one in inputs.values() if isinstance(one, Tensor))
     kernel = find_kernel(name, x)
     replaced = (one for key, one in inputs.items() if key in formula.outputs)
     if kernel is None or not all(one.is_contiguous() for one in replaced):
@@ -48,9 +48,10 @@ def compute(name: str, **given: Tensor | float | None) -> tuple[Tensor, ...]:
         torch.empty_like(x) if formula.outputs[one].each else x.new_empty(rows)
         for one in formula.fresh
     )
-    tensors = [one.contiguous() for one in tensors]
-    members = (tensors.pop(0) if isinstance(one, Tensor) else float(one) for one in inputs.values())
-    periods = (len(inputs[one]) for one, place in formula.inputs.items() if "period" in place)
+    members = list[Any]()
+    for one in inputs.values():
+        members += [one.contiguous()] if isinstance(one, Tensor) else map(float, one)
+    periods = (len(inputs[one]) for one, place in formula.inputs.items() if place == "r % period")
     run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
     return out
 

@@ -60,7 +60,7 @@ def layer_norm(
     """Layer normalization, the means, and the factors by which rows were scaled."""
     wide = widen(values).reshape(-1, prod(sizes))
     factors = {"weight": _flatten(weight), "bias": _flatten(bias)}
-    out, means, scales = compute("layer_norm", x=wide, eps=eps, **factors)
+    out, means, scales = compute("layer_norm", x=wide, numbers=[eps], **factors)
     shape = [*values.shape[: values.dim() - len(sizes)], *[1] * len(sizes)]
     return out.view(values.shape).to(values.dtype), means.view(shape), scales.view(shape)
 
@@ -131,24 +131,17 @@ def batch_norm(values: Tensor, weight: Optional, bias: Optional, *given: Any) ->
     return _normalize_batch(values, weight, bias, *given)
 
 
-@rule("_native_batch_norm_legit_no_training")
-def batch_norm_by_averages(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization by the averages of means and variances."""
-    return _normalize_batch(values, weight, bias, *given[:2], False, *given[2:])
+def _register(name: str, *, training: bool, bytes_too: bool) -> None:
+    @rule(name)
+    def normalize(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
+        found = _normalize_batch(values, weight, bias, *given[:2], training, *given[2:])
+        # Some return bytes that their gradient does not need.
+        return *found, *[values.new_empty(0, dtype=torch.uint8)][:bytes_too]
 
 
-@rule("_batch_norm_with_update")
-def batch_norm_with_update(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization, and bytes that its gradient does not need."""
-    found = _normalize_batch(values, weight, bias, *given[:2], True, *given[2:])
-    return *found, values.new_empty(0, dtype=torch.uint8)
-
-
-@rule("_batch_norm_no_update")
-def batch_norm_without_update(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization by averages, and bytes that its gradient does not need."""
-    found = _normalize_batch(values, weight, bias, *given[:2], False, *given[2:])
-    return *found, values.new_empty(0, dtype=torch.uint8)
+_register("_native_batch_norm_legit_no_training", training=False, bytes_too=False)
+_register("_batch_norm_with_update", training=True, bytes_too=True)
+_register("_batch_norm_no_update", training=False, bytes_too=True)
 
 
 @rule("native_batch_norm_backward")
