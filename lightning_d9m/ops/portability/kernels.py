@@ -84,8 +84,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> T
         *places: The offsets of the three tensors.
     """
     of_left, of_right, of_out = places
-    rows, columns, terms = len(of_left.rows), len(of_right.columns), len(of_left.columns)
-    batch = len(of_left.batch)
+    rows, columns = of_left.rows.numel(), of_right.columns.numel()
+    terms, batch = of_left.columns.numel(), of_left.batch.numel()
     if not rows * columns * batch:
         return out
     if columns < min(_FEW, rows):
@@ -130,15 +130,14 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     if not left.shape[2]:
         return left.new_zeros(shape)
     out = left.new_empty(shape)
-    places = (
-        Offsets(
-            count_steps(one.shape[1], one.stride(1)),
-            count_steps(one.shape[2], one.stride(2)),
-            count_steps(one.shape[0], one.stride(0)),
-        )
-        for one in (left, right, out)
-    )
+    places = (_place(one.shape, one.stride()) for one in (left, right, out))
     return multiply_at(left, right, out, *places)
+
+
+@lru_cache(maxsize=512)
+def _place(shape: Sequence[int], strides: Sequence[int]) -> Offsets:
+    batch, rows, columns = map(count_steps, shape, strides)
+    return Offsets(rows, columns, batch)
 
 
 def add(
