@@ -433,13 +433,14 @@ def _pool_backward(
     area = [max(s + b, r) for s, b, r in zip(sizes, beside, reach, strict=True)]
     total = widen(gradient).new_zeros((*values.shape[:-dims], *area))
     for number, places in enumerate(product(*map(range, kernel))):
-        ranges = (
+        ranges: list[Any] = [...]
+        ranges += (
             slice(place * apart, place * apart + (count - 1) * step + 1, step)
             for place, (_, step, apart, count) in zip(places, shape, strict=True)
         )
-        total[(..., *ranges)] += torch.where(taps == number, gradient, 0.0)
-    inner = (slice(b, b + s) for b, s in zip(beside, sizes, strict=True))
-    return total[(..., *inner)].to(values.dtype).contiguous()
+        total[tuple(ranges)] += torch.where(taps == number, gradient, 0.0)
+    inner: list[Any] = [..., *(slice(b, b + s) for b, s in zip(beside, sizes, strict=True))]
+    return total[tuple(inner)].to(values.dtype).contiguous()
 
 
 for _dims in (2, 3):
