@@ -1,18 +1,19 @@
-"""CPU time and memory of a training step with portable bits over plain torch's, one thread.
+"""Time and memory of a training step, and of a product, with portable bits over plain torch's.
 
-Memory is what a process grows by while it makes a model and trains for three steps. An error is the
-distance of all gradients of a step from those of float64, over the size of these.
+Plain and portable steps take turns; the ratio is that of the medians. Memory is what a process
+grows by while it makes a model and trains for three steps.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from copy import deepcopy
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
@@ -43,38 +44,68 @@ def make_transformer() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+class Block(nn.Module):
+    """A block of ResNet-18."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            *(nn.BatchNorm2d(outputs), nn.ReLU()),
+            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)),
+        )
+        shorter = (nn.Conv2d(inputs, outputs, 1, 2, bias=False), nn.BatchNorm2d(outputs))
+        self.beside = nn.Sequential(*shorter[: 2 * (stride - 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what is beside the block."""
+        return (self.body(x) + self.beside(x)).relu()
+
+
+def make_resnet() -> nn.Module:
+    """Return ResNet-18."""
+    widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        nn.MaxPool2d(3, 2, 1),
+        *(Block(*pair) for pair in itertools.pairwise(widths)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)),
+    )
+
+
 MODELS = {
     "digits": (make_digits, (64, 1, 8, 8)),
     "mlp": (make_mlp, (128, 256)),
     "transformer": (make_transformer, (16, 32, 64)),
+    "resnet": (make_resnet, (16, 3, 64, 64)),
 }
 
 
-def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], steps: int) -> list[float]:
-    """Return the least CPU time of a plain and of a portable step, which take turns."""
+def measure(step: Callable[[], object], repeats: int) -> list[float]:
+    """Return the median times of a plain and of a portable step, which take turns."""
+    taken: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for own, context in zip(taken, (nullcontext, lightning_d9m.portable), strict=True):
+            with context():
+                start = time.perf_counter()
+                step()
+                own.append(time.perf_counter() - start)
+    return [median(own[1:]) for own in taken]
+
+
+def make_step(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[], None]:
+    """Return a training step of a model."""
     torch.manual_seed(0)
     model, inputs = make(), torch.randn(shape)
     optimizer = torch.optim.AdamW(model.parameters())
-    least = [float("inf")] * 2
-    for _ in range(steps):
-        for place, context in enumerate((nullcontext, lightning_d9m.portable)):
-            with context():
-                start = time.process_time()
-                loss = model(inputs).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                least[place] = min(least[place], time.process_time() - start)
-    return least
 
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
 
-def warm_up() -> None:
-    """Load what torch and the mode load at their first step."""
-    for context in (nullcontext, lightning_d9m.portable):
-        with context():
-            model = make_transformer()
-            model(torch.randn(1, 4, 64)).square().mean().backward()
-            torch.optim.AdamW(model.parameters()).step()
+    return step
 
 
 def measure_memory(make: Callable[[], nn.Module], shape: tuple[int, ...], portable: bool) -> int:
@@ -84,12 +115,9 @@ def measure_memory(make: Callable[[], nn.Module], shape: tuple[int, ...], portab
         context = lightning_d9m.portable() if portable else nullcontext()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with context:
-            model = make()
-            optimizer = torch.optim.AdamW(model.parameters())
+            step = make_step(make, shape)
             for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.randn(shape)).square().mean().backward()
-                optimizer.step()
+                step()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         os.write(write, str(grown // 1024).encode())
         os._exit(0)
@@ -97,53 +125,27 @@ def measure_memory(make: Callable[[], nn.Module], shape: tuple[int, ...], portab
     return int(os.read(read, 20))
 
 
-def measure_errors(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> list[float]:
-    """Return the errors of the gradients of a plain and of a portable step, without dropout."""
-    torch.manual_seed(0)
-    model, inputs = make(), torch.randn(shape)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-
-    def differentiate(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        grads = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
-        return torch.cat([grad.double().view(-1) for grad in grads])
-
-    exact = differentiate(deepcopy(model).double(), inputs.double())
-    errors = []
-    for context in (nullcontext, lightning_d9m.portable):
-        with context():
-            found = differentiate(deepcopy(model), inputs)
-        errors.append(float((found - exact).norm() / exact.norm()))
-    return errors
-
-
 def main() -> None:
     """Measure, print and write the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
+    matrix = torch.randn(1024, 1024)
+    steps = {"product": lambda: matrix @ matrix}
+    steps |= {name: make_step(*given) for name, given in MODELS.items()}
     found: dict[str, object] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    warm_up()
-    for name, (make, shape) in MODELS.items():
-        large = (shape[0] * 8, *shape[1:])
-        memory = [measure_memory(make, large, portable) for portable in (False, True)]
-        errors = measure_errors(make, shape)
-        plain, portable = measure(make, shape, arguments.steps)
-        found[name] = {
-            "plain_ms": round(plain * 1e3, 2),
-            "portable_ms": round(portable * 1e3, 2),
-            "ratio": round(portable / plain, 2),
-            "plain_mib": memory[0],
-            "portable_mib": memory[1],
-            "memory_ratio": round(memory[1] / memory[0], 2),
-            "plain_error": float(f"{errors[0]:.2e}"),
-            "portable_error": float(f"{errors[1]:.2e}"),
-        }
+    found["threads"] = arguments.threads
+    for name, step in steps.items():
+        plain, portable = measure(step, arguments.steps)
+        found[name] = {"plain_ms": round(plain * 1e3, 2), "ratio": round(portable / plain, 2)}
+    # A fork of a process with several threads of OpenMP would wait for them.
+    for name, (make, shape) in MODELS.items() if arguments.threads == 1 else ():
+        large = (shape[0] * 4, *shape[1:])
+        plain, portable = (measure_memory(make, large, one) for one in (False, True))
+        found[name] |= {"plain_mib": plain, "memory_ratio": round(portable / plain, 2)}
     text = json.dumps(found, indent=2)
     print(text)
     if arguments.output:

@@ -3,16 +3,18 @@
 Hatchling calls the hook. Without a compiler the wheel has the sources only, and suits any platform.
 """
 
-import importlib.util
+import importlib
 import platform
 import subprocess
+import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_FOLDER = Path(__file__).parents[1] / "lightning_d9m" / "ops" / "portability"
+_ROOT = Path(__file__).parents[1]
 
 
 class CustomBuildHook(BuildHookInterface):
@@ -22,9 +24,7 @@ class CustomBuildHook(BuildHookInterface):
         """Compile, unless the wheel only names this folder; it then compiles at the first use."""
         if version == "editable":
             return
-        spec = importlib.util.spec_from_file_location("compiler", _FOLDER / "compiler.py")
-        compiler = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(compiler)
+        compiler = load_compiler()
         self._made = tempfile.TemporaryDirectory()
         try:
             for width in compiler.list_widths():
@@ -42,6 +42,15 @@ class CustomBuildHook(BuildHookInterface):
         """Remove what was compiled."""
         if version != "editable":
             self._made.cleanup()
+
+
+def load_compiler() -> Any:
+    """Import the module without what its packages import: a build has hatchling only."""
+    for name in ("lightning_d9m", "lightning_d9m.ops", "lightning_d9m.ops.portability"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(_ROOT.joinpath(*name.split(".")))]
+        sys.modules.setdefault(name, package)
+    return importlib.import_module("lightning_d9m.ops.portability.compiler")
 
 
 def name_platform() -> str:

@@ -8,8 +8,8 @@ import torch
 
 import lightning_d9m
 from lightning_d9m.ops.portability.arithmetic import evaluate
-from lightning_d9m.ops.portability.functions import FUNCTIONS
-from lightning_d9m.ops.portability.roots import find_root
+from lightning_d9m.ops.portability.definitions import find_root
+from lightning_d9m.ops.portability.formulas import FUNCTIONS
 
 OF_TWO = ("pow", "atan2", "hypot")
 OTHERS = ("normal", "sqrt", "gelu", "gelu_backward", "silu", "silu_backward")

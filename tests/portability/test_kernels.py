@@ -9,9 +9,8 @@ import torch
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.ops.portability import compiler, definitions, kernels, library
-from lightning_d9m.ops.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO, TERMS
 
-OF_TWO = ("atan2", "gelu_backward", "hypot", "normal", "pow", "silu_backward")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
 SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38]
@@ -87,7 +86,7 @@ def test_sums(shape, dims, kind, dtype):
         return one.permute((*kept, *dims)).reshape(*(shape[d] for d in kept), -1)
 
     more = (center.unsqueeze(-1), factor.unsqueeze(-1))
-    terms = definitions.find_terms(kind, lay_out(x), lay_out(y), *more)
+    terms = TERMS[kind](lay_out(x), lay_out(y), *more)
     given = {"kind": kind, "center": center, "factor": factor}
     given |= {"y": y} if kind in ("products", "normalized") else {}
     expected = definitions.add_rows(terms)
@@ -110,33 +109,47 @@ def test_functions(name, dtype):
         inputs += [values[torch.randperm(len(values))]]
     if name == "normal":
         inputs = [1 - near.abs().frac(), near]
-    compare(kernels.apply(name, *inputs), definitions.apply(name, *inputs))
+    check_kernel(name, **dict(zip("xy", inputs, strict=False)))
+
+
+def check_kernel(name, **given):
+    """Compute a kernel by C and by torch, and compare the results and what is replaced."""
+    others = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in given.items()}
+    found = kernels.compute(name, **given)
+    present = {k: one for k, one in others.items() if one is not None}
+    key = "_without_".join((name, *(k for k in given if given[k] is None)))
+    expected = definitions.compute(KERNELS[key], present, present[next(iter(present))])
+    assert KERNELS[key].fresh == [*expected]
+    for pair in zip(found, expected.values(), strict=True):
+        compare(*pair)
+    for k, one in present.items():
+        if isinstance(one, torch.Tensor):
+            compare(given[k], one)
 
 
 @DTYPES
-def test_normalizations(dtype):
-    x, gradient = draw(6, 5, 300, dtype=dtype), draw(6, 5, 300, dtype=dtype, seed=1)
-    rows, others = x.flatten(0, 1), gradient.flatten(0, 1)
-    weight = draw(300, dtype=dtype)
-    for logarithm in (False, True):
-        y = kernels.softmax(rows, logarithm=logarithm)
-        compare(y, definitions.softmax(rows, logarithm))
-        found = kernels.softmax_backward(others, y, logarithm=logarithm)
-        compare(found, definitions.softmax_backward(others, y, logarithm))
-    for factors in ((None, None), (weight, -weight)):
-        expected = definitions.layer_norm(rows, *factors, 1e-5)
-        for pair in zip(kernels.layer_norm(rows, *factors, 1e-5), expected, strict=True):
-            compare(*pair)
-        given = (others, rows, factors[0], *expected[1:])
-        expected = definitions.layer_norm_backward(*given)
-        for pair in zip(kernels.layer_norm_backward(*given), expected, strict=True):
-            compare(*pair)
-    given = draw(5, 5, dtype=dtype).unbind()
-    compare(kernels.batch_norm(x, *given[:4]), definitions.batch_norm(x, *given[:4]))
-    compare(
-        kernels.batch_norm_backward(gradient, x, *given),
-        definitions.batch_norm_backward(gradient, x, *given),
-    )
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
+def test_kernels_of_rows_and_elements(name, dtype):
+    """With and without each input that may be None; numbers are 0 and 1, too."""
+    base, *absent = name.split("_without_")
+    for seed in range(3):
+        given = {
+            "at": lambda: draw(30, 300, dtype=dtype).abs(),
+            "0": lambda: draw(300, dtype=dtype),
+            "r % period": lambda: draw(15, dtype=dtype),
+        }
+        inputs = {
+            key: [[0.0, 1.0, 0.3][(seed + n) % 3] for n in range(place)]
+            if isinstance(place, int)
+            else given[place]()
+            for key, place in KERNELS[name].inputs.items()
+        }
+        check_kernel(base, **inputs, **dict.fromkeys(absent))
+
+
+@DTYPES
+def test_running_sums(dtype):
+    x = draw(6, 5, 300, dtype=dtype)
     for dim in range(3):
         compare(kernels.add_running(x, dim), definitions.add_running(x, dim))
 
@@ -155,24 +168,6 @@ def test_philox_is_that_of_its_authors():
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     found = definitions.draw(0, 64, torch.float32, "cpu")[::16]
     assert (found * 2.0**24).tolist() == [word >> 8 for word in words]
-
-
-@DTYPES
-@pytest.mark.parametrize("flags", [(False, False), (False, True), (True, False), (True, True)])
-def test_optimizer_steps(flags, dtype):
-    first, second = flags
-    tensors = [draw(99, dtype=dtype, seed=seed).abs() for seed in range(5)]
-    found, expected = ([one.clone() for one in tensors] for _ in range(2))
-    decay = {"decoupled": second, "decay": 0.99 if second else 0.01, "maximize": first}
-    numbers = {"factors": (0.1, 0.999), "step": 1e-3, "root": 0.3, "eps": 1e-8}
-    sgd = {"maximize": second, "nesterov": first, "starts": False, "decay": 0.1, "momentum": 0.9}
-    for (x, gradient, *others, most), module in ((found, kernels), (expected, definitions)):
-        state = (*others, most if first else None)
-        module.take_adam_step(x, gradient, state, **decay, **numbers)
-        module.take_sgd_step(x, gradient, state[0], **sgd, added=0.8, step=0.01)
-        module.take_sgd_step(x, gradient, state[0], **sgd | {"starts": True}, added=0.8, step=0.01)
-    for pair in zip(found, expected, strict=True):
-        compare(*pair)
 
 
 def test_torch_operations_serve_without_a_compiler(monkeypatch, tmp_path):

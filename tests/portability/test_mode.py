@@ -229,6 +229,9 @@ def _transpose(values, *more):
 
 EDGES = {
     "unbatched pooling": (lambda x: F.adaptive_max_pool3d(x, 2), (2, 4, 3, 5)),
+    "overlapping windows": (lambda x: F.max_pool2d(x, 3, 2, 1), (2, 3, 9, 8)),
+    "narrow image": (lambda x: F.max_pool2d(x, (3, 2), 1, 1), (2, 7, 2)),
+    "dilated windows": (lambda x: F.max_pool3d(x, 3, 1, 1, 2, ceil_mode=True), (2, 7, 6, 5)),
     "margins of one": (lambda x: F.multi_margin_loss(x, torch.tensor(0)), ()),
     "labels of one": (lambda x: F.multilabel_margin_loss(x, torch.tensor(0)), ()),
     "padded labels": (lambda x: F.ctc_loss(x.log_softmax(2), *LABELS), (9, 2, 4)),

@@ -127,13 +127,14 @@ def test_a_reference_of_another_stack_is_refused_without_portable_bits(tmp_path)
         _record(tmp_path / "b", 2, portable=False, reference=first)
 
 
-def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_two(tmp_path):
+def test_logical_ranks_have_the_same_portable_bits_on_one_process_and_on_three(tmp_path):
+    """Also without vector instructions, and with another number of threads."""
     script = Path(__file__).parents[1] / "support" / "portable_ranks.py"
     run_ranks(script, 1, tmp_path, ATEN_CPU_CAPABILITY="default")
-    run_ranks(script, 2, tmp_path, OMP_NUM_THREADS="2")
-    one, two = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 2))
+    run_ranks(script, 3, tmp_path, OMP_NUM_THREADS="2")
+    one, three = (read_ledger(next((tmp_path / str(count)).iterdir())) for count in (1, 3))
     assert one.header.settings["portable"] is True
-    assert one.outcome(0).final.totals == two.outcome(0).final.totals
+    assert one.outcome(0).final.totals == three.outcome(0).final.totals
 
 
 def test_an_inner_session_cannot_leave_portable_bits():

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import swa_utils
 
 from lightning_d9m.ops.portability import mode as portable_mode
-from lightning_d9m.ops.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability.formulas import FUNCTIONS
 
 _STATE = {"training": nullcontext}  # the context in which models train
 CASES: dict[str, Callable[[], list[Tensor]]] = {}

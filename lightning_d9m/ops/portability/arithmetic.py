@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
 from lightning_d9m.ops.portability import kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
-from lightning_d9m.ops.portability.functions import FUNCTIONS
+from lightning_d9m.ops.portability.definitions import find_root
+from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
-from lightning_d9m.ops.portability.roots import find_root
 
 
 def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -34,7 +35,7 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
     given = [one.to(working) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
-    return kernels.apply(name, *given).to(dtype)
+    return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
 
 
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS.keys() - {"normal", "pow", "gelu"}}
@@ -338,7 +339,7 @@ def cumprod(values: Tensor, dim: int) -> Tensor:
 @rule("prod")
 @along_dim
 @_converting(torch.prod)
-def product(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+def multiply_all(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The last one of the products of the values up to each one."""
     rows, axis = (values.reshape(-1), 0) if dim is None else (values, dim)
     last: Tensor = cumprod(rows, axis).select(axis, -1).clone()
@@ -412,13 +413,34 @@ def index_put(
 def _pool_backward(
     dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
 ) -> Tensor:
-    """Add the gradients of windows to their places."""
-    stride, _, dilation, _, indices = given
-    flat = values.new_zeros(values.shape).flatten(-dims)
-    given = (flat, -1, indices.flatten(-dims), gradient.flatten(-dims))
-    apart = max(dilation) == 1 and min(stride or kernel) >= max(kernel)
-    found = torch.scatter(*given) if apart else scatter_add(*given)
-    return found.view(values.shape)
+    """Add the gradients of windows to their places: of each place in the order of the taps."""
+    stride, beside, dilation, _, indices = given
+    kernel, stride, beside, dilation = (
+        [*one] * (dims if len(one) == 1 else 1)
+        for one in (kernel, stride or kernel, beside, dilation)
+    )
+    sizes, counts = values.shape[-dims:], gradient.shape[-dims:]
+    shape = list(zip(kernel, stride, dilation, counts, strict=True))
+    taps: Any = 0  # of each window, the number of the tap that has the maximum
+    for d in range(dims):
+        tap, step, apart, count = shape[d]
+        place = indices // math.prod(sizes[d + 1 :]) % sizes[d] + beside[d]
+        first = torch.arange(count, device=indices.device) * step
+        first = first.view(-1, *[1] * (dims - 1 - d))
+        taps = taps * tap + torch.div(place - first, apart, rounding_mode="floor")
+    taps = taps.to(torch.int32)
+    reach = ((n - 1) * step + (tap - 1) * apart + 1 for tap, step, apart, n in shape)
+    area = [max(s + b, r) for s, b, r in zip(sizes, beside, reach, strict=True)]
+    total = widen(gradient).new_zeros((*values.shape[:-dims], *area))
+    for number, places in enumerate(product(*map(range, kernel))):
+        ranges: list[Any] = [...]
+        ranges += (
+            slice(place * apart, place * apart + (count - 1) * step + 1, step)
+            for place, (_, step, apart, count) in zip(places, shape, strict=True)
+        )
+        total[tuple(ranges)] += torch.where(taps == number, gradient, 0.0)
+    inner: list[Any] = [..., *(slice(b, b + s) for b, s in zip(beside, sizes, strict=True))]
+    return total[tuple(inner)].to(values.dtype).contiguous()
 
 
 for _dims in (2, 3):

@@ -1,4 +1,4 @@
-"""Compiles the kernels; it imports only the standard library, because a wheel's build loads it."""
+"""Compiles the kernels; it imports only what needs no torch, because a wheel's build loads it."""
 
 import os
 import platform
@@ -9,12 +9,14 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
+from lightning_d9m.ops.portability.formulas import write_sources
+
 FOLDER = Path(__file__).parent
-_SOURCES = ("kernels.c", "real.h", "functions.h", "coefficients.h")
+
+_SOURCES = ("kernels.c", "real.h", "formulas.py", "expressions.py", "coefficients.txt")
 # No contraction and no reassociation: then a compiler may not change the bits of a result.
-_FLAGS = (
-    "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread"
-)
+_FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math"
+_FLAGS += " -fwrapv -fPIC -shared -pthread"  # sums of whole numbers wrap
 # What torch requires of a processor before it reports these capabilities.
 _WIDTHS = {
     "AVX512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mprefer-vector-width=512",
@@ -49,7 +51,9 @@ def build(width: str, folder: Path) -> Path:
     path = folder / name_library(width)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch, path.name)
-        flags = [*_FLAGS.split(), *list_widths()[width].split()]
+        flags = [*_FLAGS.split(), *list_widths()[width].split(), f"-I{scratch}"]
+        for name, text in write_sources().items():
+            Path(scratch, name).write_text(text)
         command = [*compiler, *flags, str(FOLDER / "kernels.c"), "-o", str(made), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - CC's
         made.replace(path)  # at once: another process may build it, too

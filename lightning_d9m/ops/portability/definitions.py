@@ -4,17 +4,84 @@ The compiled kernels of ``real.h`` give the same bits. These functions serve whe
 other devices, and without a compiler. Each has the arguments of its counterpart in ``kernels.py``.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.portability.functions import FUNCTIONS
-from lightning_d9m.ops.portability.roots import find_root
+from lightning_d9m.ops.portability.expressions import Kernel, Number
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, TWO_OVER_PI
 
 LANES, BLOCK, DEPTH, COUNTERS = 32, 4096, 256, 16
 _MASK = 0xFFFFFFFF
+
+
+def find_root(values: Tensor) -> Tensor:
+    """Return the roots of float32 or float64 numbers.
+
+    NumPy's are the processor's; those of torch come from MKL, which may be off by one unit.
+    """
+    if values.device.type != "cpu":
+        return values.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.asarray(np.sqrt(values.detach().numpy())))
+
+
+def divide(left: Any, right: Any) -> Tensor:
+    """Divide numbers and tensors: CUDA multiplies by the reciprocal of a number."""
+    return torch.div(*_as_tensors(left, right))
+
+
+def _as_tensors(*numbers: Any) -> list[Tensor]:
+    """Return numbers as tensors of the type of those that are."""
+    tensors = [one for one in numbers if isinstance(one, Tensor)]
+    dtype = next((one.dtype for one in tensors if one.dtype != torch.bool), torch.float64)
+    device = tensors[0].device
+    return [
+        one if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=device)
+        for one in numbers
+    ]
+
+
+def _look_up(places: Tensor) -> Tensor:
+    # As signed numbers of 64 bits, as torch has them.
+    words = [word - (word >> 63 << 64) for word in TWO_OVER_PI]
+    return torch.tensor(words, device=places.device)[places]
+
+
+class Values(Number):
+    """The numbers of a formula, as a tensor, and the type to which it rounds wide numbers."""
+
+    def __init__(self, tensor: Tensor, real: torch.dtype) -> None:
+        self.tensor, self.real = tensor, real
+
+    def apply(self, operation: str, *operands: Any) -> "Values":
+        """Compute an operation."""
+        if operation in FUNCTIONS:
+            return FUNCTIONS[operation](*operands)  # type: ignore[no-any-return]
+        given = [one.tensor if isinstance(one, Values) else one for one in operands]
+        if operation == "narrow":
+            return Values(given[0].to(self.real), self.real)
+        function = _OPERATIONS.get(operation) or getattr(operator, operation)
+        return Values(function(*given), self.real)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "truediv": divide,
+    "where": lambda *given: torch.where(*_as_tensors(*given)),
+    "copysign": lambda *given: torch.copysign(*_as_tensors(*given)),
+    "to_bits": lambda x: x.view(torch.int64),
+    "from_bits": lambda x: x.view(torch.float64),
+    "wide": Tensor.double,
+    "lookup": _look_up,
+    "root": find_root,
+    "total": lambda x: add_rows(x).unsqueeze(-1),
+    "greatest": lambda x: x.amax(-1, keepdim=True),
+    "length": lambda x: x.new_full((1, 1), x.shape[-1]),
+}
 
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
@@ -74,23 +141,6 @@ def add_rows(terms: Tensor) -> Tensor:
     return _add_in_order(blocks)
 
 
-def find_terms(kind: str, x: Any, y: Any, center: Any, factor: Any) -> Tensor:
-    """Return the terms of a sum."""
-    terms: dict[str, Callable[[], Tensor]] = {
-        "values": lambda: x,
-        "squares": lambda: x * x,
-        "deviations": lambda: (x - center) * (x - center),
-        "products": lambda: x * y,
-        "normalized": lambda: x * ((y - center) * factor),
-    }
-    return terms[kind]()
-
-
-def apply(name: str, *inputs: Tensor) -> Tensor:
-    """Compute an elementary function in float64, and round the results."""
-    return FUNCTIONS[name](*(one.double() for one in inputs)).to(inputs[0].dtype)
-
-
 def add_running(x: Tensor, dim: int) -> Tensor:
     """Return the sum up to each element, in float64 and in order, rounded."""
     total, sums = x.new_zeros((), dtype=torch.float64), []
@@ -100,72 +150,28 @@ def add_running(x: Tensor, dim: int) -> Tensor:
     return torch.stack(sums, dim).to(x.dtype)
 
 
-def softmax(x: Tensor, logarithm: bool) -> Tensor:
-    """Return exp(x - greatest), rounded, over the sum of these; or the logarithm, rounded once."""
-    gaps = x.double() - x.amax(1, keepdim=True).double()
-    terms = FUNCTIONS["exp"](gaps).to(x.dtype)
-    total = add_rows(terms).unsqueeze(1)
-    return (gaps - FUNCTIONS["log"](total.double())).to(x.dtype) if logarithm else terms / total
+def compute(kernel: Kernel, given: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+    """Return the outputs of a kernel of rows; those that are inputs are replaced in place.
 
-
-def softmax_backward(gradient: Tensor, y: Tensor, logarithm: bool) -> Tensor:
-    """Return (gradient - sum(gradient * y)) * y, or gradient - exp(y) * sum(gradient)."""
-    if logarithm:
-        return gradient - apply("exp", y) * add_rows(gradient).unsqueeze(1)
-    return (gradient - add_rows(gradient * y).unsqueeze(1)) * y
-
-
-def _mean(terms: Tensor) -> Tensor:
-    return divide(add_rows(terms), terms.shape[-1]).unsqueeze(-1)
-
-
-def divide(values: Tensor, number: float) -> Tensor:
-    """Divide by a number: CUDA multiplies by its reciprocal unless it is a tensor."""
-    return values / torch.full(
-        (1,) * values.dim(), number, dtype=values.dtype, device=values.device
-    )
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x - mean) * scale * weight + bias of rows, the means, and 1 / sqrt(var + eps)."""
-    mean = _mean(x)
-    gaps = x - mean
-    scale = torch.ones_like(mean) / find_root(
-        _mean(gaps * gaps) + torch.tensor(eps, dtype=torch.float64, device="cpu").to(x)
-    )
-    out = gaps * scale
-    out = out if weight is None else out * weight
-    return out if bias is None else out + bias, mean[:, 0], scale[:, 0]
-
-
-def layer_norm_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient for x, and the terms of that for the weight."""
-    scale = scales.unsqueeze(1)
-    h = (x - means.unsqueeze(1)) * scale
-    g = gradient if weight is None else gradient * weight
-    return scale * ((g - _mean(g)) - h * _mean(g * h)), gradient * h
-
-
-def _over_planes(values: Tensor | None, default: float, x: Tensor) -> Tensor:
-    return x.new_full((1, 1, 1), default) if values is None else values.view(1, -1, 1)
-
-
-def batch_norm(
-    x: Tensor, means: Tensor, scales: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Return (x - mean) * scale * weight + bias of planes ``[batch, channels, area]``."""
-    mean, scale = (one.view(1, -1, 1) for one in (means, scales))
-    return ((x - mean) * scale) * _over_planes(weight, 1.0, x) + _over_planes(bias, 0.0, x)
-
-
-def batch_norm_backward(gradient: Tensor, x: Tensor, *given: Tensor) -> Tensor:
-    """Return ((gradient - first) - ((x - mean) * scale) * second) * factor."""
-    mean, scale, first, second, factor = (one.view(1, -1, 1) for one in given)
-    return ((gradient - first) - ((x - mean) * scale) * second) * factor
+    Args:
+        kernel: One of ``formulas.KERNELS``.
+        given: Its inputs by their names.
+        like: One of them, with all rows.
+    """
+    numbers = dict[str, Any]()
+    for name, place in kernel.inputs.items():
+        one: Any = given[name]
+        if isinstance(place, int):
+            rounded = torch.tensor(one, dtype=torch.float64, device="cpu").to(like)
+            numbers[name] = [Values(each, like.dtype) for each in rounded]
+        else:
+            rows = one.repeat(len(like) // len(one)).unsqueeze(1) if place == "r % period" else one
+            numbers[name] = Values(rows, like.dtype)
+    outputs = {name: one.tensor for name, one in kernel.formula(**numbers).items()}
+    for name, one in given.items():
+        if isinstance(one, Tensor) and name in outputs:
+            one.copy_(outputs.pop(name))
+    return {n: one if kernel.outputs[n].each else one.view(-1) for n, one in outputs.items()}
 
 
 def draw(key: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -192,69 +198,3 @@ def draw(key: int, count: int, dtype: torch.dtype, device: torch.device | str) -
         high, low = (words[:, :each] >> 5).to(dtype), (words[:, each:] >> 6).to(dtype)
         drawn = (high * 2.0**26 + low) * 2.0**-53
     return drawn.flatten()[:count]
-
-
-def take_adam_step(
-    x: Tensor,
-    gradient: Tensor,
-    state: tuple[Tensor, Tensor, Tensor | None],
-    *,
-    maximize: bool,
-    decoupled: bool,
-    decay: float,
-    factors: tuple[float, float],
-    step: float,
-    root: float,
-    eps: float,
-) -> None:
-    """Take a step of Adam or AdamW.
-
-    Args:
-        x: The parameter.
-        gradient: Its gradient.
-        state: The averages of the gradients and of their squares, and the greatest of these.
-        maximize: Whether the step goes up.
-        decoupled: Whether the decay multiplies the parameter, and is not a part of the gradient.
-        decay: 1 - lr * weight_decay, or the weight decay.
-        factors: 1 - beta1, and beta2.
-        step: lr / (1 - beta1**t).
-        root: sqrt(1 - beta2**t).
-        eps: A number that is added to the root.
-    """
-    given = [decay, *factors, 1.0 - factors[1], step, root, eps]
-    rounded = torch.tensor(given, dtype=torch.float64, device="cpu").to(x)
-    decay_of, first, kept, added, length, root_of, least = rounded.unbind()
-    average, squares, most = state
-    gradient = -gradient if maximize else gradient
-    y = x * decay_of if decoupled else x
-    if not decoupled and decay:
-        gradient = gradient + y * decay_of
-    average.copy_(average + (gradient - average) * first)
-    squares.copy_(squares * kept + (gradient * gradient) * added)
-    if most is not None:
-        squares = most.copy_(torch.where(squares > most, squares, most))
-    x.copy_(y - length * (average / (find_root(squares) / root_of + least)))
-
-
-def take_sgd_step(
-    x: Tensor,
-    gradient: Tensor,
-    momenta: Tensor | None,
-    *,
-    maximize: bool,
-    nesterov: bool,
-    starts: bool,
-    decay: float,
-    momentum: float,
-    added: float,
-    step: float,
-) -> None:
-    """Take a step of SGD; ``added`` is 1 - dampening. The first step ``starts`` the momenta."""
-    given = torch.tensor([decay, momentum, added, step], dtype=torch.float64, device="cpu")
-    decay_of, factor, share, length = given.to(x).unbind()
-    gradient = -gradient if maximize else gradient
-    gradient = gradient + x * decay_of if decay else gradient
-    if momenta is not None:
-        momenta.copy_(gradient if starts else momenta * factor + gradient * share)
-        gradient = gradient + momenta * factor if nesterov else momenta
-    x.copy_(x - length * gradient)

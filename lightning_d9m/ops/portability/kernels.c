@@ -1,8 +1,8 @@
 /* Kernels that compute each result by one sequence of IEEE operations, on every machine.
 
    Compile without contraction (-ffp-contract=off): then a compiler may compute several results at
-   once, but may not change the operations of one. definitions.py says each sequence in torch
-   operations. Threads share out whole results. A kernel takes a struct whose members all have 8
+   once, but may not change the operations of one. formulas.py and definitions.py say each
+   sequence. Threads share out whole results. A kernel takes a struct whose members all have 8
    bytes, and computes the results from `begin` to `end`. */
 
 #include <math.h>
@@ -11,54 +11,71 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "functions.h"
+static inline int64_t read_bits(double x) {
+    int64_t bits;
+    memcpy(&bits, &x, 8);
+    return bits;
+}
+
+static inline double from_bits(int64_t bits) {
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
+
+#define ALWAYS static inline __attribute__((always_inline))
+
+#include "functions.h" /* written from formulas.py */
 
 typedef void kernel(const void *given, long begin, long end);
+
+enum { MOST = 256 };
+
+/* Memory for one kernel at a time: of this thread, and of those that it starts, which take it from
+   this one, so that it stays between calls. */
+struct memory {
+    void *start;
+    size_t size;
+};
+static __thread struct memory kept[MOST], *given_memory;
+
+static void *get_scratch(size_t size) {
+    struct memory *own = given_memory ? given_memory : kept;
+    if (own->size < size) {
+        free(own->start);
+        *own = (struct memory){aligned_alloc(64, (size + 63) / 64 * 64), size};
+        if (!own->start) abort();
+    }
+    return own->start;
+}
 
 struct part {
     kernel *kernel;
     const void *given;
     long begin, end;
+    struct memory *memory;
 };
-
-static __thread char *scratch;
-static __thread size_t scratch_size;
-
-/* Memory of this thread, for one kernel at a time. */
-static void *get_scratch(size_t size) {
-    if (scratch_size < size) {
-        free(scratch);
-        scratch = aligned_alloc(64, (size + 63) / 64 * 64);
-        scratch_size = scratch ? size : 0;
-        if (!scratch) abort();
-    }
-    return scratch;
-}
 
 static void *run_part(void *given) {
     struct part *part = given;
+    given_memory = part->memory;
     part->kernel(part->given, part->begin, part->end);
-    free(scratch);
-    scratch_size = 0;
-    scratch = NULL;
     return NULL;
 }
 
 /* Share the results out among threads, which take their floating-point state from this one. */
 void d9m_share(kernel *kernel, const void *given, long count, long threads) {
-    enum { MOST = 256 };
     pthread_t started[MOST];
     struct part parts[MOST];
     threads = threads < 1 ? 1 : threads > MOST ? MOST : threads;
     threads = threads > count ? (count ? count : 1) : threads;
-    long running = 0, rest = count - count / threads;
+    long running = 0;
     for (; running < threads - 1; running++) {
         long begin = count * running / threads, end = count * (running + 1) / threads;
-        parts[running] = (struct part){kernel, given, begin, end};
+        parts[running] = (struct part){kernel, given, begin, end, &kept[running + 1]};
         if (pthread_create(&started[running], NULL, run_part, &parts[running])) break;
     }
-    rest = count * running / threads;
-    kernel(given, rest, count);
+    kernel(given, count * running / threads, count);
     for (long i = 0; i < running; i++) pthread_join(started[i], NULL);
 }
 
@@ -77,7 +94,6 @@ static inline float add_product_float(float a, float b, float c) {
 
 static inline float root_float(float x) { return sqrtf(x); }
 static inline double root_double(double x) { return sqrt(x); }
-static inline double d9m_sqrt(double x) { return sqrt(x); } /* the root of a float, rounded once */
 
 /* Whether offsets follow each other. */
 static int is_flat(const long *offsets, long count) {

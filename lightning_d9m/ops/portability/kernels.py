@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.ops.portability import definitions
+from lightning_d9m.ops.portability.formulas import KERNELS, TERMS
 from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
 
-_KINDS = ("values", "squares", "deviations", "products", "normalized")
+_KINDS = [*TERMS]
 _COLUMNS = 64  # that a kernel adds at a time
 _FEW = 16  # columns of a product that are too few for a kernel
 
@@ -24,14 +25,34 @@ def widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def apply(name: str, *inputs: Tensor) -> Tensor:
-    """Apply an elementary function of ``functions.FUNCTIONS`` to tensors of one shape and dtype."""
-    kernel = find_kernel(name, inputs[0])
-    if kernel is None:
-        return definitions.apply(name, *inputs)
-    x, *others = (one.contiguous() for one in inputs)
-    out = torch.empty_like(x)
-    run(kernel, x.numel(), 32 * x.numel(), x, others[0] if others else None, out)
+def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor, ...]:
+    """Return the outputs of a kernel of rows.
+
+    Args:
+        name: One of ``formulas.KERNELS``.
+        **given: Its inputs in their order; tensors of one dtype, those with all rows of one shape.
+            An output that has the name of an input replaces it.
+    """
+    name = "_without_".join((name, *(key for key, one in given.items() if one is None)))
+    formula = KERNELS[name]
+    inputs: dict[str, Any] = {k: one for k, one in given.items() if one is not None}
+    x = next(one for one in inputs.values() if isinstance(one, Tensor))
+    kernel = find_kernel(name, x)
+    replaced = (one for key, one in inputs.items() if key in formula.outputs)
+    if kernel is None or not all(one.is_contiguous() for one in replaced):
+        return tuple(definitions.compute(formula, inputs, x).values())
+    count = x.shape[-1] if formula.in_rows else 1
+    rows = x.numel() // max(count, 1)
+    x = x.contiguous()
+    out = tuple(
+        torch.empty_like(x) if formula.outputs[one].each else x.new_empty(rows)
+        for one in formula.fresh
+    )
+    members = list[Any]()
+    for one in inputs.values():
+        members += [one.contiguous()] if isinstance(one, Tensor) else map(float, one)
+    periods = (len(inputs[one]) for one, place in formula.inputs.items() if place == "r % period")
+    run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
     return out
 
 
@@ -63,8 +84,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> T
         *places: The offsets of the three tensors.
     """
     of_left, of_right, of_out = places
-    rows, columns, terms = len(of_left.rows), len(of_right.columns), len(of_left.columns)
-    batch = len(of_left.batch)
+    rows, columns = of_left.rows.numel(), of_right.columns.numel()
+    terms, batch = of_left.columns.numel(), of_left.batch.numel()
     if not rows * columns * batch:
         return out
     if columns < min(_FEW, rows):
@@ -109,15 +130,14 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     if not left.shape[2]:
         return left.new_zeros(shape)
     out = left.new_empty(shape)
-    places = (
-        Offsets(
-            count_steps(one.shape[1], one.stride(1)),
-            count_steps(one.shape[2], one.stride(2)),
-            count_steps(one.shape[0], one.stride(0)),
-        )
-        for one in (left, right, out)
-    )
+    places = (_place(one.shape, one.stride()) for one in (left, right, out))
     return multiply_at(left, right, out, *places)
+
+
+@lru_cache(maxsize=512)
+def _place(shape: Sequence[int], strides: Sequence[int]) -> Offsets:
+    batch, rows, columns = map(count_steps, shape, strides)
+    return Offsets(rows, columns, batch)
 
 
 def add(
@@ -156,7 +176,7 @@ def add(
             None if one is None else one.permute(order).reshape(-1, length) for one in (x, y)
         )
         more = (None if one is None else one.reshape(-1, 1) for one in (center, factor))
-        return definitions.add_rows(definitions.find_terms(kind, rows, others, *more)).view(shape)
+        return definitions.add_rows(TERMS[kind](rows, others, *more)).view(shape)
     if y is not None and y.stride() != x.stride():
         x, y = x.contiguous(), y.contiguous()
     out = x.new_empty(shape)
@@ -222,77 +242,6 @@ def add_running(x: Tensor, dim: int) -> Tensor:
     return out
 
 
-def softmax(x: Tensor, *, logarithm: bool) -> Tensor:
-    """Return the softmax of rows, or its logarithm."""
-    kernel = find_kernel("softmax", x)
-    if kernel is None:
-        return definitions.softmax(x, logarithm)
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    run(kernel, len(x), 32 * x.numel(), logarithm, x.shape[1], x, out)
-    return out
-
-
-def softmax_backward(gradient: Tensor, y: Tensor, *, logarithm: bool) -> Tensor:
-    """Return the gradient of ``softmax`` with the result ``y``."""
-    kernel = find_kernel("softmax_backward", y)
-    if kernel is None:
-        return definitions.softmax_backward(gradient, y, logarithm)
-    gradient, y = gradient.contiguous(), y.contiguous()
-    out = torch.empty_like(y)
-    run(kernel, len(y), 4 * y.numel(), logarithm, y.shape[1], gradient, y, out)
-    return out
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalized rows, their means, and the factors by which they were scaled."""
-    kernel = find_kernel("layer_norm", x)
-    if kernel is None:
-        return definitions.layer_norm(x, weight, bias, eps)
-    x = x.contiguous()
-    out, means, scales = torch.empty_like(x), x.new_empty(len(x)), x.new_empty(len(x))
-    run(kernel, len(x), 8 * x.numel(), x.shape[1], eps, x, weight, bias, out, means, scales)
-    return out, means, scales
-
-
-def layer_norm_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of ``layer_norm`` for x, and the terms of that for the weight."""
-    kernel = find_kernel("layer_norm_backward", x)
-    if kernel is None:
-        return definitions.layer_norm_backward(gradient, x, weight, means, scales)
-    gradient, x, means, scales = (one.contiguous() for one in (gradient, x, means, scales))
-    out, products = torch.empty_like(x), torch.empty_like(x)
-    given = (gradient, x, weight, means, scales, out, products)
-    run(kernel, len(x), 8 * x.numel(), x.shape[1], *given)
-    return out, products
-
-
-def batch_norm(x: Tensor, *given: Tensor | None) -> Tensor:
-    """Return normalized planes ``[batch, channels, area]``: by means, scales, weight and bias."""
-    kernel = find_kernel("batch_norm", x)
-    if kernel is None:
-        return definitions.batch_norm(x, *given)  # type: ignore[arg-type]
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    run(kernel, x.shape[0] * x.shape[1], 4 * x.numel(), x.shape[1], x.shape[2], x, *given, out)
-    return out
-
-
-def batch_norm_backward(gradient: Tensor, x: Tensor, *given: Tensor) -> Tensor:
-    """Return the gradient of ``batch_norm`` for x; see ``definitions.batch_norm_backward``."""
-    kernel = find_kernel("batch_norm_backward", x)
-    if kernel is None:
-        return definitions.batch_norm_backward(gradient, x, *given)
-    gradient, x = gradient.contiguous(), x.contiguous()
-    out, planes = torch.empty_like(x), x.shape[0] * x.shape[1]
-    run(kernel, planes, 4 * x.numel(), x.shape[1], x.shape[2], gradient, x, *given, out)
-    return out
-
-
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in [0, 1), float32 or float64, on the CPU."""
     out = torch.empty(shape, dtype=dtype, device="cpu")
@@ -302,30 +251,3 @@ def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     each = definitions.COUNTERS * (4 if dtype == torch.float32 else 2)
     run(kernel, -(-out.numel() // each), 16 * out.numel(), key, out.numel(), out)
     return out
-
-
-def _are_contiguous(*tensors: Tensor | None) -> bool:
-    return all(one is None or one.is_contiguous() for one in tensors)
-
-
-def take_adam_step(x: Tensor, gradient: Tensor, state: Any, **given: Any) -> None:
-    """Take a step of Adam or AdamW; see ``definitions.take_adam_step``."""
-    kernel = find_kernel("adam", x)
-    if kernel is None or not _are_contiguous(x, gradient, *state):
-        definitions.take_adam_step(x, gradient, state, **given)
-        return
-    order = ("maximize", "decoupled", "decay", "factors", "step", "root", "eps")
-    maximize, decoupled, decay, factors, *rest = (given[name] for name in order)
-    numbers = map(float, (decay, *factors, *rest))
-    run(kernel, x.numel(), 16 * x.numel(), maximize, decoupled, *numbers, gradient, x, *state)
-
-
-def take_sgd_step(x: Tensor, gradient: Tensor, momenta: Tensor | None, **given: Any) -> None:
-    """Take a step of SGD; see ``definitions.take_sgd_step``."""
-    kernel = find_kernel("sgd", x)
-    if kernel is None or not _are_contiguous(x, gradient, momenta):
-        definitions.take_sgd_step(x, gradient, momenta, **given)
-        return
-    flags = (given[name] for name in ("maximize", "nesterov", "starts"))
-    numbers = (float(given[name]) for name in ("decay", "momentum", "added", "step"))
-    run(kernel, x.numel(), 4 * x.numel(), *flags, *numbers, gradient, x, momenta)

@@ -7,45 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.portability import kernels
-from lightning_d9m.ops.portability.definitions import divide
-from lightning_d9m.ops.portability.kernels import add, widen
+from lightning_d9m.ops.portability.definitions import divide, find_root
+from lightning_d9m.ops.portability.kernels import add, compute, widen
 from lightning_d9m.ops.portability.registry import along_dim, rule
-from lightning_d9m.ops.portability.roots import find_root
 
 Optional = Tensor | None
 
 
-def _as_rows(function: Callable[..., Tensor], dim: int, *given: Tensor) -> Tensor:
-    """Apply a function of rows along a dimension."""
-    moved = [widen(one).movedim(dim, -1) for one in given]
-    rows = [one.reshape(-1, one.shape[-1]) for one in moved]
-    return function(*rows).view(moved[0].shape).movedim(-1, dim).contiguous()
+def _along(name: str, dim: int, **given: Tensor) -> Tensor:
+    """Compute a kernel of rows along a dimension."""
+    moved = {key: widen(one).movedim(dim, -1) for key, one in given.items()}
+    (out,) = compute(name.removeprefix("_"), **moved)
+    return out.movedim(-1, dim).contiguous()
 
 
-def _register_softmax(name: str, *, logarithm: bool) -> Callable[..., Tensor]:
+def _register_softmax(name: str) -> Callable[..., Tensor]:
     @rule(name)
     @along_dim
     def forward(values: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-        def compute(rows: Tensor) -> Tensor:
-            return kernels.softmax(rows, logarithm=logarithm)
-
-        return _as_rows(compute, dim, values).to(torch.float32 if half_to_float else values.dtype)
+        return _along(name, dim, x=values).to(torch.float32 if half_to_float else values.dtype)
 
     @rule(f"{name}_backward_data")
     def backward(gradient: Tensor, result: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        def compute(rows: Tensor, others: Tensor) -> Tensor:
-            return kernels.softmax_backward(rows, others, logarithm=logarithm)
-
         if not result.dim():
             return backward(gradient.view(1), result.view(1), dim, dtype).view(())
-        return _as_rows(compute, dim, gradient, result).to(dtype)
+        return _along(f"{name}_backward_data", dim, gradient=gradient, y=result).to(dtype)
 
     return forward
 
 
-softmax = _register_softmax("_softmax", logarithm=False)
-_register_softmax("_log_softmax", logarithm=True)
+softmax = _register_softmax("_softmax")
+_register_softmax("_log_softmax")
 
 
 @rule("_safe_softmax")
@@ -67,7 +59,8 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer normalization, the means, and the factors by which rows were scaled."""
     wide = widen(values).reshape(-1, prod(sizes))
-    out, means, scales = kernels.layer_norm(wide, _flatten(weight), _flatten(bias), float(eps))
+    factors = {"weight": _flatten(weight), "bias": _flatten(bias)}
+    out, means, scales = compute("layer_norm", x=wide, numbers=[eps], **factors)
     shape = [*values.shape[: values.dim() - len(sizes)], *[1] * len(sizes)]
     return out.view(values.shape).to(values.dtype), means.view(shape), scales.view(shape)
 
@@ -85,8 +78,8 @@ def layer_norm_backward(
 ) -> tuple[Optional, ...]:
     """The gradients of layer normalization."""
     rows, wide = (widen(one).reshape(-1, prod(sizes)) for one in (gradient, values))
-    statistics = (widen(one).reshape(-1) for one in (means, scales))
-    out, terms = kernels.layer_norm_backward(rows, wide, _flatten(weight), *statistics)
+    given = {"means": _flatten(means), "scales": _flatten(scales), "weight": _flatten(weight)}
+    out, terms = compute("layer_norm_backward", gradient=rows, x=wide, **given)
     return (
         out.view(values.shape).to(values.dtype) if mask[0] else None,
         add(terms, [0]).view(sizes).to(gradient.dtype) if mask[1] else None,
@@ -125,8 +118,8 @@ def _normalize_batch(
     else:
         means, variances = widen(running_mean), widen(running_var)
         saved = (values.new_empty(0), values.new_empty(0))
-    factors = _flatten(weight), _flatten(bias)
-    out = kernels.batch_norm(planes, means, _scale(variances, eps), *factors)
+    more = {"scales": _scale(variances, eps), "weight": _flatten(weight), "bias": _flatten(bias)}
+    (out,) = compute("batch_norm", x=planes.flatten(0, 1), means=means, **more)
     return out.view(values.shape).to(values.dtype), *saved
 
 
@@ -138,24 +131,17 @@ def batch_norm(values: Tensor, weight: Optional, bias: Optional, *given: Any) ->
     return _normalize_batch(values, weight, bias, *given)
 
 
-@rule("_native_batch_norm_legit_no_training")
-def batch_norm_by_averages(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization by the averages of means and variances."""
-    return _normalize_batch(values, weight, bias, *given[:2], False, *given[2:])
+def _register(name: str, *, training: bool, bytes_too: bool) -> None:
+    @rule(name)
+    def normalize(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
+        found = _normalize_batch(values, weight, bias, *given[:2], training, *given[2:])
+        # Some return bytes that their gradient does not need.
+        return *found, *[values.new_empty(0, dtype=torch.uint8)][:bytes_too]
 
 
-@rule("_batch_norm_with_update")
-def batch_norm_with_update(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization, and bytes that its gradient does not need."""
-    found = _normalize_batch(values, weight, bias, *given[:2], True, *given[2:])
-    return *found, values.new_empty(0, dtype=torch.uint8)
-
-
-@rule("_batch_norm_no_update")
-def batch_norm_without_update(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization by averages, and bytes that its gradient does not need."""
-    found = _normalize_batch(values, weight, bias, *given[:2], False, *given[2:])
-    return *found, values.new_empty(0, dtype=torch.uint8)
+_register("_native_batch_norm_legit_no_training", training=False, bytes_too=False)
+_register("_batch_norm_with_update", training=True, bytes_too=True)
+_register("_batch_norm_no_update", training=False, bytes_too=True)
 
 
 @rule("native_batch_norm_backward")
@@ -188,9 +174,16 @@ def batch_norm_backward(
         factor = scales if weight is None else scales * widen(weight)
         if training:
             count = planes.shape[0] * planes.shape[2]
-            shares = divide(of_bias, count), divide(of_weight, count)
-            given = (planes, means, scales, *shares, factor.contiguous())
-            out = kernels.batch_norm_backward(wide, *given)
+            (out,) = compute(
+                "batch_norm_backward",
+                gradient=wide.flatten(0, 1),
+                x=planes.flatten(0, 1),
+                means=means,
+                scales=scales,
+                first=divide(of_bias, count),
+                second=divide(of_weight, count),
+                factor=factor,
+            )
         else:
             out = wide * factor.view(1, -1, 1)
         out = out.view(values.shape).to(values.dtype)

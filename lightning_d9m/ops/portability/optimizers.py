@@ -66,24 +66,24 @@ def _take_adam_steps(
         single(*lists, counts, grad_scale=None, found_inf=None, **given)
         return
     decoupled = given.get("decoupled_weight_decay", decoupled)
-    lr, beta1, beta2 = (float(given[name]) for name in ("lr", "beta1", "beta2"))
-    decay = float(given["weight_decay"])
+    names = ("lr", "beta1", "beta2", "weight_decay")
+    lr, beta1, beta2, decay = (float(given[name]) for name in names)
+    sign = -1 if given["maximize"] else 1
+    shrink, decay = (1 - lr * decay, 0.0) if decoupled else (1, decay)
     with torch._C._DisableTorchDispatch():  # noqa: SLF001 - whole numbers, and our kernels
         torch._foreach_add_(counts, 1)
         for place, (x, gradient) in enumerate(zip(params, finite, strict=True)):
             step = int(counts[place].item())
-            state = averages[place], squares[place], most[place] if given["amsgrad"] else None
-            kernels.take_adam_step(
-                x,
-                gradient,
-                state,
-                maximize=given["maximize"],
-                decoupled=decoupled,
-                decay=1 - lr * decay if decoupled else decay,
-                factors=(1 - beta1, beta2),
-                step=lr / (1 - _power(beta1, step)),
-                root=math.sqrt(1 - _power(beta2, step)),
-                eps=given["eps"],
+            length, divisor = lr / (1 - _power(beta1, step)), math.sqrt(1 - _power(beta2, step))
+            numbers = [sign, shrink, decay, 1 - beta1, beta2, 1 - beta2, length, divisor]
+            kernels.compute(
+                "adam",
+                x=x,
+                gradient=gradient,
+                average=averages[place],
+                squares=squares[place],
+                numbers=[*numbers, given["eps"]],
+                most=most[place] if given["amsgrad"] else None,
             )
 
 
@@ -103,23 +103,20 @@ def _take_sgd_steps(
     if given.get("differentiable") or not _is_plain(params, finite, momenta):
         single(params, finite, momenta, grad_scale=None, found_inf=None, **given)
         return
-    momentum = float(given["momentum"])
+    names = ("weight_decay", "lr", "momentum", "dampening")
+    decay, lr, momentum, dampening = (float(given[name]) for name in names)
+    numbers = [-1 if given["maximize"] else 1, decay, lr, momentum, 1 - dampening]
     with torch._C._DisableTorchDispatch():  # noqa: SLF001 - our kernels
         for place, (x, gradient) in enumerate(zip(params, finite, strict=True)):
             starts = bool(momentum) and momenta[place] is None
             if starts:
                 momenta[place] = torch.empty_like(x)
-            kernels.take_sgd_step(
-                x,
-                gradient,
-                momenta[place] if momentum else None,
-                maximize=given["maximize"],
-                nesterov=given["nesterov"],
-                starts=starts,
-                decay=float(given["weight_decay"]),
-                momentum=momentum,
-                added=1 - float(given["dampening"]),
-                step=float(given["lr"]),
+            kernels.compute(
+                "sgd",
+                x=x,
+                gradient=gradient,
+                numbers=[*numbers, starts, given["nesterov"]],
+                momenta=momenta[place] if momentum else None,
             )
 
 

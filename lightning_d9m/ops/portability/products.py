@@ -68,10 +68,6 @@ def _grid(steps: Sequence[int], *places: Sequence[int]) -> Tensor:
     return total.flatten()
 
 
-def _join(first: Tensor, second: Tensor) -> Tensor:
-    return (first.unsqueeze(1) + second).flatten()
-
-
 def _steps(sizes: Sequence[int]) -> list[int]:
     return [prod(sizes[place + 1 :]) for place in range(len(sizes))]
 
@@ -151,79 +147,89 @@ def _find_geometry(*given: tuple[int, ...]) -> Geometry:
     return Geometry(*given)
 
 
+Places = dict[str, Tensor]
+"""Where in memory the indices of a tensor are, by their letters.
+
+n samples, g groups, c channels of a group of the image, o of its windows, t taps, w windows.
+"""
+
+
+def _place(step: int, **sizes: int) -> Places:
+    """Return the places of a contiguous tensor, whose last named index takes steps."""
+    found = {}
+    for letter, size in reversed(sizes.items()):
+        found[letter] = count_steps(size, step)
+        step *= size
+    return found
+
+
+def _contract(letters: str, *tensors: tuple[Tensor, Places]) -> Tensor:
+    """Write products of matrices into a tensor, and return it.
+
+    Args:
+        letters: The indices of rows, of terms, of columns and of the batch, divided by spaces.
+        *tensors: The left and the right one, and the result.
+    """
+    rows, terms, columns, batch = letters.split()
+    sides = (rows, terms), (terms, columns), (rows, columns)
+    places = [
+        Offsets(*(_join([own[one] for one in group]) for group in (*pair, batch)))
+        for (_, own), pair in zip(tensors, sides, strict=True)
+    ]
+    left, right, out = (tensor for tensor, _ in tensors)
+    return multiply_at(left, right, out, *places)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    total, *others = parts
+    for one in others:
+        total = (total.unsqueeze(1) + one).flatten()
+    return total
+
+
+def _place_all(
+    batch: int, shape: Sequence[int], geometry: Geometry, groups: int
+) -> tuple[Places, Places, Places]:
+    """Return the places of a convolution's image, weight and windows."""
+    (rows, c), taps = shape[:2], prod(shape[2:])
+    of_image = _place(geometry.area, n=batch, g=groups, c=c)
+    return (
+        of_image | {"t": geometry.of_taps, "w": geometry.of_windows},
+        _place(1, g=groups, o=rows // groups, c=c, t=taps),
+        _place(1, n=batch, g=groups, o=rows // groups, w=geometry.count),
+    )
+
+
 def _convolve(image: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
     """Return the sums over the windows of an image."""
-    batch, channels = image.shape[:2]
-    count, inner = len(weight) // groups, prod(weight.shape[1:])
-    area, windows = geometry.area, geometry.count
-    read, weight = geometry.pad(image), weight.contiguous()
-    out = image.new_empty((batch, len(weight), *geometry.windows))
-    of_weight = Offsets(
-        count_steps(count, inner), count_steps(inner, 1), count_steps(groups, count * inner)
-    )
-    of_image = Offsets(
-        _join(count_steps(weight.shape[1], area), geometry.of_taps),
-        _join(count_steps(batch, channels * area), geometry.of_windows),
-        count_steps(groups, weight.shape[1] * area),
-    )
-    of_out = Offsets(
-        count_steps(count, windows),
-        _join(count_steps(batch, len(weight) * windows), count_steps(windows, 1)),
-        count_steps(groups, count * windows),
-    )
-    return multiply_at(weight, read, out, of_weight, of_image, of_out)
-
-
-def _convolve_back(gradient: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
-    """Return the gradient for the image; also a transposed convolution."""
-    batch, rows = gradient.shape[:2]
-    columns, taps = weight.shape[1], prod(geometry.taps)
-    sides, phases = geometry.phases
-    read, weight = pad(gradient, sides).contiguous(), weight.contiguous()
-    area, size, inner = prod(read.shape[2:]), prod(geometry.image), rows // groups
-    out = gradient.new_zeros((batch, columns * groups, *geometry.image))
-    for used, reads, turns, places in phases:
-        of_weight = Offsets(
-            count_steps(columns, taps),
-            _join(count_steps(inner, columns * taps), used),
-            count_steps(groups, inner * columns * taps),
-        )
-        of_gradient = Offsets(
-            _join(count_steps(inner, area), reads),
-            _join(count_steps(batch, rows * area), turns),
-            count_steps(groups, inner * area),
-        )
-        of_out = Offsets(
-            count_steps(columns, size),
-            _join(count_steps(batch, columns * groups * size), places),
-            count_steps(groups, columns * size),
-        )
-        multiply_at(weight, read, out, of_weight, of_gradient, of_out)
-    return out
+    of_image, of_weight, of_windows = _place_all(len(image), weight.shape, geometry, groups)
+    out = image.new_empty((len(image), len(weight), *geometry.windows))
+    left, right = (weight.contiguous(), of_weight), (geometry.pad(image), of_image)
+    return _contract("o ct nw g", left, right, (out, of_windows))
 
 
 def _differentiate_by_weight(
     gradient: Tensor, image: Tensor, shape: Sequence[int], geometry: Geometry, groups: int
 ) -> Tensor:
     """Return the gradient for the weight."""
-    batch, rows = gradient.shape[:2]
-    count, channels, area, windows = rows // groups, shape[1], geometry.area, geometry.count
-    read, gradient, inner = geometry.pad(image), gradient.contiguous(), prod(shape[1:])
-    out = gradient.new_empty(tuple(shape))
-    of_gradient = Offsets(
-        count_steps(count, windows),
-        _join(count_steps(batch, rows * windows), count_steps(windows, 1)),
-        count_steps(groups, count * windows),
-    )
-    of_image = Offsets(
-        _join(count_steps(batch, image.shape[1] * area), geometry.of_windows),
-        _join(count_steps(channels, area), geometry.of_taps),
-        count_steps(groups, channels * area),
-    )
-    of_out = Offsets(
-        count_steps(count, inner), count_steps(inner, 1), count_steps(groups, count * inner)
-    )
-    return multiply_at(gradient, read, out, of_gradient, of_image, of_out)
+    of_image, of_weight, of_windows = _place_all(len(image), shape, geometry, groups)
+    left, right = (gradient.contiguous(), of_windows), (geometry.pad(image), of_image)
+    return _contract("o nw ct g", left, right, (gradient.new_empty(tuple(shape)), of_weight))
+
+
+def _convolve_back(gradient: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
+    """Return the gradient for the image; also a transposed convolution."""
+    (batch, rows), c = gradient.shape[:2], weight.shape[1]
+    sides, phases = geometry.phases
+    read, weight = pad(gradient, sides).contiguous(), weight.contiguous()
+    of_weight = _place(prod(geometry.taps), g=groups, o=rows // groups, c=c)
+    of_windows = _place(prod(read.shape[2:]), n=batch, g=groups, o=rows // groups)
+    of_image = _place(prod(geometry.image), n=batch, g=groups, c=c)
+    out = gradient.new_zeros((batch, c * groups, *geometry.image))
+    for used, reads, turns, places in phases:
+        left, right = of_weight | {"t": used}, of_windows | {"t": reads, "w": turns}
+        _contract("c ot nw g", (weight, left), (read, right), (out, of_image | {"w": places}))
+    return out
 
 
 def _lay_out(image: Any, windows: Any, taps: Any, given: Any) -> Geometry:

@@ -76,7 +76,7 @@ static void NAME(pack_left)(const REAL *from, const long *terms, long depth, con
     }
 }
 
-static inline __attribute__((always_inline)) void NAME(tile)(
+ALWAYS void NAME(tile)(
     int height, const REAL *restrict left, const REAL *restrict right, long depth,
     REAL *out, const long *row, const long *column, int width, int first) {
     REAL total[TALL][WIDE];
@@ -142,19 +142,6 @@ void NAME(product)(const void *given, long begin, long end) {
     }
 }
 
-/* Terms of sums: the numbers, their squares, the squares of their distances to a number, products
-   with others, and products with others that are normalized. */
-static inline __attribute__((always_inline)) REAL NAME(term)(long kind, REAL x, REAL y, REAL c,
-                                                             REAL d) {
-    switch (kind) {
-    case 1: return x * x;
-    case 2: return (x - c) * (x - c);
-    case 3: return x * y;
-    case 4: return x * ((y - c) * d);
-    default: return x;
-    }
-}
-
 /* Term i is added to lane i % LANES, which begins with 0; then the upper half of the lanes is added
    to the lower half, until one is left. At most BLOCK terms. */
 static inline REAL NAME(add_lanes)(const REAL *x, long count) {
@@ -178,6 +165,21 @@ static REAL NAME(add_row)(const REAL *x, long count) {
     }
     return total;
 }
+
+/* The greatest number; one of 0.0 and -0.0, and of a row with a NaN any. */
+static REAL NAME(find_greatest)(const REAL *x, long count) {
+    REAL lane[LANES];
+    long i = 0;
+    for (int j = 0; j < LANES; j++) lane[j] = x[0];
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (; i < count; i++) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    for (int j = 1; j < LANES; j++) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
+    return lane[0];
+}
+
+/* Terms of sums, and kernels of rows and elements: written from formulas.py. */
+#include "formulas.h"
 
 /* Sums over `count` * `inner` terms: result r adds x[r * step + i * outer_step + j * inner_step],
    in order of i, then of j. */
@@ -290,209 +292,6 @@ void NAME(running_sums)(const void *given, long begin, long end) {
     }
 }
 
-/* The greatest number; one of 0.0 and -0.0, and of a row with a NaN any. */
-static REAL NAME(find_greatest)(const REAL *x, long count) {
-    REAL lane[LANES];
-    long i = 0;
-    for (int j = 0; j < LANES; j++) lane[j] = x[0];
-    for (; i + LANES <= count; i += LANES)
-        for (int j = 0; j < LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    for (; i < count; i++) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
-    for (int j = 1; j < LANES; j++) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
-    return lane[0];
-}
-
-/* Softmax of rows: exp(x - greatest), rounded, over the sum of these. Its logarithm: x - greatest -
-   log(sum), computed in float64 and rounded. */
-struct NAME(softmax) {
-    long logarithm, count;
-    const REAL *x;
-    REAL *out;
-};
-
-void NAME(softmax)(const void *given, long begin, long end) {
-    const struct NAME(softmax) *g = given;
-    for (long r = begin; r < end; r++) {
-        const REAL *x = g->x + r * g->count;
-        REAL *out = g->out + r * g->count, top = NAME(find_greatest)(x, g->count);
-        for (long i = 0; i < g->count; i++) out[i] = (REAL)d9m_exp((double)x[i] - (double)top);
-        REAL total = NAME(add_row)(out, g->count);
-        if (g->logarithm) {
-            double log_total = d9m_log((double)total);
-            for (long i = 0; i < g->count; i++)
-                out[i] = (REAL)(((double)x[i] - (double)top) - log_total);
-        } else {
-            for (long i = 0; i < g->count; i++) out[i] = out[i] / total;
-        }
-    }
-}
-
-/* With the result y and its gradient g: (g - sum(g * y)) * y, or g - exp(y) * sum(g). */
-struct NAME(softmax_backward) {
-    long logarithm, count;
-    const REAL *gradient, *y;
-    REAL *out;
-};
-
-void NAME(softmax_backward)(const void *given, long begin, long end) {
-    const struct NAME(softmax_backward) *g = given;
-    for (long r = begin; r < end; r++) {
-        const REAL *gradient = g->gradient + r * g->count, *y = g->y + r * g->count;
-        REAL *out = g->out + r * g->count;
-        if (g->logarithm) {
-            REAL total = NAME(add_row)(gradient, g->count);
-            for (long i = 0; i < g->count; i++)
-                out[i] = gradient[i] - (REAL)d9m_exp((double)y[i]) * total;
-        } else {
-            for (long i = 0; i < g->count; i++) out[i] = gradient[i] * y[i];
-            REAL total = NAME(add_row)(out, g->count);
-            for (long i = 0; i < g->count; i++) out[i] = (gradient[i] - total) * y[i];
-        }
-    }
-}
-
-/* Layer normalization of rows: (x - mean) * scale * weight + bias, scale = 1 / sqrt(var + eps). */
-struct NAME(layer_norm) {
-    long count;
-    double eps;
-    const REAL *x, *weight, *bias;
-    REAL *out, *means, *scales;
-};
-
-void NAME(layer_norm)(const void *given, long begin, long end) {
-    const struct NAME(layer_norm) *g = given;
-    long n = g->count;
-    for (long r = begin; r < end; r++) {
-        const REAL *x = g->x + r * n;
-        REAL *out = g->out + r * n, mean = NAME(add_row)(x, n) / (REAL)n;
-        for (long i = 0; i < n; i++) out[i] = (x[i] - mean) * (x[i] - mean);
-        REAL variance = NAME(add_row)(out, n) / (REAL)n;
-        REAL scale = (REAL)1 / NAME(root)(variance + (REAL)g->eps);
-        for (long i = 0; i < n; i++) out[i] = (x[i] - mean) * scale;
-        if (g->weight)
-            for (long i = 0; i < n; i++) out[i] = out[i] * g->weight[i];
-        if (g->bias)
-            for (long i = 0; i < n; i++) out[i] = out[i] + g->bias[i];
-        g->means[r] = mean;
-        g->scales[r] = scale;
-    }
-}
-
-/* Its gradient for x: scale * (gw - mean(gw) - h * mean(gw * h)), where h = (x - mean) * scale and
-   gw = gradient * weight; `products` become gradient * h, whose sums are the weight's gradient. */
-struct NAME(layer_norm_backward) {
-    long count;
-    const REAL *gradient, *x, *weight, *means, *scales;
-    REAL *out, *products;
-};
-
-void NAME(layer_norm_backward)(const void *given, long begin, long end) {
-    const struct NAME(layer_norm_backward) *g = given;
-    long n = g->count;
-    for (long r = begin; r < end; r++) {
-        const REAL *x = g->x + r * n, *gradient = g->gradient + r * n, *weight = g->weight;
-        REAL *out = g->out + r * n, *products = g->products + r * n;
-        REAL mean = g->means[r], scale = g->scales[r];
-        for (long i = 0; i < n; i++) out[i] = weight ? gradient[i] * weight[i] : gradient[i];
-        REAL first = NAME(add_row)(out, n) / (REAL)n;
-        for (long i = 0; i < n; i++) products[i] = out[i] * ((x[i] - mean) * scale);
-        REAL second = NAME(add_row)(products, n) / (REAL)n;
-        for (long i = 0; i < n; i++) {
-            REAL h = (x[i] - mean) * scale;
-            out[i] = scale * ((out[i] - first) - h * second);
-            products[i] = gradient[i] * h;
-        }
-    }
-}
-
-/* Normalization of channels, one plane after the other: ((x - mean) * scale) * weight + bias. */
-struct NAME(batch_norm) {
-    long channels, area;
-    const REAL *x, *means, *scales, *weight, *bias;
-    REAL *out;
-};
-
-void NAME(batch_norm)(const void *given, long begin, long end) {
-    const struct NAME(batch_norm) *g = given;
-    for (long p = begin; p < end; p++) {
-        long c = p % g->channels;
-        const REAL *x = g->x + p * g->area;
-        REAL *out = g->out + p * g->area, mean = g->means[c], scale = g->scales[c];
-        REAL weight = g->weight ? g->weight[c] : 1, bias = g->bias ? g->bias[c] : 0;
-        for (long i = 0; i < g->area; i++) out[i] = ((x[i] - mean) * scale) * weight + bias;
-    }
-}
-
-/* Its gradient for x: ((gradient - first) - ((x - mean) * scale) * second) * factor. */
-struct NAME(batch_norm_backward) {
-    long channels, area;
-    const REAL *gradient, *x, *means, *scales, *first, *second, *factors;
-    REAL *out;
-};
-
-void NAME(batch_norm_backward)(const void *given, long begin, long end) {
-    const struct NAME(batch_norm_backward) *g = given;
-    for (long p = begin; p < end; p++) {
-        long c = p % g->channels;
-        const REAL *x = g->x + p * g->area, *gradient = g->gradient + p * g->area;
-        REAL *out = g->out + p * g->area, mean = g->means[c], scale = g->scales[c];
-        REAL first = g->first[c], second = g->second[c], factor = g->factors[c];
-        for (long i = 0; i < g->area; i++)
-            out[i] = ((gradient[i] - first) - ((x[i] - mean) * scale) * second) * factor;
-    }
-}
-
-/* A step of Adam and AdamW; definitions.py says the factors. `most` may be NULL. */
-struct NAME(adam) {
-    long maximize, decoupled;
-    double decay, first, second, step, root, eps;
-    const REAL *gradient;
-    REAL *x, *average, *squares, *most;
-};
-
-void NAME(adam)(const void *given, long begin, long end) {
-    const struct NAME(adam) *s = given;
-    const REAL decay = (REAL)s->decay, first = (REAL)s->first, kept = (REAL)s->second;
-    const REAL added = (REAL)(1.0 - s->second), step = (REAL)s->step;
-    const REAL root = (REAL)s->root, eps = (REAL)s->eps, sign = s->maximize ? -1 : 1;
-    const int decoupled = s->decoupled != 0;
-    const REAL *restrict gradient = s->gradient;
-    REAL *restrict x = s->x, *restrict average = s->average, *restrict squares = s->squares;
-    for (long i = begin; i < end; i++) {
-        REAL g = sign * gradient[i], y = decoupled ? x[i] * decay : x[i];
-        g = decoupled || s->decay == 0 ? g : g + y * decay;
-        REAL m = average[i] + (g - average[i]) * first, v = squares[i] * kept + (g * g) * added;
-        average[i] = m;
-        squares[i] = v;
-        if (s->most) v = s->most[i] = v > s->most[i] ? v : s->most[i];
-        x[i] = y - step * (m / (NAME(root)(v) / root + eps));
-    }
-}
-
-/* A step of SGD; `momenta` may be NULL, and hold nothing at the first step. */
-struct NAME(sgd) {
-    long maximize, nesterov, starts;
-    double decay, momentum, added, step;
-    const REAL *gradient;
-    REAL *x, *momenta;
-};
-
-void NAME(sgd)(const void *given, long begin, long end) {
-    const struct NAME(sgd) *s = given;
-    const REAL decay = (REAL)s->decay, momentum = (REAL)s->momentum, step = (REAL)s->step;
-    const REAL added = (REAL)s->added, sign = s->maximize ? -1 : 1;
-    for (long i = begin; i < end; i++) {
-        REAL g = sign * s->gradient[i];
-        g = s->decay == 0 ? g : g + s->x[i] * decay;
-        if (s->momenta) {
-            REAL m = s->starts ? g : s->momenta[i] * momentum + g * added;
-            s->momenta[i] = m;
-            g = s->nesterov ? g + m * momentum : m;
-        }
-        s->x[i] = s->x[i] - step * g;
-    }
-}
-
 /* Uniform numbers in [0, 1) of 24 or 53 bits. Of 2 * COUNTERS numbers of 53 bits, number i takes
    the words i and i + 2 * COUNTERS of a block. One item is a block. */
 struct NAME(draw) {
@@ -517,36 +316,6 @@ void NAME(draw)(const void *given, long begin, long end) {
     }
 }
 
-/* Elementary functions: computed in float64, and rounded to REAL. */
-struct NAME(function) {
-    const REAL *x, *y;
-    REAL *out;
-};
-
-#define FUNCTION(name)                                                                             \
-    void NAME(name)(const void *given, long begin, long end) {                                     \
-        const struct NAME(function) *g = given;                                                    \
-        const REAL *restrict x = g->x;                                                             \
-        REAL *restrict out = g->out;                                                               \
-        for (long i = begin; i < end; i++) out[i] = (REAL)d9m_##name((double)x[i]);                \
-    }
-#define FUNCTION_OF_TWO(name)                                                                      \
-    void NAME(name)(const void *given, long begin, long end) {                                     \
-        const struct NAME(function) *g = given;                                                    \
-        const REAL *restrict x = g->x, *restrict y = g->y;                                         \
-        REAL *restrict out = g->out;                                                               \
-        for (long i = begin; i < end; i++)                                                         \
-            out[i] = (REAL)d9m_##name((double)x[i], (double)y[i]);                                 \
-    }
-FUNCTION(acos) FUNCTION(acosh) FUNCTION(asin) FUNCTION(asinh) FUNCTION(atan) FUNCTION(atanh)
-FUNCTION(cos) FUNCTION(cosh) FUNCTION(erf) FUNCTION(erfc) FUNCTION(erfinv) FUNCTION(exp)
-FUNCTION(exp2) FUNCTION(expm1) FUNCTION(gelu) FUNCTION(log) FUNCTION(log10) FUNCTION(log1p)
-FUNCTION(log2) FUNCTION(sigmoid) FUNCTION(silu) FUNCTION(sin) FUNCTION(sinh) FUNCTION(sqrt)
-FUNCTION(tan) FUNCTION(tanh)
-FUNCTION_OF_TWO(atan2) FUNCTION_OF_TWO(gelu_backward) FUNCTION_OF_TWO(hypot)
-FUNCTION_OF_TWO(normal) FUNCTION_OF_TWO(pow) FUNCTION_OF_TWO(silu_backward)
-#undef FUNCTION
-#undef FUNCTION_OF_TWO
 #undef TALL
 #undef WIDE
 #undef MANY

@@ -1,0 +1,245 @@
+"""Numbers of formulas, and the C that formulas become.
+
+A formula is a Python function of numbers. Its operators, and the functions below, name operations
+that IEEE 754 or the arithmetic of whole numbers defines, so that each way to compute them gives the
+same bits: C (``Code``) or torch (``definitions.Values``). This module imports only the standard
+library, because a wheel's build loads it.
+"""
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from typing import Annotated, Any
+
+Matrix = Annotated[Any, "at"]
+"""An input with a number for each element ``i`` of each row ``r``, which begins ``at`` a place."""
+Columns = Annotated[Any, "0"]
+"""An input that each row reads."""
+Rows = Annotated[Any, "r % period"]
+"""An input with a number for each row, or for each channel of an image."""
+# Annotated[Any, 3] stands for three numbers that are rounded to the type of the others.
+
+# Operators of Python by their name in `operator`; each has its text in C.
+_BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "and_": "&", "or_": "|"}
+_BINARY |= {"rshift": ">>", "lshift": "<<", "lt": "<", "gt": ">", "ge": ">=", "eq": "=="}
+_TEXTS = {name: f"{{}} {sign} {{}}" for name, sign in _BINARY.items()} | {
+    "neg": "-{}",
+    "invert": "!{}",
+    "abs": "fabs({})",
+    "copysign": "copysign({}, {})",
+    "where": "{} ? {} : {}",
+    "to_bits": "read_bits({})",
+    "from_bits": "from_bits({})",
+    "wide": "(double){}",
+    "narrow": "(REAL){}",
+    "lookup": "(int64_t)TWO_OVER_PI[{}]",
+    "root": "NAME(root)({})",
+    "length": "(REAL)n",
+    "total": "NAME(add_row)({}, n)",
+    "greatest": "NAME(find_greatest)({}, n)",
+}
+_KINDS = dict.fromkeys(("lt", "gt", "ge", "eq"), "_Bool") | {
+    "to_bits": "int64_t",
+    "lookup": "int64_t",
+    "from_bits": "double",
+    "wide": "double",
+    "narrow": "REAL",
+    "length": "REAL",
+}
+_OF_ROWS = ("total", "greatest", "length")
+
+
+class Number:
+    """A number of a formula; a subclass says what an operation gives."""
+
+    def apply(self, operation: str, *operands: Any) -> Any:
+        """Return the result of an operation, of which this is one operand."""
+        raise NotImplementedError
+
+
+def operation(name: str) -> Callable[..., Any]:
+    """Return the function that applies an operation to numbers, of which one is a ``Number``."""
+
+    def apply(*operands: Any) -> Any:
+        return next(one for one in operands if isinstance(one, Number)).apply(name, *operands)
+
+    return apply
+
+
+for _name in ("neg", "invert", "abs", *_BINARY):
+    _apply = operation(_name)
+    setattr(Number, f"__{_name.strip('_')}__", _apply)
+    if _name in _BINARY:
+        setattr(Number, f"__r{_name.strip('_')}__", lambda a, b, apply=_apply: apply(b, a))
+
+
+@dataclass(eq=False)
+class Code(Number):
+    """A number in C.
+
+    Attributes:
+        program: All numbers of the formula in order; this one is appended.
+        kind: Its type.
+        text: What computes it.
+        operands: The numbers in the text.
+        each: Whether it differs between the elements of a row.
+        of_rows: Whether it takes a whole row.
+    """
+
+    program: "list[Code]" = field(repr=False)
+    kind: str
+    text: str
+    operands: "tuple[Code, ...]" = ()
+    each: bool = False
+    of_rows: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = f"v{len(self.program)}"
+        self.program.append(self)
+
+    def apply(self, operation: str, *operands: Any) -> "Code":
+        """Append the result of an operation to the program."""
+        codes = tuple(one for one in operands if isinstance(one, Code) and operation != "length")
+        kinds = {one.kind for one in codes} - {"_Bool"}
+        assert len(kinds) <= 1, (operation, kinds)
+        like = kinds.pop() if kinds else "double" if operation == "where" else "_Bool"
+        names = [one.name if isinstance(one, Code) else _write(one, like) for one in operands]
+        text = _TEXTS.get(operation, f"d9m_{operation}({', '.join('{}' for _ in names)})")
+        if like == "double":
+            text = text.replace("NAME(root)", "sqrt")
+        of_rows = operation in _OF_ROWS
+        each = any(one.each for one in codes) and not of_rows
+        kind = _KINDS.get(operation, like)
+        return Code(self.program, kind, text.format(*names), codes, each, of_rows)
+
+
+def _write(number: float, kind: str) -> str:
+    """Return a constant in C."""
+    if kind == "int64_t":
+        return f"{number}LL"
+    special = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
+    return f"({kind}){float(number).hex() if math.isfinite(number) else special}"
+
+
+def _list_needed(results: Iterable[Code], known: Container[Code] = ()) -> list[Code]:
+    """Return the numbers that others are computed from, in order, up to those that are known."""
+    needed, left = set[Code](), [*results]
+    program = left[0].program if left else []
+    while left:
+        one = left.pop()
+        if one not in needed:
+            needed.add(one)
+            left += () if one in known else one.operands
+    return [one for one in program if one in needed]
+
+
+def _declare(results: Iterable[Code], known: dict[Code, str]) -> str:
+    """Return the statements that compute numbers from those that are known, by their text."""
+    order = _list_needed(results, known)
+    texts = {one: known.get(one, one.text) for one in order}
+    return " ".join(
+        f"const {one.kind} {one.name} = {text};" for one, text in texts.items() if text != one.name
+    )
+
+
+def write_function(name: str, formula: Callable[..., Any], count: int, kind: str = "double") -> str:
+    """Return a C function of numbers of one type."""
+    inputs = list[Code]()
+    for name_of_one in "xyzw"[:count]:
+        Code(inputs, kind, name_of_one)
+    result = formula(*inputs)
+    given = ", ".join(f"{kind} {one}" for one in "xyzw"[:count])
+    body = f"{_declare([result], {})} return {result.name};"
+    return f"ALWAYS {kind} {name}({given}) {{ {body} }}\n"
+
+
+class Kernel:
+    """A formula of the elements of rows, which returns its outputs by their names.
+
+    Attributes:
+        inputs: Where a row begins in each input; how many numbers it is if it has no rows.
+        outputs: The numbers that are returned; one with the name of an input replaces it.
+        fresh: The names of the other outputs.
+        in_rows: Whether rows count; otherwise all elements are one row, which threads share.
+    """
+
+    def __init__(self, formula: Callable[..., dict[str, Any]], absent: Sequence[str] = ()) -> None:
+        self.formula, self._program = formula, list[Code]()
+        self.inputs = {
+            name: one.annotation.__metadata__[0]
+            for name, one in signature(formula).parameters.items()
+            if name not in absent
+        }
+        add = partial(Code, self._program, "REAL")
+        given = dict[str, Code | list[Code]]()
+        for name, place in self.inputs.items():
+            if isinstance(place, int):
+                given[name] = [add(f"(REAL)g->{name}[{k}]") for k in range(place)]
+            else:
+                each = place in ("at", "0")
+                given[name] = add(f"{name}[i]" if each else f"*{name}", (), each)
+        self._stored = {one: one.text for one in self._program if one.each}
+        self.outputs: dict[str, Code] = formula(**given)
+        self.fresh = [name for name in self.outputs if name not in self.inputs]
+        of_rows = any(one.of_rows for one in self._program)
+        self.in_rows = of_rows or not {"0", "r % period"}.isdisjoint(self.inputs.values())
+
+    def write(self, name: str) -> str:
+        """Return the kernel in C, which computes rows, or elements, from ``begin`` to ``end``."""
+        members = dict.fromkeys(self.inputs, "const REAL *")
+        members |= dict.fromkeys(self.outputs, "REAL *")
+        places = {one: "at" if code.each else "r" for one, code in self.outputs.items()}
+        places = self.inputs | places
+        fields = " ".join(
+            f"double {one}[{places[one]}];" if isinstance(places[one], int) else f"{kind}{one};"
+            for one, kind in members.items()
+        )
+        rows = "for (long r = begin; r < end; r++) { const long from = 0, to = n, at = r * n;"
+        elements = "{ const long r = 0, from = begin, to = end, at = 0; (void)r;"
+        lines, buffers = self._write_row()
+        pointers = (
+            f"{kind}restrict {one} = g->{one} + {places[one]};"
+            for one, kind in members.items()
+            if isinstance(places[one], str)
+        )
+        return "\n".join(
+            (
+                f"struct NAME({name}) {{ long n, period; {fields} }};",
+                f"void NAME({name})(const void *given, long begin, long end) {{",
+                f"const struct NAME({name}) *g = given;",
+                "const long n = g->n, period = g->period; (void)n; (void)period;",
+                f"REAL *scratch = get_scratch(sizeof(REAL) * {buffers} * n);" if buffers else "",
+                rows if self.in_rows else elements,
+                *pointers,
+                *lines,
+                "} }\n",
+            )
+        )
+
+    def _write_row(self) -> tuple[list[str], int]:
+        """Return the statements of a row: what is summed is stored, all else computed again."""
+        known, lines, buffers = dict(self._stored), list[str](), 0
+        loop = "for (long i = from; i < to; i++) {{ {} }}"
+        for one in _list_needed(self.outputs.values()):
+            if one.each:
+                continue
+            text = one.text
+            if one.of_rows and one.operands:
+                (row,) = one.operands
+                if row not in known:
+                    place = f"row{buffers}[i]"
+                    lines.append(f"REAL *restrict row{buffers} = scratch + {buffers} * n;")
+                    store = f"{_declare([row], known)} {place} = {row.name};"
+                    lines.append(loop.format(store))
+                    known[row], buffers = place, buffers + 1
+                text = text.replace(row.name, known[row].removesuffix("[i]"))
+            lines.append(f"const {one.kind} {one.name} = {text};")
+            known[one] = one.name
+        results = self.outputs.items()
+        values = _declare([one for one in self.outputs.values() if one.each], known)
+        stores = [f"{name}[i] = {one.name};" for name, one in results if one.each]
+        lines.append(loop.format(" ".join((values, *stores))))
+        lines += [f"*{name} = {one.name};" for name, one in results if not one.each]
+        return lines, buffers
