@@ -6,7 +6,6 @@ operation in no class raises an error.
 """
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from lightning_d9m.ops.patches.registration import RefusedError, Update
 from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
 from lightning_d9m.ops.portability.optimizers import steps_replaced
 from lightning_d9m.ops.portability.registry import COMPOSED, RULES, Rule
+from lightning_d9m.program import find_line
 
 # Operations that torch's own kernels serve: they move values, compare them, or round them to whole
 # numbers; and transfers between processes that compute nothing.
@@ -37,7 +37,6 @@ MOVES, _TRANSFERS = (
 _RULES = (draws, normalizations, products)  # loaded: they register their rules
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
-_FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _MOST_NESTED = 8  # calls of one operation within each other
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
@@ -263,7 +262,8 @@ def _reduce(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def refuse(func: Any, remedy: str = "") -> NoReturn:
     """Raise the error for an operation that cannot be computed portably."""
-    source = find_source()
+    line = find_line()
+    source = f"{line.file}:{line.number}" if line else None
     remedy = remedy or "Replace it by operations that can, or switch portable off."
     where = f" at {source}" if source else ""
     raise NotPortableError(
@@ -272,16 +272,6 @@ def refuse(func: Any, remedy: str = "") -> NoReturn:
         op=str(func),
         source=source,
     )
-
-
-def find_source() -> str | None:
-    """Return the innermost line that is neither torch's, Lightning's nor ours, as ``file:line``."""
-    ours = str(Path(__file__).parents[2])
-    for frame, line in traceback.walk_stack(None):
-        name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-        if name.partition(".")[0] not in _FOREIGN and not file.startswith(ours):
-            return f"{file}:{line}"
-    return None
 
 
 _MODE = PortableMode()
