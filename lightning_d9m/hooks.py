@@ -78,7 +78,7 @@ torch._C
     _set_mkldnn_enabled | compute portable bits
     _SetExcludeDispatchKeyGuard _DisableTorchDispatch | compute portable bits
 torch._C._distributed_c10d:Backend.Options
-    _timeout | wait for another process
+    _timeout | wait for another process | 2.6
 torch._C._autograd
     _get_sequence_nr | probe a backward pass
 torch._C:Future
