@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         anyway = "-anyway" if arguments.anyway else ""
         kind = f"debug{anyway}:{arguments.rank}:{arguments.debugger}"
         return int(not debug_step(recorded, segment, command, runs.output / "goto", kind))
-    ledger = trace_step(segment, runs)
+    ledger = trace_step(recorded, segment, runs)
     comparison = compare_ledgers(recorded.ledger, ledger)
     facts = {"step": step, "nonfinite": found or None, "trace": str(ledger.path)}
     lines = [*format_evidence(comparison), "", f"trace of step {step}: {ledger.path}"]

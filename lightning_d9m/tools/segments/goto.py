@@ -41,7 +41,7 @@ def find_segment(recorded: RecordedRun, step: int) -> Segment:
         )
     # A run that failed may have begun the step after its last one; one that was killed, any step.
     last = recorded.last_step - recorded.is_finished
-    if step > last and recorded.ledger.outcome(min(recorded.ledger.files)).end is not None:
+    if step > last and recorded.end is not None:
         raise SettingError(f"The run {path} has no step {step}; allowed: 0 to {last}.")
     return Segment(recorded.find_start(step - 1), step + 1)
 
@@ -61,7 +61,8 @@ def debug_step(
     """
     folder.mkdir()
     variables = replace(segment, kind=kind, of=recorded.ledger.path.absolute()).variables
-    status = run_in_terminal(command, folder, {**variables, FOLDER: str(folder)})
+    variables = {**recorded.variables, **variables, FOLDER: str(folder)}
+    status = run_in_terminal(command, folder, variables)
     fits = map(read_ledger, list_fits(folder))
     ends = [fit.outcome(rank).end for fit in fits for rank in fit.files if not fit.header.fit]
     reasons = [end.reason for end in ends if end is not None and end.status == "stopped"]
@@ -72,7 +73,7 @@ def debug_step(
     return DIFFERS not in reasons
 
 
-def trace_step(segment: Segment, runs: Runs) -> Ledger:
+def trace_step(recorded: RecordedRun, segment: Segment, runs: Runs) -> Ledger:
     """Run a segment and record all probes of its last step; return the ledger.
 
     Raises:
@@ -80,7 +81,10 @@ def trace_step(segment: Segment, runs: Runs) -> Ledger:
     """
     step = segment.stop - 1
     steps = {"LIGHTNING_D9M_PROBES": "all", "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
-    ledger = find_first_fit(run_segment(runs, segment, "trace", f"step {step}", variables=steps))
+    options: dict[str, Any] = {"variables": {**recorded.variables, **steps}}
+    # The step may be the one that raised an exception.
+    options["may_fail"] = recorded.end is not None and not recorded.is_finished
+    ledger = find_first_fit(run_segment(runs, segment, "trace", f"step {step}", **options))
     assert ledger is not None, "run_segment has found it"
     return ledger
 
@@ -101,8 +105,8 @@ def find_nonfinite(
     """
     there = (point for point in reversed(recorded.points) if point.is_there)
     start = next((point for point in there if holds_finite(point.path)), None)
-    end = recorded.ledger.outcome(min(recorded.ledger.files)).end
-    stop = _NEVER if end is None else recorded.last_step + 1
-    run_segment(runs, Segment(start, stop, kind="nonfinite"), "nonfinite", "first value not finite")
+    stop = _NEVER if recorded.end is None else recorded.last_step + 1
+    segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
+    run_segment(runs, segment, "nonfinite", title, variables=recorded.variables)
     found = runs.output / "nonfinite/segment" / NONFINITE
     return start, json.loads(found.read_text()) if found.exists() else {}
