@@ -146,15 +146,15 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
 
     def note(log: Path, status: int) -> None:
         try:
-            text = (log.with_suffix("") / REPORT).read_text(encoding="utf-8")
-        except OSError:
+            found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # none, or a part of it
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             said = said or "It could not write its log: check the space on its disk."
             raise LedgerError(
                 f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
                 f"{log}."
             ) from None
-        (checked,) = (CheckedSegment(**entry) for entry in json.loads(text)["checked"])
+        (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
         report.checked.append(checked)
         done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
         print(f"{done}: {checked.verdict}", file=sys.stderr)
