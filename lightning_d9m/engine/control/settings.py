@@ -178,6 +178,9 @@ CONTROL_VARIABLES = (
     "LIGHTNING_D9M_WATCH",
 )
 
+# Those that interrupt a fit or change its weights; see ``recording/interruption_points.py``.
+INTERRUPTING = ("LIGHTNING_D9M_INTERRUPT", "LIGHTNING_D9M_LAST_BITS", "LIGHTNING_D9M_RESUME")
+
 
 def variable_of(setting: str) -> str:
     """Return the name of the variable for a setting.

@@ -5,6 +5,7 @@ Each hook calls one function of :mod:`lightning_d9m.integrations.lightning` or o
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
@@ -28,6 +29,7 @@ from lightning_d9m.engine.control.session import (
 )
 from lightning_d9m.engine.control.settings import (
     CONTROL_VARIABLES,
+    INTERRUPTING,
     Settings,
     build_from_variables,
     describe_hash_seed_problem,
@@ -41,14 +43,9 @@ from lightning_d9m.engine.control.settings import (
 from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.lightning.interruption import (
-    InterruptingCallback,
-    apply_interrupt_variables,
-    change_last_bits,
-    record_saves,
-)
 from lightning_d9m.integrations.lightning.resume.optimizers import mark_used_gradients
 from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
+from lightning_d9m.integrations.lightning.saved_state import record_saves
 from lightning_d9m.integrations.lightning.trainer_recorder import (
     FitSummary,
     TrainerRecorder,
@@ -235,8 +232,9 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Restore everything."""
-        for callback in trainer.callbacks if stage == "fit" else ():
-            if isinstance(callback, InterruptingCallback):
+        module = find_interruption()
+        for callback in trainer.callbacks if module is not None and stage == "fit" else ():
+            if isinstance(callback, module.InterruptingCallback):
                 callback.interruption.stop()
         self._close(End(status="finished", reason=describe_end(trainer, stage)))
 
@@ -259,7 +257,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
         self._fit.begin()
-        last_bits = change_last_bits(pl_module)
+        module = find_interruption()
+        last_bits = {} if module is None else module.change_last_bits(pl_module)
         self._recorder.begin(trainer, self._open_session, last_bits)
 
     def on_train_batch_start(
@@ -366,7 +365,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self._fit.close()
         self._fit = None
         run = self._recorder.run
-        apply_interrupt_variables(trainer, stage, run, self._recorder.end)
+        if (module := find_interruption()) is not None:
+            module.apply_interrupt_variables(trainer, stage, run, self._recorder.end)
         # Before a manifest is added, so that a segment makes none.
         self._saves = record_saves(trainer, run)
         if stage == "fit":
@@ -466,6 +466,13 @@ def _restore_launches() -> None:
 
 
 _serve_packages()
+
+
+def find_interruption() -> Any:
+    """Return the module that interrupts fits, if variables ask for one or it served one before."""
+    name = "lightning_d9m.integrations.lightning.interruption"
+    is_asked_for = any(map(os.environ.get, INTERRUPTING))
+    return import_module(name) if is_asked_for or name in sys.modules else None
 
 
 def list_program_callbacks(trainer: Trainer) -> list[DeterminismCallback]:

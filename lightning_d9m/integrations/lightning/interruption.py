@@ -1,4 +1,4 @@
-"""Interruptions of a Trainer that variables ask for, and the checkpoints that a fit saves."""
+"""Interruptions of a Trainer that variables ask for. No other training loads it."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.engine.hashing.checkpoint_manifest import digest_manifest
-from lightning_d9m.engine.ledger.format.records import Checkpoint, End
+from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.engine.recording.interruption_points import (
     LAST_BITS,
@@ -20,7 +18,6 @@ from lightning_d9m.engine.recording.interruption_points import (
 )
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.lightning.saved_state import find_manifest, find_state
 from lightning_d9m.integrations.trainer.lightning_private import (
     is_compiled,
     is_search,
@@ -64,49 +61,6 @@ def apply_interrupt_variables(
 
         interruption = Interruption(request, ranks_of(trainer), wait, end)
         callbacks.append(InterruptingCallback(interruption, run))
-
-
-def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
-    """Record each checkpoint from which a fit can resume in its ledger; in a segment, write none.
-
-    The checkpoints of a segment would take the place of those of the earlier run. What saving does
-    to the training still happens, such as the hooks of the module.
-
-    Returns:
-        The patches of the strategy, to be undone.
-    """
-    patches, strategy = AttributePatches(), trainer.strategy
-    save = strategy.save_checkpoint
-
-    def save_and_record(checkpoint: dict[str, Any], filepath: Any, *args: Any, **words: Any) -> Any:
-        saved = save(checkpoint, filepath, *args, **words)
-        # From weights alone no fit resumes.
-        if run.is_open and find_state(checkpoint) is not None:
-            progress = trainer.fit_loop.epoch_loop.batch_progress.current
-            run.note_checkpoint(
-                Checkpoint(
-                    path=str(filepath),
-                    epoch=trainer.current_epoch,
-                    step=trainer.global_step,
-                    batch=progress.ready,
-                    manifest=digest_manifest(find_manifest(checkpoint)),
-                )
-            )
-        return saved
-
-    def leave(*_: Any, **__: Any) -> None:
-        """Write nothing and remove nothing."""
-
-    if run.stop is None:
-        patches.replace(strategy, "save_checkpoint", save_and_record)
-    else:
-        patches.replace(strategy, "save_checkpoint", leave)
-        patches.replace(strategy, "remove_checkpoint", leave)
-        for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "save_last", None) == "link":
-                # It would let the link of the earlier run point to an earlier checkpoint.
-                patches.replace(callback, "save_last", True)  # noqa: FBT003 - its value
-    return patches
 
 
 def change_last_bits(

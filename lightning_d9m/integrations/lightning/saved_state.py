@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.attribute_patches import replace_method
+from lightning_d9m.attribute_patches import AttributePatches, replace_method
 from lightning_d9m.engine.hashing.checkpoint_manifest import check_manifest, digest_manifest
 from lightning_d9m.engine.hashing.training_state import plain_name
+from lightning_d9m.engine.ledger.format.records import Checkpoint
+from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer.lightning_private import wrap_resume_start
@@ -81,6 +83,49 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
         "checkpoints. Keep them in a folder that all hosts share, or copy the checkpoint to the "
         "same path on every host."
     )
+
+
+def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
+    """Record each checkpoint from which a fit can resume in its ledger; in a segment, write none.
+
+    The checkpoints of a segment would take the place of those of the earlier run. What saving does
+    to the training still happens, such as the hooks of the module.
+
+    Returns:
+        The patches of the strategy, to be undone.
+    """
+    patches, strategy = AttributePatches(), trainer.strategy
+    save = strategy.save_checkpoint
+
+    def save_and_record(checkpoint: dict[str, Any], filepath: Any, *args: Any, **words: Any) -> Any:
+        saved = save(checkpoint, filepath, *args, **words)
+        # From weights alone no fit resumes.
+        if run.is_open and find_state(checkpoint) is not None:
+            progress = trainer.fit_loop.epoch_loop.batch_progress.current
+            run.note_checkpoint(
+                Checkpoint(
+                    path=str(filepath),
+                    epoch=trainer.current_epoch,
+                    step=trainer.global_step,
+                    batch=progress.ready,
+                    manifest=digest_manifest(find_manifest(checkpoint)),
+                )
+            )
+        return saved
+
+    def leave(*_: Any, **__: Any) -> None:
+        """Write nothing and remove nothing."""
+
+    if run.stop is None:
+        patches.replace(strategy, "save_checkpoint", save_and_record)
+    else:
+        patches.replace(strategy, "save_checkpoint", leave)
+        patches.replace(strategy, "remove_checkpoint", leave)
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None) == "link":
+                # It would let the link of the earlier run point to an earlier checkpoint.
+                patches.replace(callback, "save_last", True)  # noqa: FBT003 - its value
+    return patches
 
 
 def find_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:

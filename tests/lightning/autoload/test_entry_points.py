@@ -332,7 +332,7 @@ def test_a_run_that_was_asked_for_too_late_and_one_that_did_not_start(monkeypatc
     monkeypatch.setattr(autoload._AutoloadState, "started", False)
     monkeypatch.setattr(autoload._AutoloadState, "problem", None)
     with pytest.raises(TooLateError, match="asks for a seed before the model is built"):
-        autoload.make_lightning_callbacks()
+        autoload.make_callbacks("lightning.pytorch")
     monkeypatch.setattr(autoload._AutoloadState, "problem", ValueError())
     with pytest.raises(SettingError, match=r"is not possible: ValueError: no reason is given\."):
-        autoload.make_lightning_callbacks()
+        autoload.make_callbacks("lightning.pytorch")
