@@ -3,6 +3,7 @@
     python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
     python benchmarks/segments.py cost 50 --segments 3              the time of a check
     python benchmarks/segments.py cost 500 --segments all --jobs 2
+    python benchmarks/segments.py locate first|step|validation      the time of a search
     python benchmarks/segments.py records             the cost of the records of checkpoints
 
 The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
@@ -210,33 +211,73 @@ def measure_cost(every: str, *options: str) -> int:
     return 0
 
 
-def measure_records() -> int:
-    """Print the share of a fit, with 40 checkpoints, that their records in the ledger take."""
-    from lightning_d9m.engine.recording.run import Run
-    from lightning_d9m.integrations.lightning import interruption
+# A training of 2,000 steps that differs from run to run, from the step or the validation that its
+# first argument names.
+DIFFERING = """
+import os, sys
+import lightning as L, torch
+from torch.utils.data import DataLoader
 
-    spent = {"note_checkpoint": 0.0, "digest_manifest": 0.0}
+place = sys.argv[1]
 
-    def time_calls(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+def draw():
+    return int.from_bytes(os.urandom(4), "little") / 2**32
 
-        def call(*words: Any) -> Any:
-            start = time.perf_counter()
-            result = original(*words)
-            spent[name] += time.perf_counter() - start
-            return result
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    def training_step(self, batch, _):
+        scale = 1 + 1e-3 * draw() if place == str(self.global_step) else 1
+        return (self.layers(batch) * scale).square().mean()
+    def validation_step(self, batch, _):
+        self.log("loss", self.layers(batch).square().mean())
+    def on_validation_epoch_end(self):
+        if place == "validation" and self.current_epoch == 15:
+            with torch.no_grad():
+                self.layers[0].weight[0, 0] *= 1 + 1e-3 * draw()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
 
-        setattr(owner, name, call)
+L.seed_everything(1)
+data = torch.randn(51200, 512)
+names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+trainer = L.Trainer(max_epochs=20, accelerator="cpu", **dict.fromkeys(names, False))
+trainer.fit(Net(), DataLoader(data, 512, shuffle=True), DataLoader(data[:512], 512))
+"""
+# The place of the difference, and the step after which a run has it.
+PLACES = {"first": ("0", 1), "step": ("1552", 1553), "validation": ("validation", 1601)}
 
-    time_calls(Run, "note_checkpoint")
-    time_calls(interruption, "digest_manifest")
+
+def measure_locate(name: str) -> int:
+    """Print the seconds of a search, of one run to the step that differs, and of a start."""
+    place, stop = PLACES[name]
     with tempfile.TemporaryDirectory() as root:
-        sys.argv = ["train.py", root, "50"]
-        found: dict[str, Any] = {}
-        start = time.perf_counter()
-        exec(COSTLY, found)  # noqa: S102
-        whole = time.perf_counter() - start
-    print(f"{sum(spent.values()) / whole:.4%} of {whole:.1f} s: {spent}")
+        Path(root, "train.py").write_text(DIFFERING)
+        words = [sys.executable, "train.py", place]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "2"}
+
+        def measure(command: list[str], **variables: str) -> tuple[float, str]:
+            start = time.monotonic()
+            done = subprocess.run(
+                command, cwd=root, env=environment | variables, check=False, stdout=subprocess.PIPE
+            )
+            return time.monotonic() - start, done.stdout.decode()
+
+        def run_to(step: int) -> float:
+            variables = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_CHECKPOINT_DIR": root}
+            variables |= {"LIGHTNING_D9M_LEDGER_DIR": f"{root}/to-{step}"}
+            return measure(words, LIGHTNING_D9M_INTERRUPT=f"stop:{step}", **variables)[0]
+
+        begin, one = run_to(1), run_to(stop)
+        locate = [sys.executable, "-m", "lightning_d9m", "locate", "--json", "-o", "out"]
+        seconds, printed = measure([*locate, "--", *words])
+        runs = len([*Path(root, "out").glob("run-*")])
+    found = json.loads(printed)
+    print(f"{name}: {found['cause']}, step {found['step']}, {found['kind']} {found['name']}")
+    print(f"search {seconds:.1f} s, {runs} runs; a start {begin:.1f} s, to the step {one:.1f} s")
+    if stop > 1:
+        print(f"ratio without starts {(seconds - runs * begin) / (one - begin):.2f}")
     return 0
 
 
@@ -244,7 +285,7 @@ if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["kinds"]
     parts = {
         "cost": measure_cost,
-        "records": measure_records,
+        "locate": measure_locate,
         "kinds": lambda *n: measure_kinds([*n]),
     }
     sys.exit(parts[part](*rest))
