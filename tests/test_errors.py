@@ -39,6 +39,34 @@ def find_unlike_runs(g):
     next(g.module.Runner(runs, {}, beside=False).run_pairs("whole run", 1))
 
 
+def go_into_a_loop_of_optimizers(g):
+    header = SimpleNamespace(settings={"every_n_steps": 100})
+    run = SimpleNamespace(ledger=SimpleNamespace(path="runs", header=header))
+    g.module.find_segment(run, 3)
+
+
+def go_without_a_terminal(g):
+    words = {"step": 1, "rank": 0, "format": "text", "trace": False, "debugger": "pdb"}
+    g.patch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    run = SimpleNamespace(ledger=SimpleNamespace(header=SimpleNamespace(world_size=1)))
+    g.module._check_arguments(SimpleNamespace(**words, first_nonfinite=False), run)
+
+
+def check_by_a_job_that_fails(g):
+    (g.folder / "job-000.log").write_text("no space")
+    g.patch.setattr(g.module, "_make_job", lambda *_: [])
+    g.patch.setattr(g.module, "run_jobs", lambda jobs, _, note: note(*jobs, 3))
+    report = SimpleNamespace(output=str(g.folder))
+    g.module._run_jobs(SimpleNamespace(jobs=2), [0], report)
+
+
+def debug_a_compiled_module(g):
+    g.patch.setattr(g.module, "is_compiled", lambda _: True)
+    opened = SimpleNamespace(open_debugger=lambda *_: "a debugger")
+    callback = g.module.InterruptingCallback(opened, SimpleNamespace(folder=None))
+    callback.on_train_batch_start(SimpleNamespace(global_step=3), None)
+
+
 def save_a_checkpoint_of_something_else(g):
     torch.save([1], g.folder / "model.ckpt")
     g.module.load_checkpoint(g.folder / "model.ckpt")
@@ -81,6 +109,24 @@ CASES = [
     ),
     ("tools.cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
     ("tools.launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
+    (
+        "tools.cli.locate",
+        lambda g: g.module._read_runs(SimpleNamespace(expected="a", actual=None)),
+        "One run is given, a. Give two",
+    ),
+    (
+        "tools.segments.segment",
+        lambda g: g.module.RecordedRun.compare(None, g.module.Run({})),
+        "The command wrote no ledger of a fit.",
+    ),
+    ("tools.segments.goto", go_into_a_loop_of_optimizers, "Add lightning_d9m.Recorder"),
+    ("tools.cli.goto", go_without_a_terminal, "pdb reads from the terminal"),
+    ("tools.cli.check", check_by_a_job_that_fails, "ended with exit status 3 and without a result"),
+    (
+        "integrations.lightning.interruption",
+        debug_a_compiled_module,
+        "a debugger cannot step through compiled code",
+    ),
     ("tools.locate.runner", find_unlike_runs, "The two runs left different ledgers:"),
     (
         "integrations.lightning.callback",

@@ -53,7 +53,9 @@ def read_command(example):
         if words[:1] != ["d9m"] or len(words) == 1 or words[1].startswith("-"):
             continue
         try:
-            build_parser(words[1]).parse_args(words[1:])
+            # As `main` does: what follows belongs to the program.
+            own = words[: words.index("--")] if "--" in words else words
+            build_parser(words[1]).parse_args(own[1:])
         except SystemExit as ended:
             if ended.code:
                 return f"d9m does not take: {line}"

@@ -185,3 +185,12 @@ def test_a_program_that_does_not_run_the_segment_is_an_error(
         return
     with pytest.raises(CommandError, match=error):
         run_segment(runs, Segment(point, 31), "segment", "segment")
+
+
+def test_a_program_that_resumes_by_itself_does_not_run_the_beginning(tmp_path, run, forking_python):
+    what = json.dumps({"ledger": str(write_part(tmp_path / "part", *PART)), "marks": True})
+    (tmp_path / "copy.py").write_text(COPY)
+    (tmp_path / "out").mkdir()
+    runs = Runs([forking_python, str(tmp_path / "copy.py"), what], tmp_path / "out")
+    with pytest.raises(CommandError, match="The program resumed from a checkpoint by itself"):
+        run_segment(runs, Segment(None, 31), "segment", "segment")
