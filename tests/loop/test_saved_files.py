@@ -58,3 +58,19 @@ def test_tensors_are_compared_whatever_the_file_is_called(save):
     third = compare(one, save("run3", model, {"ema": average + 1}))
     assert (third.first.where, third.first.name) == ("saved run#-#.pt (file 2 of this name)", "ema")
     assert [own.count for own in third.divergences] == [1]
+
+
+def test_a_segment_writes_no_file_of_the_earlier_run(tmp_path, monkeypatch):
+    """The checkpoints that a loop saves itself have the names of those of that run."""
+    monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", "stop:6")
+    target = tmp_path / "model.pt"
+    target.write_bytes(b"of the run")
+    files = SavedFiles()
+    files.install(lambda *_: None)
+    try:
+        torch.save({"a": torch.ones(1)}, target)
+        torch.save({"a": torch.ones(1)}, buffer := io.BytesIO())
+    finally:
+        files.remove()
+    assert target.read_bytes() == b"of the run"
+    assert torch.equal(torch.load(io.BytesIO(buffer.getvalue()))["a"], torch.ones(1))

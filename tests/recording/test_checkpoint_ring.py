@@ -27,6 +27,21 @@ def test_saves_take_two_percent_of_the_time_and_three_files_stay(
     assert sorted(tmp_path.iterdir()) == sorted(saved[-3:])
 
 
+def test_what_cannot_be_saved_does_not_end_the_training(tmp_path):
+    """A program whose state cannot be saved need not save itself."""
+    clock, calls = [0.0], []
+
+    def save(path):
+        calls.append(path)
+        raise TypeError("cannot pickle")
+
+    ring = CheckpointRing(tmp_path, Ranks(0), lambda: clock[0])
+    for step in range(1, 9):
+        clock[0] += 1.0
+        ring.reach(step, save)
+    assert len(calls) == 1
+
+
 def test_folders_are_removed_too(tmp_path):
     clock = [0.0]
     ring = CheckpointRing(tmp_path, Ranks(0), lambda: clock[0])

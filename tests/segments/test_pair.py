@@ -58,6 +58,26 @@ def test_what_runs_may_differ_in_does_not_count(pair):
     assert not watch.differs()
 
 
+def test_an_exception_is_no_difference(pair):
+    """The failure of that run decides, and the other one may end."""
+    watch, one, other = pair
+    one.write(make_digests("epoch", 0), make_digests("epoch", 1))
+    other.write(make_digests("epoch", 0), make_digests("exception", 0, step=30))
+    assert not watch.differs()
+
+
+def test_what_a_fit_begins_with_counts_after_some_records(pair):
+    """A file may be that of another process, which takes the same number in the other run."""
+    watch, one, other = pair
+    one.write(make_digests("initial", 0))
+    other.write(make_digests("initial", 1))
+    for epoch in range(30):
+        assert not (epoch < 20 and watch.differs())
+        for run in (one, other):
+            run.write(make_digests("epoch", epoch))
+    assert watch.differs()
+
+
 def test_a_record_that_is_being_written_waits(pair):
     watch, one, other = pair
     for run in (one, other):

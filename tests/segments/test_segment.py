@@ -98,6 +98,15 @@ def test_a_part_of_which_nothing_was_compared_proves_nothing(tmp_path, run):
     assert compare(run, write_part(tmp_path / "part", step(22))).verdict == "not comparable"
 
 
+def test_batches_that_only_the_part_has_do_not_extend_it(tmp_path, run):
+    """A trace has probes of a step that the run has not recorded."""
+    layout = {"kind": "layout", "id": 0, "places": [["weight", "a", 0]]}
+    batch = {"kind": "probes", "epoch": 1, "step": 35, "batch": 12, "layout": 0}
+    records = (*PART, layout, {**batch, "digests": b"x" * 16})
+    part = write_part(tmp_path / "part", *records)
+    assert compare(run, part).ranks[0].segment == (20, 31)
+
+
 def test_a_run_that_was_cut_off_is_no_segment(tmp_path, run):
     part = write_part(tmp_path / "part", *PART, program={"command": "python train.py"})
     assert compare(run, part).verdict == "different"

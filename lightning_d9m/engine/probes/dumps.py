@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,7 +72,8 @@ class Dump:
         self._count += 1
         try:
             self._batch.mkdir(parents=True, exist_ok=True)
-            torch.save(entry | keep(content), self._batch / file)
+            # Not a file of the program, which ``saved_files.py`` digests, or leaves out.
+            unwrap(torch.save)(entry | keep(content), self._batch / file)
             entry |= {"file": file, "source": content.get("source")}
             with (self._batch / _INDEX).open("a", encoding="utf-8") as index:
                 index.write(json.dumps(entry) + "\n")

@@ -6,6 +6,7 @@ because a difference is noticed some time after its step.
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,7 +55,14 @@ class CheckpointRing:
         seconds = (now - start) / max(1, step - first)  # of a step
         pause = step - first  # looks at the clock become rare, and communicate as rarely
         if self._ranks.gather_json(now - start >= _SECONDS_BEFORE)[0]:
-            self._save(step, save)
+            try:
+                self._save(step, save)
+            except Exception:
+                # The program may hold what cannot be saved, and need not save itself.
+                if not self._ranks.is_alone:  # the other ranks may wait for this one
+                    raise
+                self._next = sys.maxsize
+                return
             spent = 2 * (self._read_clock() - now)
             pause = math.ceil(spent / _SHARE / max(seconds, 1e-9))
         self._next = step + max(1, self._ranks.gather_json(pause)[0])

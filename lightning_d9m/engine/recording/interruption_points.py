@@ -123,6 +123,12 @@ class InterruptRequest:
     finds_nonfinite: bool = False
 
 
+def is_segment(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the variables make this process a segment of an earlier run."""
+    kind = environment.get(INTERRUPT, "").partition(":")[0]
+    return kind in ("stop", "nonfinite", "debug", "debug-anyway")
+
+
 class _FaultState:
     """The number of fits that this process has begun."""
 

@@ -381,10 +381,14 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self._recorder.end(end)
         finally:
             session, self._session = self._session, None
-            if session is not None:
-                session.close()
-            self._saves.undo()
-            self.early_variables.restore()
+            try:
+                if session is not None:
+                    session.close()
+            finally:
+                # A segment that failed ends, and what saves then must not write either.
+                if self._recorder.run.stop is None or end.status != "failed":
+                    self._saves.undo()
+                self.early_variables.restore()
 
 
 def _run_launched(

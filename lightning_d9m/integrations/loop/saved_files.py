@@ -7,6 +7,9 @@ call of ``torch.save`` and ``safetensors`` with a path adds a record to a ledger
 whose digits do not count: runs number and date their files. Only tensors and arrays count: a zip
 file's bytes vary with its time, and a program's numbers with the clock.
 
+A segment of an earlier run writes nothing to a path, because that run has written files of the same
+names.
+
 A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
 """
 
@@ -35,6 +38,7 @@ from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.interruption_points import is_segment
 from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training
 from lightning_d9m.integrations.loop.recorder import find_ranks
 
@@ -48,6 +52,7 @@ class SavedFiles:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process = os.getpid()
+        self._is_segment = is_segment()
         self._run: Run | None = None
         self._numbers: Counter[str] = Counter()
         self._hooks = ExitStack()
@@ -79,9 +84,11 @@ class SavedFiles:
 
         @wraps(save)
         def save_and_record(value: Any, file: Any, *args: Any, **words: Any) -> Any:
+            if self._is_segment and isinstance(file, str | os.PathLike):
+                return None
             result = save(value, file, *args, **words)
             name = getattr(file, "name", file)  # of an open file
-            if isinstance(name, str | os.PathLike):
+            if not self._is_segment and isinstance(name, str | os.PathLike):
                 with self._lock, suppress(Exception):  # the program did not ask for a ledger
                     self._record(value, Path(os.fspath(name)).name)
             return result

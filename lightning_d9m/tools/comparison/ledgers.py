@@ -465,7 +465,7 @@ def _compare_rank(
             result.uncompared_batches += 1
             continue
         if one is None or other is None:
-            alone[one is None].append(item)
+            _set_aside(sides[one is None], alone[one is None], item, keeps=any(parts))
         elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
             result.records += 1
             if refusals := run_refusals(one, other):
@@ -483,6 +483,13 @@ def _compare_rank(
         side.note_alone([] if other_ends else left)
     _note_ends(result, files, parts)
     return result, refusals
+
+
+def _set_aside(side: Side, alone: list[Item], item: Item, *, keeps: bool) -> None:
+    """Count a record that only one run has; keep it, if it may follow the end of a segment."""
+    alone.append(item)
+    if not keeps:  # all records of a longer run would be kept
+        side.note_alone(alone)
 
 
 def _note_ends(
@@ -514,7 +521,7 @@ def _list_compared(
         place = record_place(item, place)
         is_pair = one is not None and other is not None
         # A segment is compared as far as the run has recorded its state, too.
-        if is_pair or not (any(parts) and isinstance(item, StepDigests)):
+        if is_pair or not (any(parts) and isinstance(item, StepDigests | Batch)):
             for side, own in zip(sides, (one, other), strict=True):
                 side.note(own)
         if isinstance(item, StepDigests):

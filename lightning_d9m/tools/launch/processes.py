@@ -217,10 +217,11 @@ class _Turns:
         self._folders = folders
         self._sizes: list[int] = []
         self._since = _read_clock()
+        self._is_short = False  # the memory
 
     def may_begin(self, leader: "subprocess.Popen[bytes]") -> bool:
         """Return whether the second run can start beside the first: it trains, and fits twice."""
-        if not _size_ledgers(self._folders[0]):
+        if self._is_short or not _size_ledgers(self._folders[0]):
             return False
         used = 0
         with suppress(psutil.Error):
@@ -228,7 +229,9 @@ class _Turns:
             for process in (first, *first.children(recursive=True)):
                 with suppress(psutil.Error):
                     used += process.memory_info().rss
-        return bool(psutil.virtual_memory().available > _MEMORY * used)
+        # Once: a run that begins hours later would let the first one wait for hours.
+        self._is_short = psutil.virtual_memory().available < _MEMORY * used
+        return not self._is_short
 
     def change(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
         """Let the run that is behind run."""

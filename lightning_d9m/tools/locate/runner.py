@@ -51,6 +51,7 @@ class RunPair:
         equal_fits: Number of those before it, which are equal.
         dumps: The folders of dumps of the two runs.
         actual: Its ledger in the second run.
+        is_first: Whether it is the only first fit of a process, which variables reach.
         rank_drift: Where a rank differs from another, in two runs that are equal.
     """
 
@@ -61,6 +62,7 @@ class RunPair:
     equal_fits: int = 0
     dumps: tuple[Path, ...] = ()
     actual: Ledger | None = None
+    is_first: bool = False
     rank_drift: Divergence | None = None
 
     @property
@@ -178,14 +180,17 @@ class Runner:
         with PairWatch((folders[0], folders[1])) as watch:
             runs = self._runs.run_beside(names, title, variables, watch.differs)
         self.files.note_run()
-        if runs[1].failure is not None and runs[0].failure is None:
+        try:
+            for run in runs:
+                self._check(run)
+        except CommandError:
             # They may need a port, a device or memory that only one of them can have.
-            self._numbers = count(_PAIR)
-            shutil.rmtree(folders[1], ignore_errors=True)
+            print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)
+            self._numbers = count(1)
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
             words: dict[str, Any] = dict(probes)
-            return [(runs[0], folders[0] / "dump"), self.run(stage, watched=folders[0], **words)]
-        for run in runs:
-            self._check(run)
+            return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
         return [(run, folder / "dump") for run, folder in zip(runs, folders, strict=True)]
 
     def run_pairs(
@@ -244,6 +249,9 @@ class Runner:
             )
         dumps = tuple(dump for _, dump in runs)
         both = [name for name in expected if name in actual]
+        firsts = [
+            name for name in expected if name.startswith("fit-") and not expected[name].header.fit
+        ]
         pairs = [
             RunPair(
                 name,
@@ -253,6 +261,7 @@ class Runner:
                 number,
                 dumps,
                 actual[name],
+                firsts == [name],
             )
             for number, name in enumerate(both)
         ]

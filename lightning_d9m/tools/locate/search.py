@@ -338,7 +338,7 @@ class Search:
         kept, and ends after the step that differs. Variables reach only the first fit of a program.
         """
         pair = self._first
-        if self._points is None and pair is not None and pair.actual and not pair.actual.header.fit:
+        if self._points is None and pair is not None and pair.actual and pair.is_first:
             points = RecordedRun(pair.actual.path).points
             self._points = [own for own in points if own.path.parent.name == KEPT and own.is_there]
         if self._points is None:

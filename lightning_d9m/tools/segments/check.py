@@ -177,7 +177,11 @@ def check_segment(
     Raises:
         LedgerError: If a file cannot be read or written.
     """
-    segment, *after = (own for own in recorded.list_segments() if own.number >= number)
+    there = [own for own in recorded.list_segments() if own.number >= number]
+    if not there or there[0].number != number:
+        reason = "The checkpoint from which it begins was removed meanwhile."
+        return CheckedSegment(number, 0, 0, "failed", reason)
+    segment, *after = there
     last = after[0].first if after else recorded.last_step
     checked, name = CheckedSegment(number, segment.first, last), f"segment-{number:03d}"
     options: dict[str, Any] = {"variables": recorded.variables, "later": later}
@@ -193,8 +197,11 @@ def check_segment(
     except CommandError as error:
         return replace(checked, verdict="failed", reason=str(error))
     checked = replace(checked, ledgers=repeated.ledgers)
-    if differs is None:
-        return checked.explain("transient")
+    return checked.explain("transient") if differs is None else _explain(checked, found, differs)
+
+
+def _explain(checked: CheckedSegment, found: Comparison, differs: Comparison) -> CheckedSegment:
+    """Return a segment that differs from the ledger in two runs, with the reason."""
     if not compare_ledgers(read_ledger(found.actual), read_ledger(differs.actual)).equal:
         return checked.explain("program")
     fields = [entry.field for entry in found.stack if entry.field != _HASH_SEED]

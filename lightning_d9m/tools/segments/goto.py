@@ -107,6 +107,8 @@ def find_nonfinite(
     start = next((point for point in there if holds_finite(point.path)), None)
     stop = _NEVER if recorded.end is None else recorded.last_step + 1
     segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
-    run_segment(runs, segment, "nonfinite", title, variables=recorded.variables)
+    failed = recorded.end is not None and not recorded.is_finished
+    words: dict[str, Any] = {"variables": recorded.variables, "may_fail": failed}
+    run_segment(runs, segment, "nonfinite", title, **words)
     found = runs.output / "nonfinite/segment" / NONFINITE
     return start, json.loads(found.read_text()) if found.exists() else {}

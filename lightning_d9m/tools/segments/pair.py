@@ -17,6 +17,7 @@ from lightning_d9m.engine.ledger.format.records import (
     ProbeLayout,
     ProbesRecord,
     Record,
+    RunFacts,
     decode_record,
 )
 from lightning_d9m.engine.ledger.keys import Item
@@ -25,6 +26,11 @@ from lightning_d9m.tools.comparison.ledgers import EVALUATED
 # Two runs need not save at the same steps, and end for their own reasons.
 _LEFT_OUT = (b'{"kind":"step"', b'{"kind":"checkpoint"', b'{"kind":"resume"', b'{"kind":"end"')
 _CHECK = b',"check":"'
+# Where an exception ended a run, whose failure decides.
+_EXCEPTION, _HEAD = b'"moment":"exception"', 100
+# Records after which a difference of what a fit begins with counts: before, a file may be that of
+# another process, which takes the same number in the other run.
+_SETTLED = 20
 
 
 class PairWatch(AbstractContextManager["PairWatch"]):
@@ -41,6 +47,7 @@ class PairWatch(AbstractContextManager["PairWatch"]):
         self._folders = folders
         self._files: dict[str, tuple[_RecordStream, _RecordStream]] = {}
         self._differs = False
+        self._begun: dict[str, int] = {}  # how many records follow such a difference
 
     def differs(self) -> bool:
         """Read what both have written since the last call; return whether the runs differ."""
@@ -52,7 +59,7 @@ class PairWatch(AbstractContextManager["PairWatch"]):
         first = {streams[0].fit for streams in self._files.values() if streams[0].rank == 0}
         if len(first) < len([own for own in self._files.values() if own[0].rank == 0]):
             return False
-        self._differs = self._differs or any(map(self._compare, [*self._files.values()]))
+        self._differs = self._differs or any(map(self._compare, self._files))
         return self._differs
 
     def __exit__(self, *_: object) -> None:
@@ -72,11 +79,16 @@ class PairWatch(AbstractContextManager["PairWatch"]):
         ]
         return sorted(found[0] & found[1])
 
-    @staticmethod
-    def _compare(streams: "tuple[_RecordStream, _RecordStream]") -> bool:
-        one, other = streams
+    def _compare(self, name: str) -> bool:
+        one, other = self._files[name]
         while one.fill() and other.fill():
+            if name in self._begun:
+                self._begun[name] += 1
             if one.take() != other.take() and _differ(one.item, other.item):
+                if name not in self._begun and not _begins(one.item):
+                    return True
+                self._begun.setdefault(name, 0)
+            if self._begun.get(name, 0) >= _SETTLED:
                 return True
         return False
 
@@ -107,7 +119,7 @@ class _RecordStream:
             if not line.endswith(b"\n"):
                 self._file.seek(place)
                 return False
-            if not line.startswith(_LEFT_OUT):
+            if not line.startswith(_LEFT_OUT) and _EXCEPTION not in line[:_HEAD]:
                 self._next = _strip(line)
         return True
 
@@ -142,6 +154,11 @@ def _differ(one: Item | None, other: Item | None) -> bool:
         found = find_difference(one, other)
         return found is not None and not EVALUATED.issuperset(found.by_kind)
     return True
+
+
+def _begins(item: Item | None) -> bool:
+    """Return whether a record tells what a fit begins with."""
+    return isinstance(item, RunFacts) or getattr(item, "moment", "") == "initial"
 
 
 def _strip(line: bytes) -> bytes:

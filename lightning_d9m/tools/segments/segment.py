@@ -145,7 +145,7 @@ class RecordedRun:
         for saved_point in saved:
             point = replace(saved_point, is_replaced=last[saved_point.path] != saved_point)
             if not point.is_there and point.step in self._kept:
-                point = replace(point, path=self._kept[point.step])
+                point = replace(point, path=self._kept[point.step], is_replaced=False)
             known = found.get(point.step)
             if known is None or point.is_there or not known.is_there:
                 found[point.step] = point
