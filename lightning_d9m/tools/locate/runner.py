@@ -29,6 +29,7 @@ from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
 # The whole run, the modules, the operations, the values, filled memory.
 _MOST_LOOKS = 5
 _MOST_SEGMENTS = 50
+_FEWEST_SECONDS = 5.0
 _PAIR = 2
 WHOLE = "whole run"
 # The folder of the checkpoints that a run keeps for later looks.
@@ -206,7 +207,7 @@ class Runner:
         """Run, and yield how each further run compares with the first one.
 
         Whole runs are ``2 * tries``. A segment is run up to 50 times, as long as this takes no
-        longer than the first look did; the other arguments are those of ``run``.
+        longer than the first look did, or 5 s; the other arguments are those of ``run``.
 
         Raises:
             CommandError: If a run fails, if two leave different ledgers, or if a run ends with a
@@ -237,7 +238,8 @@ class Runner:
 
     def _allows(self, made: int, begun: float) -> bool:
         """Return whether a segment is run once more, for a rare difference."""
-        return made < _MOST_SEGMENTS and time.monotonic() - begun < self._seconds
+        limit = max(self._seconds, _FEWEST_SECONDS)
+        return made < _MOST_SEGMENTS and time.monotonic() - begun < limit
 
     def _compare(self, first: tuple[Run, Path], second: tuple[Run, Path]) -> RunPair:
         runs = [first, second]
