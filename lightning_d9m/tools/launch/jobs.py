@@ -5,10 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
-from lightning_d9m.errors import LedgerError, file_errors
-from lightning_d9m.tools.launch.processes import ProcessTree, signals_deferred, subreaper_enabled
+from lightning_d9m.tools.launch.processes import running_processes, start_process
 
 _POLL_SECONDS = 0.1
 # A job that runs a training ends it first.
@@ -33,33 +30,14 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
-    with signals_deferred() as received, subreaper_enabled():
-        try:
-            while (waiting or running) and not received:
-                while waiting and len(running) < jobs:
-                    log = waiting.pop(0)
-                    running[log] = _start(commands[log], log)
-                    tree.leaders.append(running[log])
-                time.sleep(_POLL_SECONDS)
-                for log, job in list(running.items()):
-                    if job.poll() is not None:
-                        del running[log]
-                        note(log, job.returncode)
-        finally:
-            # The first signal ends the jobs; a second one kills them at once.
-            expected = max(1, len(received))
-            tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
-
-
-def _start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
-    with file_errors(LedgerError, f"The log {log} cannot be made"):
-        output = log.open("wb")
-    with output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a signal to its group reaches what it has started
-        )
+    with running_processes(_GRACE_SECONDS) as (tree, received):
+        while (waiting or running) and not received:
+            while waiting and len(running) < jobs:
+                log = waiting.pop(0)
+                running[log] = start_process(commands[log], None, log)
+                tree.leaders.append(running[log])
+            time.sleep(_POLL_SECONDS)
+            for log, job in list(running.items()):
+                if job.poll() is not None:
+                    del running[log]
+                    note(log, job.returncode)

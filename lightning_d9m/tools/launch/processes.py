@@ -28,9 +28,7 @@ from typing import Any
 
 import psutil
 
-from lightning_d9m.engine.ledger.folder import (
-    LEDGER_VARIABLE,
-)
+from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.engine.recording.interruption_points import INTERRUPT, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import escape, pluralize, printable, quote
@@ -130,6 +128,24 @@ class ProcessTree:
                 os.kill(pid, number)
 
 
+@contextmanager
+def running_processes(grace: float | None = None) -> Iterator[tuple[ProcessTree, list[int]]]:
+    """Yield an empty tree for processes that the body starts, and the signals received so far.
+
+    SIGINT, SIGTERM and SIGHUP are raised after the body; see ``signals_deferred``. All processes
+    have ended then: the first signal ends them within ``grace`` seconds (by default 5), a further
+    one kills them at once.
+    """
+    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    with signals_deferred() as received, subreaper_enabled():
+        try:
+            yield tree, received
+        finally:
+            expected = max(1, len(received))
+            limit = _GRACE_SECONDS if grace is None else grace
+            tree.end(limit, lambda: len(received) > expected)
+
+
 _read_clock = time.monotonic  # of the seconds that a command may take
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
@@ -180,21 +196,15 @@ def run_once(
     environment = _make_environment(folder) | dict(variables)
     failed: tuple[int, int | None] | None = None
     left: dict[int, str] = {}
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
     with progress:
-        with signals_deferred() as received, subreaper_enabled():
-            try:
-                for log, own in zip(logs, ranks, strict=True):
-                    tree.leaders.append(_start(command, working_folder, log, environment | own))
-                failed = _wait(tree, received, timeout, progress.tick, killed_when)
-                if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
-                    left = tree.find_descendants()
-                elif failed is not None and failed[1] is not None and len(logs) > 1:
-                    failed = _find_first(tree, logs)
-            finally:
-                # The first signal ends the command; a second one kills it at once.
-                expected = max(1, len(received))
-                tree.end(_GRACE_SECONDS, lambda: len(received) > expected)
+        with running_processes() as (tree, received):
+            for log, own in zip(logs, ranks, strict=True):
+                tree.leaders.append(start_process(command, working_folder, log, environment | own))
+            failed = _wait(tree, received, timeout, progress.tick, killed_when)
+            if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+                left = tree.find_descendants()
+            elif failed is not None and failed[1] is not None and len(logs) > 1:
+                failed = _find_first(tree, logs)
         if left:
             _report_left(left)
         if failed is not None:
@@ -240,7 +250,7 @@ class _Turns:
             self._sizes, self._since = sizes, _read_clock()
         behind = sizes.index(min(sizes))
         both_run = _read_clock() - self._since > _STALLED_SECONDS
-        alone = len([leader for leader in leaders if leader.poll() is None]) < len(self._folders)
+        alone = any(leader.poll() is not None for leader in leaders)
         for number, leader in enumerate(leaders):
             runs = both_run or alone or number == behind
             _send(leader, signal.SIGCONT if runs else signal.SIGSTOP)
@@ -281,18 +291,18 @@ def run_beside(
         _make_environment(folder) | dict(own)
         for folder, own in zip(folders, variables, strict=True)
     ]
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
-    turns, start, killed = _Turns(folders), _read_clock(), False
-    with progress, signals_deferred() as received, subreaper_enabled():
+    turns, start, is_late, killed = _Turns(folders), _read_clock(), False, False
+    with progress, running_processes() as (tree, received):
         try:
-            tree.leaders.append(_start(command, None, logs[0], environments[0]))
+            tree.leaders.append(start_process(command, None, logs[0], environments[0]))
             while not received and not killed:
                 time.sleep(_TICK_SECONDS)
                 first = tree.leaders[0]
                 if not tree.leaders[1:] and (first.poll() is not None or turns.may_begin(first)):
-                    tree.leaders.append(_start(command, None, logs[1], environments[1]))
+                    tree.leaders.append(start_process(command, None, logs[1], environments[1]))
                 passed = _read_clock() - start
-                killed = killed_when() or (timeout is not None and passed > 2 * timeout)
+                is_late = timeout is not None and passed > 2 * timeout
+                killed = killed_when() or is_late
                 if len(tree.leaders) > 1:
                     if all(leader.poll() is not None for leader in tree.leaders):
                         break
@@ -304,8 +314,7 @@ def run_beside(
                 _send(leader, signal.SIGCONT)  # a stopped process does not end
             if killed:
                 tree.kill()
-            tree.end(_GRACE_SECONDS, lambda: len(received) > 1)
-    if timeout is not None and passed > 2 * timeout:
+    if is_late:
         statuses = [None] * len(folders)
     elif killed:
         return [None, None]
@@ -363,10 +372,20 @@ def describe_command(command: Sequence[str]) -> str:
     return quote(" ".join(command), _TAIL_WIDTH)
 
 
-def _start(
-    command: Sequence[str], folder: Path | None, log: Path | None, environment: Mapping[str, str]
+def start_process(
+    command: Sequence[str],
+    folder: Path | None,
+    log: Path | None,
+    environment: Mapping[str, str] = os.environ,
 ) -> "subprocess.Popen[bytes]":
-    """Start a process that writes to a log; without one, it uses the terminal of this process."""
+    """Start a process that writes to a log; without one, it uses the terminal of this process.
+
+    One with a log leads a session, so that a signal to its group reaches what it has started.
+
+    Raises:
+        CommandError: If it does not start.
+        LedgerError: If the log cannot be made.
+    """
     streams: dict[str, Any] = {}
     with ExitStack() as opened:
         if log is not None:
@@ -441,7 +460,7 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
     with signals_deferred() as received, subreaper_enabled():
         before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
         try:
-            tree.leaders.append(_start(command, None, None, environment))
+            tree.leaders.append(start_process(command, None, None, environment))
             failed = _wait(tree, received, None, lambda _: None, lambda: False)
         finally:
             tree.end(_GRACE_SECONDS, lambda: bool(received))
