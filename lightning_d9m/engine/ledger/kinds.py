@@ -30,6 +30,9 @@ ROOT = "(model)"
 # The number of the first batch of a validation, which comes after the training batch of its step.
 VALIDATION = 10**9
 
+# The number of steps after a checkpoint, and after a resume, whose state is recorded.
+FOLLOWED_STEPS = 3
+
 
 def describe_batch(batch: int | None) -> str:
     """Return the number of a batch for people.

@@ -20,9 +20,6 @@ from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import describe_names, pluralize
 
-STEPS = 3
-"""The number of steps after a checkpoint, and after a resume, whose state is digested."""
-
 GENERATORS = "generators"
 _ENTRY_BYTES = 4
 _NAMES = 3

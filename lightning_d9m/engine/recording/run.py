@@ -59,7 +59,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Scalar,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
-from lightning_d9m.engine.ledger.kinds import EXCEPTION
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
     SEEDED,
@@ -80,7 +80,7 @@ from lightning_d9m.engine.recording.drift import (
     describe_division,
     find_replicated_state,
 )
-from lightning_d9m.engine.recording.resume_check import GENERATORS, STEPS, ResumeCheck, digest_step
+from lightning_d9m.engine.recording.resume_check import GENERATORS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
@@ -368,7 +368,7 @@ class Run:
 
     def note_save(self, step: int) -> None:
         """Digest the state after the steps that follow a checkpoint saved after this one."""
-        self._due, self._saved_step = STEPS, step
+        self._due, self._saved_step = FOLLOWED_STEPS, step
 
     def note_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Record a checkpoint that is complete, whose path is made relative to the ledger."""
@@ -580,7 +580,7 @@ class Run:
         problem = check.compare(record, groups)
         self._checked += 1
         # All ranks know that these steps are compared, and not which others.
-        if self.ranks.is_alone or self._checked <= STEPS:
+        if self.ranks.is_alone or self._checked <= FOLLOWED_STEPS:
             self._tell_ranks(problem)
         else:
             self._problem_since = self._problem_since or problem

@@ -21,7 +21,7 @@ from lightning_d9m.tools.segments.check import (
     check_segment,
     follow_run,
 )
-from lightning_d9m.tools.segments.segment import RecordedRun, describe_command
+from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
 _DEFAULT = 3
 ARGUMENTS = f"""
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         # What was checked before an interruption is shown, too.
         if report.checked:
-            report.write(recorded, describe_command(recorded, command), left_out)
+            report.write(recorded, name_other_command(recorded, command), left_out)
             _print_report(report, arguments)
     return _STATUS[report.verdict]
 
@@ -102,7 +102,7 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     """Return the seed of the choice, if it is one at random, and the numbers of segments.
 
     Raises:
-        SettingError: If there is no segment of a number, or a setting has no effect.
+        SettingError: If the run lacks a segment that is named, or a setting has no effect.
     """
     there = [segment.number for segment in recorded.list_segments()]
     count, seed = arguments.segments, arguments.choose

@@ -15,7 +15,7 @@ from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.segments.goto import debug_step, find_nonfinite, find_segment, trace_step
-from lightning_d9m.tools.segments.segment import RecordedRun, Segment, describe_command
+from lightning_d9m.tools.segments.segment import RecordedRun, Segment, name_other_command
 
 ARGUMENTS = f"""
 step:STEP?  the global step, counted from 0, before which the program stops
@@ -44,13 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all that was compared on the way is equal, else 1.
 
     Raises:
-        SettingError: If arguments contradict each other, or there is no terminal.
+        SettingError: If arguments contradict each other, or the debugger has no terminal.
     """
     command, recorded, step = get_command(arguments), RecordedRun(arguments.ledger), arguments.step
     segment = None if step is None else find_segment(recorded, step)
     _check_arguments(arguments, recorded)
     runs = Runs(command, make_output(arguments.output))
-    _say(describe_command(recorded, command))
+    _say(name_other_command(recorded, command))
     found: dict[str, Any] = {}
     if segment is None:
         start, found = find_nonfinite(recorded, runs, _holds_finite)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.control.settings import RECORD_SAVES
+from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
 from lightning_d9m.engine.recording.interruption_points import (
     CHECKPOINT,
@@ -58,8 +59,6 @@ from lightning_d9m.tools.segments.segment import (
 )
 
 _FEWEST_RUNS = 2
-# After a checkpoint, which the straight run has recorded.
-_FEW_STEPS = 3
 # What changes the bits of a training on one machine, unless they are portable.
 _PORTABLE = {"LIGHTNING_D9M_PORTABLE": "1", "OMP_NUM_THREADS": "1"}
 _STACKS = (
@@ -253,8 +252,8 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     trial.last = len(own) + len(points) + 1
     # First, as later runs may write checkpoints of the same names.
     for saved in own:
-        label = f"resumed from its own checkpoint of step {saved.step}, for {_FEW_STEPS} steps"
-        trial.add(label, partial(trial.resume_own, Segment(saved, saved.step + _FEW_STEPS)))
+        label = f"resumed from its own checkpoint of step {saved.step}, for {FOLLOWED_STEPS} steps"
+        trial.add(label, partial(trial.resume_own, Segment(saved, saved.step + FOLLOWED_STEPS)))
     for point, label in points:
         trial.add(f"{label}, resumed", partial(trial.resume_killed, point))
     return RepeatReport(trial.made, runs.output, argv, resumed=True, steady=trial.steady)

@@ -83,7 +83,7 @@ def trace_step(recorded: RecordedRun, segment: Segment, runs: Runs) -> Ledger:
     steps = {"LIGHTNING_D9M_PROBES": "all", "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
     options: dict[str, Any] = {"variables": {**recorded.variables, **steps}}
     # The step may be the one that raised an exception.
-    options["may_fail"] = recorded.end is not None and not recorded.is_finished
+    options["may_fail"] = recorded.has_failed
     ledger = find_first_fit(run_segment(runs, segment, "trace", f"step {step}", **options))
     assert ledger is not None, "run_segment has found it"
     return ledger
@@ -107,8 +107,7 @@ def find_nonfinite(
     start = next((point for point in there if holds_finite(point.path)), None)
     stop = _NEVER if recorded.end is None else recorded.last_step + 1
     segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
-    failed = recorded.end is not None and not recorded.is_finished
-    words: dict[str, Any] = {"variables": recorded.variables, "may_fail": failed}
+    words: dict[str, Any] = {"variables": recorded.variables, "may_fail": recorded.has_failed}
     run_segment(runs, segment, "nonfinite", title, **words)
     found = runs.output / "nonfinite/segment" / NONFINITE
     return start, json.loads(found.read_text()) if found.exists() else {}

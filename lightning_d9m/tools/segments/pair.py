@@ -51,11 +51,9 @@ class PairWatch(AbstractContextManager["PairWatch"]):
 
     def differs(self) -> bool:
         """Read what both have written since the last call; return whether the runs differ."""
-        names = self._list_names()
-        for name in names:
-            if name not in self._files:
-                one, other = (folder / name for folder in self._folders)
-                self._files[name] = _RecordStream(one), _RecordStream(other)
+        for name in self._list_new():
+            one, other = (folder / name for folder in self._folders)
+            self._files[name] = _RecordStream(one), _RecordStream(other)
         first = {streams[0].fit for streams in self._files.values() if streams[0].rank == 0}
         if len(first) < len([own for own in self._files.values() if own[0].rank == 0]):
             return False
@@ -67,17 +65,17 @@ class PairWatch(AbstractContextManager["PairWatch"]):
             for stream in streams:
                 stream.close()
 
-    def _list_names(self) -> list[str]:
-        """Return the files that both runs have, with a whole header in each."""
-        found = [
-            {
-                str(path.relative_to(folder))
-                for path in folder.glob("fit-*/rank-*.jsonl")
-                if _has_line(path)
-            }
+    def _list_new(self) -> list[str]:
+        """Return the files that both runs have by now, with a whole header in each."""
+        one, other = (
+            {str(path.relative_to(folder)) for path in folder.glob("fit-*/rank-*.jsonl")}
             for folder in self._folders
+        )
+        return [
+            name
+            for name in sorted(one & other - self._files.keys())
+            if all(_has_line(folder / name) for folder in self._folders)
         ]
-        return sorted(found[0] & found[1])
 
     def _compare(self, name: str) -> bool:
         one, other = self._files[name]

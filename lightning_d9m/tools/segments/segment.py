@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
-from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
+from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued, read_resume
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
     Digests,
@@ -49,7 +49,7 @@ class SavedPoint:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file or folder exists, and is that of the step."""
+        """True if the file or folder exists, and is that of the step."""
         return not self.is_replaced and self.path.exists()
 
 
@@ -127,8 +127,8 @@ class RecordedRun:
         if fit:
             raise SettingError(
                 f"{self.ledger.path} is fit {fit} of its program, counted from 0, and only the "
-                "first fit can be run in parts. Name the ledger of the first, or train this one "
-                "with a program of its own."
+                "first fit can be run in parts. Name the ledger of fit 0, or train this one in a "
+                "separate program."
             )
 
     @property
@@ -199,6 +199,11 @@ class RecordedRun:
     def is_finished(self) -> bool:
         """Whether the fit ended as it should."""
         return self.end is not None and self.end.status == "finished"
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an exception ended the fit."""
+        return self.end is not None and not self.is_finished
 
     @property
     def variables(self) -> dict[str, str]:
@@ -304,12 +309,10 @@ def is_drift(end: End) -> bool:
 
 def find_resume(ledger: Ledger) -> Resume | None:
     """Return the record that names the ledger which a ledger continues; None if it begins a run."""
-    with RankReader(ledger.files[min(ledger.files)]) as reader:
-        record = next(reader.line_records(), None)
-        return record if isinstance(record, Resume) else None
+    return read_resume(ledger.files[min(ledger.files)])
 
 
-def describe_command(recorded: RecordedRun, command: Sequence[str]) -> str:
+def name_other_command(recorded: RecordedRun, command: Sequence[str]) -> str:
     """Return a sentence if the command is not that of the ledger; empty if it is.
 
     It may name another interpreter or path of the same program.

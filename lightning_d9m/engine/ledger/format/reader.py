@@ -305,7 +305,7 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
     parts: list[tuple[Path, Resume]] = []
     breaks: list[Break] = []
     seen: set[tuple[int, int]] = set()
-    while (record := _read_resume(path)) is not None:
+    while (record := read_resume(path)) is not None:
         found = find_parent(path, record.parent)
         seen.add(_file_id(path))
         problem = None
@@ -327,7 +327,8 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
     return parts[::-1], breaks[::-1]
 
 
-def _read_resume(path: Path) -> Resume | None:
+def read_resume(path: Path) -> Resume | None:
+    """Return the record with which a resumed run's file begins; None in another file."""
     with RankReader(path) as reader:
         record = next(reader.line_records(), None)
         return record if isinstance(record, Resume) else None
