@@ -175,7 +175,7 @@ lightning.pytorch.callbacks.batch_size_finder:BatchSizeFinder
 random
     _inst | see that a program seeds Python's generator
 numpy.random.mtrand:RandomState
-    _bit_generator | load a batch with generators of its own
+    _bit_generator | load a batch with separate generators
 threading:Thread
     _target | see what a thread runs
 lightning.fabric.wrappers:_FabricDataLoader

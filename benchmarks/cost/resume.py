@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,7 +132,7 @@ class Saving(L.Callback):
             return
         (callback,) = (c for c in trainer.callbacks if isinstance(c, DeterminismCallback))
         checkpoint: dict[str, object] = {}
-        save = lambda: callback.on_save_checkpoint(trainer, pl_module, checkpoint)  # noqa: E731
+        save = partial(callback.on_save_checkpoint, trainer, pl_module, checkpoint)
         self.milliseconds = 1e3 * median_seconds(save, 50)
         with tempfile.TemporaryFile() as file:
             torch.save(checkpoint["callbacks"]["lightning_d9m"]["ranks"][0], file)

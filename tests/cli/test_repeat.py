@@ -425,6 +425,27 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
         assert text == ("0 1\n" if options and resumed else "1 None\n")
 
 
+@pytest.fixture
+def interrupt(tmp_path, forking_python):
+    """Return a function that repeats a real program with --interrupt: the process, its result."""
+
+    def run(program):
+        script = tmp_path / "train.py"
+        script.write_text(program)
+        words = ("-m", "lightning_d9m", "repeat", "--interrupt", "--json", "--")
+        done = subprocess.run(
+            [forking_python, *words, forking_python, str(script)],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done, json.loads(done.stdout or "{}")
+
+    return run
+
+
 # A project that does not mention lightning_d9m. With `hidden`, its training counts in a variable of
 # the environment, which no checkpoint holds, besides drawing from an iterator, which it does hold.
 TRAINING = """
@@ -449,20 +470,9 @@ trainer.fit(model, make_loader())
 
 
 @pytest.mark.parametrize(("hidden", "verdict"), [(False, "equal"), (True, "different")])
-def test_a_real_project_is_tested_unchanged(tmp_path, forking_python, hidden, verdict):
+def test_a_real_project_is_tested_unchanged(interrupt, hidden, verdict):
     """All of its state is restored; what cannot be restored makes runs differ."""
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING.format(hidden=hidden, support=str(SUPPORT)))
-    d9m = (forking_python, "-m", "lightning_d9m")
-    done = subprocess.run(
-        [*d9m, "repeat", "--interrupt", "--json", "--", forking_python, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    result = json.loads(done.stdout or "{}")
+    done, result = interrupt(TRAINING.format(hidden=hidden, support=str(SUPPORT)))
     assert result.get("verdict") == verdict, done.stderr
     assert done.returncode == (verdict != "equal")
     assert len(result["ledgers"]) == 3
@@ -484,20 +494,9 @@ L.Trainer(max_epochs=1, **words).fit(make_model(), make_loader())
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_the_checkpoints_of_the_program_itself_are_tried(tmp_path, forking_python, weights):
+def test_the_checkpoints_of_the_program_itself_are_tried(interrupt, weights):
     """No training continues from weights alone."""
-    script = tmp_path / "train.py"
-    script.write_text(SAVING.format(weights=weights, support=str(SUPPORT)))
-    words = ("-m", "lightning_d9m", "repeat", "--interrupt", "--json", "-o", "runs", "--")
-    done = subprocess.run(
-        [forking_python, *words, forking_python, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    result = json.loads(done.stdout or "{}")
+    done, result = interrupt(SAVING.format(weights=weights, support=str(SUPPORT)))
     assert (done.returncode, result.get("verdict")) == (0, "equal"), done.stderr
     labels = [run["label"] for run in result["runs"]]
     own = [label for label in labels if label.startswith("resumed from its own checkpoint")]

@@ -153,7 +153,7 @@ class SeededHost:
         self._states = random.getstate(), torch.default_generator.get_state()
         self._own = _get_bits()
         # NumPy reads its state in place of the generator's words; numbers are drawn elsewhere.
-        _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001
+        _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001 - no call reads it alone
         self._normal = _numpy.get_state(legacy=False)
         self._other = _spare.pop() if _spare else np.random.MT19937(0)
         _set_bits(self._other)
@@ -167,7 +167,7 @@ class SeededHost:
         if self._normal["has_gauss"]:
             _numpy._bit_generator = SimpleNamespace()  # noqa: SLF001 - as above
             _numpy.set_state({**self._normal, "state": None})
-            _numpy._bit_generator = self._own  # noqa: SLF001
+            _numpy._bit_generator = self._own  # noqa: SLF001 - as above
         _spare.append(self._other)
 
 

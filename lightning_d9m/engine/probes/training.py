@@ -110,7 +110,7 @@ class Probes:
 
     @property
     def are_idle(self) -> bool:
-        """Whether nobody needs to know of batches, so that their point need not be read."""
+        """True if nothing takes the point of a batch, so that it need not be read."""
         return Watched.watch is None
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:  # noqa: ARG002 - taken by BatchProbes

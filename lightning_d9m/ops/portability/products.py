@@ -148,7 +148,7 @@ def _find_geometry(*given: tuple[int, ...]) -> Geometry:
 
 
 Places = dict[str, Tensor]
-"""Where in memory the indices of a tensor are, by their letters.
+"""The offsets in memory of a tensor's indices, by the letter of the dimension.
 
 n samples, g groups, c channels of a group of the image, o of its windows, t taps, w windows.
 """

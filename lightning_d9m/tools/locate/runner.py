@@ -68,7 +68,7 @@ class RunPair:
 
     @property
     def differs(self) -> bool:
-        """Whether the two runs differ."""
+        """True if the two runs differ."""
         return not self.comparison.equal
 
     def steps_of_epoch(self, epoch: int) -> tuple[int, int]:

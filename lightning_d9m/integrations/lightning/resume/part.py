@@ -61,12 +61,12 @@ class Fit:
 
     @property
     def accepts_breaks(self) -> bool:
-        """Whether the user lets a fit resume that is not exact."""
+        """True if ``on_inexact_resume`` allows an inexact resume."""
         return self.recorder.run.options.on_inexact_resume == "warn"
 
     @property
     def was_saved_between_epochs(self) -> bool:
-        """Whether the fit resumes from a checkpoint that was saved between two epochs."""
+        """True if the fit resumes from a checkpoint that was saved between two epochs."""
         return bool(self.saved) and self.saved["position"].phase == "epoch"
 
     def report(self, problems: Sequence[str]) -> None:
