@@ -153,6 +153,7 @@ def test_a_command_that_does_not_reach_the_step(run, goto):
     [
         (["16"], "has no step 16; allowed: 0 to 15."),
         (["10"], "pdb reads from the terminal, and the standard input is not one"),
+        (["10", "--json"], "--json is for --trace: a debugger prints what you type."),
         ([], "Give the step, or --first-nonfinite"),
         (["3", "--rank", "1"], "--rank is 1, and the run has 1 rank; allowed: 0 to 0."),
     ],
