@@ -79,12 +79,6 @@ def ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
     return quartiles([a / b for a, b in zip(some, others, strict=True)])
 
 
-def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Return the median time of a call, after one that is not counted."""
-    call()
-    return statistics.median(time_call(call) for _ in range(repeats))
-
-
 def run_ranks(count: int, script: str, *words: object, **variables: str) -> list[dict[str, Any]]:
     """Run a script on some processes of one thread; return what each wrote by ``write_rank``.
 
