@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -178,3 +179,22 @@ def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path,
         build_wheel(tmp_path, log, {}, shown.append)
     assert "compiling" in log.read_text()
     assert shown[0] == "compiling error.cc.o"
+
+
+# The paths of the NCCL libraries of a process that has imported Horovod.
+LIBRARIES = """
+import torch, horovod.torch as hvd
+assert hvd.nccl_built() and hvd.cuda_built() and hvd.gloo_built()
+paths = {line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in line}
+print(*paths, sep="\\n")
+"""
+
+
+@pytest.mark.cuda_build
+@pytest.mark.horovod
+def test_torch_and_horovod_load_one_nccl(monkeypatch):
+    """Two NCCLs in one process would have two sets of variables and connections."""
+    monkeypatch.undo()
+    output = subprocess.check_output([sys.executable, "-c", LIBRARIES], text=True)
+    assert "nvidia/nccl" in output
+    assert output.count("\n") == 1

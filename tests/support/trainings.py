@@ -11,6 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_d9m.engine.control import session
+
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,
@@ -79,6 +81,30 @@ def make_model(package: str = "lightning.pytorch", **overrides: Any) -> Any:
 def make_loader(*, size: int = 96, shuffle: bool = True, **settings: Any) -> DataLoader:
     """Build a loader of 6 batches."""
     return DataLoader(NoisyDigits(size), batch_size=16, shuffle=shuffle, **settings)
+
+
+def fit(model, *loaders, package="lightning.pytorch", resumed=None, seed=5, folder=None, **words):
+    """Train as the first fit of a process does; return the Trainer.
+
+    Args:
+        model: The module.
+        loaders: Those of training and of validation.
+        package: The package of the Trainer.
+        resumed: A checkpoint.
+        seed: That of a ``DeterminismCallback``; without it the Trainer has none.
+        folder: Where its ledger goes.
+        words: Arguments of the Trainer, which stand before those for one quiet epoch.
+    """
+    from lightning_d9m import DeterminismCallback  # takes its bases from packages that are loaded
+
+    session._fits = 0
+    callbacks = words.pop("callbacks", [])
+    if seed is not None:
+        callbacks = [DeterminismCallback(seed=seed, ledger_dir=folder), *callbacks]
+    words = QUIET | {"max_epochs": 1, "devices": 1, "num_sanity_val_steps": 0} | words
+    trainer = importlib.import_module(package).Trainer(callbacks=callbacks, **words)
+    trainer.fit(model, *loaders, ckpt_path=resumed)
+    return trainer
 
 
 def make_exception_saver(folder, name):
