@@ -1,22 +1,80 @@
 """Two processes with DDP on Gloo: ranks are compared, and all of them raise together."""
 
 import json
+import os
 import signal
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from rank_processes import start_ranks
+import torch
+from rank_processes import RANK, call_on_ranks
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from trainings import fit, make_loader, make_model
 
 from lightning_d9m import read_ledger
+from lightning_d9m.errors import D9mError
 
-SCRIPT = Path(__file__).parents[1] / "support" / "ddp_training.py"
+
+def change_moment(model):
+    """Change Adam's first moment by one unit in the last place, after the last step."""
+    moment = model.optimizers().state[model.layers[0].weight]["exp_avg"]
+    moment.view(torch.int32)[2, 3] += 1
+
+
+def switch_off(_):
+    """Switch deterministic algorithms off."""
+    torch.use_deterministic_algorithms(False)
+
+
+def hang(_, *__):
+    """Lose rank 1, for which rank 0 need not wait for long."""
+    if RANK == 1:
+        threading.Event().wait()
+    _set_pg_timeout(timedelta(seconds=2))
+
+
+def train(folder, **overrides):
+    """Train a model with other hooks."""
+    loaders = make_loader(), make_loader(shuffle=False)
+    fit(make_model(**overrides), *loaders, folder=folder, strategy="ddp", devices=2)
+
+
+def find_error(folder, **overrides):
+    """Return the facts of the error that a training raises."""
+    try:
+        train(folder, **overrides)
+    except D9mError as error:
+        return {"message": str(error), **vars(error)}
+    raise AssertionError("no error was raised")
+
+
+def train_all(folder):
+    """Train with a fault on rank 1, which hangs in the last training; write what was found."""
+    folder, found = Path(folder), {}
+    for fault, hook in (
+        (change_moment, "on_validation_epoch_end"),
+        (switch_off, "on_train_batch_end"),
+    ):
+        act = {hook: lambda model, *_, fault=fault: RANK and fault(model)}
+        found[fault.__name__] = find_error(folder / fault.__name__, **act)
+    (folder / "file").write_text("")
+    found["no folder"] = find_error(folder / "file" / "below")
+    (folder / f"found-{RANK}.json").write_text(json.dumps(found))
+    (folder / f"pid-{RANK}").write_text(str(os.getpid()))
+    try:
+        train(folder / "hung", on_train_batch_start=hang)
+    except RuntimeError as error:
+        (folder / "error-0").write_text(str(error))
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Train in two processes once for all tests; rank 0 kills rank 1 at the end."""
     folder = tmp_path_factory.mktemp("ddp")
-    statuses, outputs = start_ranks(SCRIPT, 2, folder)
+    statuses, outputs = call_on_ranks(train_all, 2, folder, fails=True)
     assert statuses == [0, -signal.SIGKILL], outputs
     return folder
 
