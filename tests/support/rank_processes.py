@@ -26,6 +26,8 @@ RANK = int(os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0"))
 def call_on_ranks(function, count, *arguments, fails=False, **words):
     """Call a function of a file on ranks; return what each returns, which JSON can hold.
 
+    They run in a temporary folder.
+
     With ``fails`` the ranks need not succeed; return their statuses and outputs instead.
     """
     modules, file = [], function.__code__.co_filename
@@ -34,7 +36,10 @@ def call_on_ranks(function, count, *arguments, fails=False, **words):
     with tempfile.TemporaryDirectory() as folder:
         given = json.dumps(arguments, default=str)
         call = (start_ranks if fails else run_ranks)(
-            __file__, count, file, function.__name__, folder, given, modules=modules, **words
+            *(__file__, count, file, function.__name__, folder, given),
+            folder=folder,
+            modules=modules,
+            **words,
         )
         if fails:
             return call
@@ -48,13 +53,14 @@ def run_ranks(script, count, *arguments, **words):
     return outputs
 
 
-def start_ranks(script, count, *arguments, horovod=False, modules=(), **variables):
+def start_ranks(script, count, *arguments, folder=None, horovod=False, modules=(), **variables):
     """Run a script on ranks; return their statuses and outputs, with Horovod the launcher's.
 
     Args:
         script: The path.
         count: The number of ranks; 0 for one process that starts them.
         arguments: Those of the script.
+        folder: The folder in which they run.
         horovod: Whether horovodrun starts them.
         modules: What the processes find imported, besides what all do.
         variables: Those of the environment.
@@ -72,6 +78,7 @@ def start_ranks(script, count, *arguments, horovod=False, modules=(), **variable
         subprocess.Popen(
             command,
             env=common | own,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
