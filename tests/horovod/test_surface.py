@@ -12,7 +12,7 @@ from rank_processes import call_on_ranks
 from torch import nn, optim
 from trainings import fit, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, HorovodDeterministicStrategy, read_ledger
+from lightning_d9m import HorovodDeterministicStrategy, read_ledger
 from lightning_d9m.engine.hashing.digest import digest
 from lightning_d9m.engine.ledger.format.records import Batch
 from lightning_d9m.errors import D9mError
@@ -109,8 +109,7 @@ def probe(folder):
     model = make_model(training_step=training_step)
     model.layers[3].p = 0.0
     strategy = HorovodDeterministicStrategy(bucket_bytes=256)
-    callback = DeterminismCallback(seed=5, probes=[*KINDS], ledger_dir=Path(folder, "probes"))
-    words = {"seed": None, "callbacks": [callback], "strategy": strategy}
+    words = {"strategy": strategy, "folder": Path(folder, "probes"), "settings": {"probes": KINDS}}
     rank = fit(model, make_loader(), **words).global_rank
     batches = [
         list(zip(chain(*batch.layouts), wrap(batch.digests.hex(), 32), strict=True))

@@ -5,15 +5,12 @@ with a Recorder.
 """
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import strategy_cells as cells
 import torch
-from forking_python import shared_python
 from ledger_runs import list_batches
 from lightning.fabric import Fabric
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -29,8 +26,7 @@ from lightning_d9m.integrations.strategies import strategies
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
-SCRIPT = Path(__file__).parents[1] / "support" / "strategy_training.py"
-VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+SCRIPT = Path(__file__).parents[1] / "support" / "strategies.py"
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +38,9 @@ def trained(tmp_path_factory):
         if launch in folders:
             return folders[launch]
         folder = folders[launch] = tmp_path_factory.mktemp("cells")
-        names, python = cells.LAUNCHES[launch], shared_python()
-        if isinstance(launch, int):
-            run_ranks(SCRIPT, launch, folder, *names)
-            return folder
-        command = [python]
-        if launch == "horovod":
-            command = [python, "-m", "horovod.runner.launch", "-np", "2", "--gloo", python]
-        subprocess.run([*command, SCRIPT, folder, *names], env=os.environ | VARIABLES, check=True)
+        words = {"horovod": launch == "horovod"}
+        count = {"launched": 0, "horovod": 2}.get(launch, launch)
+        run_ranks(SCRIPT, count, folder, *cells.LAUNCHES[launch], **words)
         return folder
 
     return train

@@ -1,7 +1,15 @@
-"""Trainings under strategies and precisions: the cells of strategy_cells.py."""
+"""Trainings under strategies and precisions: the cells of strategy_cells.py.
+
+``python strategies.py FOLDER CELL...`` is one rank that runs each cell: the same training twice,
+with probes, the second one with patched operations; resumed from a checkpoint of the first one,
+with a fault on one rank; and those of ``d9m locate``. Of the cells in ``LAUNCHED`` it is the
+process that starts two ranks for each training, of those of Fabric for all.
+"""
 
 import json
 import os
+import sys
+import warnings
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +20,14 @@ from unittest import mock
 
 import lightning as L
 import numpy as np
+import strategy_cells as cells
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric import strategies as of_fabric
 from lightning.pytorch import strategies as of_trainers
-from strategy_cells import FABRIC, FLAT_ONES, PIPELINE
+from located_runs import locate
+from rank_processes import RANK
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -41,14 +51,17 @@ from lightning_d9m import (
     Recorder,
     deterministic,
 )
+from lightning_d9m.engine.control import session
 from lightning_d9m.engine.hashing.training_state import plain_name
 from lightning_d9m.errors import D9mError
 from lightning_d9m.ops.patches import registration
 
-RANK = int(os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 PLAN = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+COPIED = "layers.3.bias"  # each rank of tensor parallelism has it
+LAST_STEP = 4
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 SHORTEST = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
 SHORT = SHORTEST | {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
 
@@ -429,7 +442,7 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
     kind = CELLS[cell.removesuffix(", 4 ranks")]
     torch.manual_seed(7)
     model = kind.compile(Net(kind.layout, fault, kind.apply))
-    if cell in FLAT_ONES:
+    if cell in cells.FLAT_ONES:
         model.configure_optimizers = lambda: make_optimizer(model.trainer.model.parameters())
     trainer = L.Trainer(
         strategy=kind.make_strategy(of_trainers, full=full),
@@ -492,7 +505,7 @@ def fit_with_fabric(  # noqa: PLR0913 - as that of a Trainer
     """Train; save after the first step if it ``saves``, and resume if there is a place to do it."""
     fabric = launched
     if fabric is None:
-        strategy = CELLS[cell.removeprefix(FABRIC)].make_strategy(of_fabric, full=full)
+        strategy = CELLS[cell.removeprefix(cells.FABRIC)].make_strategy(of_fabric, full=full)
         fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
         fabric.launch()
     rank = fabric.global_rank
@@ -503,7 +516,7 @@ def fit_with_fabric(  # noqa: PLR0913 - as that of a Trainer
         # The gradient of this padding is one of the patched operations.
         model = nn.Sequential(OrderedDict(layers=layers, pad=nn.ReflectionPad1d(1)))
         save, load, compute = fabric.save, fabric.load, compute_whole
-        if cell == PIPELINE:
+        if cell == cells.PIPELINE:
             save, load, compute = save_stage, load_stage, make_pipeline(model, rank)
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
@@ -533,3 +546,132 @@ def describe(error):
     names = {*vars(error), *vars(type(error)).get("__annotations__", {})}
     facts = {name: str(getattr(error, name)) for name in names}
     return {**facts, "type": type(error).__name__, "message": str(error)}
+
+
+class Runs:
+    """The runs of a cell, and what was found by each rank whose process this is or starts."""
+
+    def __init__(self, folder, cell, launched=None):
+        self.folder, self.cell = folder, cell
+        self.fit = partial(fit, folder, cell)
+        self.rank, self.world = RANK, WORLD
+        self.found = [{} for _ in range(2 if cell in cells.LAUNCHED else 1)]
+        if cell.startswith(cells.FABRIC):
+            self.fit = partial(fit_with_fabric, folder, cell, launched=launched)
+        if launched is not None:
+            self.rank, self.world = launched.global_rank, launched.world_size
+        self.last = max(self.world, len(self.found)) - 1
+
+    def train(self, name, **words):
+        """Train as a run of its own would."""
+        session._fits = 0
+        return self.fit(name, **words)
+
+    def attempt(self, name, **words):
+        """Train; keep for each rank the facts of the error that was raised; None without one."""
+        outcomes = [None] * len(self.found)
+        try:
+            self.train(name, **words)
+        except Exception as error:  # noqa: BLE001 - the tests read what it says
+            outcomes = [describe(error)] * len(self.found)
+            for rank in range(len(self.found) if self.cell in cells.LAUNCHED else 0):
+                file = self.folder / name / f"error-{rank}"
+                outcomes[rank] = json.loads(file.read_text()) if file.exists() else outcomes[rank]
+        for found, outcome in zip(self.found, outcomes, strict=True):
+            found[name] = outcome
+
+    def locate(self, name, fault):
+        """Locate a fault that one rank has in each second run, or in all."""
+
+        def train(number):
+            present = {"fault": fault} if name != "located" or number % 2 == 0 else {}
+            self.train(name, limits=SHORTEST, **present)
+
+        output = self.folder / f"{name} runs"
+        # A line of this file is suspect, so that the first look has probes of steps.
+        words = {"rank": self.rank, "ranks": self.world, "program": __file__}
+        self.found[0][name] = locate(train, output, **words)
+
+    def run(self):
+        """Run all, and write what was found."""
+        cell, folder, attempt = self.cell, self.folder, self.attempt
+        probed = {"probes": "all", **({"replay_every": 2} if cell in cells.REPEATED else {})}
+        last = [LAST_STEP] if cell in cells.SHARDED else []
+        first = self.train("first", saves=[1, *last], **probed)
+        compared = {"reference": folder / "first" / "fit-000", **probed}
+        if cell in cells.LAUNCHED:
+            variables = [name for name in VARIABLES if name in os.environ]
+            self.found[0]["left"] = [str(first.ledger), first.digest, variables]
+            with deterministic(seed=5, repeat_fits=False):  # each fit seeds its model
+                attempt("second", **compared, patched=True, seed=None)
+                self.fit("next", seed=None)
+        else:
+            # The second step ends an epoch of four ranks.
+            full = {"saves": [WORLD // 2, *last], "full": True} if cell in cells.FULL else {}
+            attempt("second", **compared, patched=True, **full)
+        resumed = {"resume_from": folder / "checkpoints" / "step=1.ckpt", **compared}
+        if cell in cells.HYBRIDS:
+            attempt("refused", **resumed)
+            resumed = compared
+        # The check of the resume would end it in the step of the fault, before the reference.
+        attempt("fault", fault=Fault(self.last), on_inexact_resume="warn", **resumed)
+        if cell in cells.FULL:
+            path = folder / "full checkpoints" / f"step={WORLD // 2}.ckpt"
+            attempt("resumed from full", resume_from=path, full=True, **compared)
+        self.run_faults(Fault(self.last, epoch=0))
+        for rank, found in enumerate(self.found, self.rank):
+            (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+    def run_faults(self, fault):
+        """Run what is neither compared nor resumed."""
+        cell, attempt = self.cell, self.attempt
+        short = {"limits": SHORTEST}
+        if cell in cells.COPIES:
+            attempt("fault without reference", fault=fault, **short)
+        if cell in cells.TENSOR_PARALLEL:
+            attempt("fault of a copy", fault=fault._replace(name=COPIED), **short)
+        if cell in cells.REFUSED:
+            attempt("replayed", replay_every=2, **short)
+        if cell in cells.REFERRED:
+            # The second rank cannot read it.
+            reference = self.folder / ("first/fit-000", "missing")[self.rank]
+            attempt("other reference", reference=reference)
+        if cell == cells.DDP:
+            race = fault._replace(races=True)
+            attempt("plain")
+            attempt("race", fault=race, replay_every=1, probes="loss", probe_ranks=1)
+        if cell in cells.LOCATED:
+            self.locate("located", fault._replace(batch=0))
+        if cell in cells.RACING:
+            self.locate("located op", fault._replace(races=True))
+        if cell in cells.DRIFTING:
+            self.locate("located drift", fault._replace(batch=0, name=COPIED))
+
+
+def run_launched(fabric, folder, cell):
+    """Run a cell in a process that Fabric has started."""
+    warnings.filterwarnings("ignore")
+    Runs(folder, cell, fabric).run()
+
+
+def main():
+    """Run cells, one after the other."""
+    warnings.filterwarnings("ignore")
+    folders = Path(sys.argv[1]).absolute()
+    (folders / "empty").mkdir(exist_ok=True)
+    os.chdir(folders / "empty")  # `d9m locate` looks for files that runs leave there
+    for cell in sys.argv[2:]:
+        folder = folders / cell
+        folder.mkdir(exist_ok=True)
+        strategy = cell.removeprefix(cells.FABRIC)
+        if strategy != cell and strategy in cells.LAUNCHED:
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+            fabric.launch(run_launched, folder, cell)
+        else:
+            Runs(folder, cell).run()
+
+
+if __name__ == "__main__":
+    import strategies  # processes that are spawned find its classes by this name
+
+    strategies.main()

@@ -83,7 +83,16 @@ def make_loader(*, size: int = 96, shuffle: bool = True, **settings: Any) -> Dat
     return DataLoader(NoisyDigits(size), batch_size=16, shuffle=shuffle, **settings)
 
 
-def fit(model, *loaders, package="lightning.pytorch", resumed=None, seed=5, folder=None, **words):
+def fit(
+    model,
+    *loaders,
+    package="lightning.pytorch",
+    resumed=None,
+    seed=5,
+    folder=None,
+    settings=None,
+    **words,
+):
     """Train as the first fit of a process does; return the Trainer.
 
     Args:
@@ -93,6 +102,7 @@ def fit(model, *loaders, package="lightning.pytorch", resumed=None, seed=5, fold
         resumed: A checkpoint.
         seed: That of a ``DeterminismCallback``; without it the Trainer has none.
         folder: Where its ledger goes.
+        settings: Its other settings.
         words: Arguments of the Trainer, which stand before those for one quiet epoch.
     """
     from lightning_d9m import DeterminismCallback  # takes its bases from packages that are loaded
@@ -100,7 +110,8 @@ def fit(model, *loaders, package="lightning.pytorch", resumed=None, seed=5, fold
     session._fits = 0
     callbacks = words.pop("callbacks", [])
     if seed is not None:
-        callbacks = [DeterminismCallback(seed=seed, ledger_dir=folder), *callbacks]
+        own = DeterminismCallback(seed=seed, ledger_dir=folder, **settings or {})
+        callbacks = [own, *callbacks]
     words = QUIET | {"max_epochs": 1, "devices": 1, "num_sanity_val_steps": 0} | words
     trainer = importlib.import_module(package).Trainer(callbacks=callbacks, **words)
     trainer.fit(model, *loaders, ckpt_path=resumed)

@@ -1,58 +1,254 @@
 """What logical ranks do not support is refused before training, on any number of processes."""
 
-import json
 import os
 import queue
 import re
 import tempfile
 import threading
 import warnings
-from pathlib import Path
+from functools import partial
 
 import lightning as L
 import logical_refusals
 import pytest
 import torch
-from logical_refusals import DATA, REFUSALS, SEVERAL, make_model
-from rank_processes import run_ranks
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from logical_refusals import DATA, PROCESSES, change, make_model
+from rank_processes import RANK, call_on_ranks
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, ChainDataset, DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MeanMetric
 from trainings import QUIET
 
 from lightning_d9m import (
     DDPDeterministicStrategy,
     DeterminismCallback,
     InexactResumeError,
+    RanksDisagreeError,
     SettingError,
     read_ledger,
 )
 from lightning_d9m.engine.control.environment import threads_pinned
 
-SCRIPT = Path(logical_refusals.__file__)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch about torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+# Bound to the function itself, before anything could replace it.
+all_reduce = torch.distributed.all_reduce
+functional_all_to_all = functional_collectives.all_to_all_single
+all_reduce_op = torch.ops._c10d_functional.all_reduce_.default
+
+
+def train(*args, **attributes):
+    """Return a function that makes the words of a training of such a model."""
+    return lambda: {"model": make_model(*args, **attributes)}
+
+
+def optimize(make):
+    """Return a function that makes the words of a training with an optimizer."""
+    return train(configure_optimizers=lambda model: make(model.parameters()))
+
+
+def set_up(make):
+    """Return a function that makes the words of a training whose ``setup`` adds a part."""
+    return train(setup=lambda model, stage: setattr(model, "part", make()))
+
+
+def load(*args, **words):
+    """Return a function that makes the words of a training with a loader."""
+    return lambda: {"loader": DataLoader(*args, **words)}
+
+
+def make_mesh():
+    """Return the processes, when their group is known."""
+    return init_device_mesh("cpu", (PROCESSES,))
+
+
+def make_divided_parameter():
+    """Return a module whose parameter is divided among the processes."""
+    part = nn.Module()
+    part.weight = nn.Parameter(distribute_tensor(torch.ones(4), make_mesh(), [Shard(0)]))
+    return part
+
+
+class OwnSampler(DistributedSampler):
+    """A user's sampler."""
+
+
+class ShorterForTheLast(BatchSampler):
+    """Leaves out a batch of the samples of the last logical rank."""
+
+    def __iter__(self):
+        order = list(self.sampler)
+        batches = list(BatchSampler(order, self.batch_size, self.drop_last))
+        return iter(batches[int(len(DATA) - 1 in order) :])
+
+
+def compute_metric(model, batch):
+    """Compute a metric over all processes within a step."""
+    model.mean.update(model(batch).sum())
+    return model.mean.compute()
+
+
+def count_batch(model, batch, batch_idx):
+    """Add up what each logical rank has."""
+    model.total += float(batch.sum())
+
+
+def keep_pattern(model, batch):
+    """Keep what ranks do not send each other, another one on each logical rank."""
+    model.last = re.compile(str(batch.sum()))
+    return model(batch).sum()
+
+
+def make_buffered_model():
+    """Return a model with a buffer of another shape in each process."""
+    model = BoringModel()
+    model.register_buffer("seen", torch.zeros(RANK))
+    return {"model": model}
+
+
+def step_in_backward(parameters):
+    """Return an optimizer that steps in hooks of the gradients."""
+    optimizer = torch.optim.SGD(list(parameters), lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    return optimizer
+
+
+COLLECTIVES = {
+    "^all_gather": lambda model: model.all_gather(torch.ones(1)),
+    "^reduce": lambda model: model.trainer.strategy.reduce(torch.ones(1)),
+    "^broadcast": lambda model: model.trainer.strategy.broadcast(1),
+    "^barrier": lambda model: model.trainer.strategy.barrier(),
+    r"^torch\.distributed\.all_reduce": lambda _: all_reduce(torch.ones(1)),
+    r"^torch\.ops\._c10d_functional\.all_to_all_single": lambda _: functional_all_to_all(
+        torch.ones(2), None, None, torch.distributed.group.WORLD
+    ),
+    r"^torch\.ops\._c10d_functional\.all_reduce_": lambda _: all_reduce_op(
+        torch.ones(1), "sum", "0"
+    ),
+    r"^torch\.distributed\.send": lambda _: torch.distributed.send(torch.ones(1), 0),
+}
+
+
+# What an error says, and what makes the words of the training that raises it.
+REFUSALS = {
+    **{
+        rf"{name} is called in the step of logical rank \d": train(
+            lambda model, _, c=call: c(model)
+        )
+        for name, call in COLLECTIVES.items()
+    },
+    "BoringModel has automatic_optimization=False": train(automatic_optimization=False),
+    "'norm' is a SyncBatchNorm": lambda: {"model": make_model(norm=nn.SyncBatchNorm(2))},
+    "'norm' is a SyncBatchNorm, .* without sync_batchnorm": lambda: {
+        "model": make_model(norm=nn.BatchNorm1d(2)),
+        "sync_batchnorm": True,
+    },
+    "ran the training step twice for one batch": optimize(torch.optim.LBFGS),
+    "ZeroRedundancyOptimizer, which divides the work of an optimizer": optimize(
+        partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=0.1)
+    ),
+    "'part' is a DistributedDataParallel, which": set_up(
+        lambda: DistributedDataParallel(nn.Linear(2, 2))
+    ),
+    "'part' is a FSDPModule, which": set_up(lambda: fully_shard(nn.Linear(2, 2), mesh=make_mesh())),
+    "'part.weight' is a DTensor, which is divided": set_up(make_divided_parameter),
+    "A step has the argument dataloader_iter": train(
+        training_step=lambda model, dataloader_iter: model.step(next(dataloader_iter)[0])
+    ),
+    "returned NoneType without a loss": train(lambda model, batch: None),
+    r"add callbacks=\[DeterminismCallback\(\)\]": lambda: {"callbacks": []},
+    "ddp_comm_hook=.* is an option of DDP": lambda: {"options": {"ddp_comm_hook": len}},
+    "logical_ranks=1.5 is not allowed": lambda: {"ranks": 1.5},
+    "A range loads the data": lambda: {"loader": range(4)},
+    "ChainDataset is an IterableDataset, whose samples": load(ChainDataset([]), batch_size=2),
+    "has batch_size=None": load(DATA, batch_size=None),
+    r"draws from its own generators \(dataset.noise\)": load(
+        change(RandomDataset(32, 8), noise=torch.Generator()), batch_size=2
+    ),
+    "The sampler OwnSampler splits the samples among 2 processes": load(
+        DATA, sampler=OwnSampler(DATA, 2, 0)
+    ),
+    "have different numbers of batches of ShorterForTheLast": load(
+        DATA, batch_sampler=ShorterForTheLast(range(16), 2, drop_last=False)
+    ),
+    "has the sampler SequentialSampler, which all": lambda: {"use_distributed_sampler": False},
+    "The evaluation changes 'total', and not alike": train(total=0.0, validation_step=count_batch),
+    "gets the outputs and batches of all logical ranks, and these cannot be sent": train(
+        validation_step=lambda model, batch, batch_idx: object(),
+        on_validation_batch_end=lambda model, outputs, batch, batch_idx, dataloader_idx=0: None,
+    ),
+    "'last', and not alike on all logical ranks, so its value is sent": train(
+        keep_pattern, last=None
+    ),
+    r"self.log\('seen', ..., sync_dist=True\) is called in on_train_batch_end": train(
+        on_train_batch_end=lambda model, *_: model.log("seen", 1.0, sync_dist=True)
+    ),
+    "The backward pass changes the parameter 'layer.weight'": optimize(step_in_backward),
+    "MeanMetric is computed over all processes in the step": lambda: {
+        "model": make_model(compute_metric, mean=MeanMetric())
+    },
+}
+
+
+# Refused only on several processes.
+SEVERAL = {
+    "only 1 logical ranks": lambda: {"ranks": 1},
+    "There are 1 samples, and the last of 2 processes begins": lambda: {"predicts": 1},
+    r"rank 0: .* of the model with seen \(0,\) .*\n  rank 1: .* seen \(1,\)": make_buffered_model,
+}
+
+
+def find_errors(folder):
+    """Return the errors of all trainings, and the steps of one without a fault."""
+    found = {}
+    several = SEVERAL if PROCESSES > 1 else {}
+    for message, make in {**REFUSALS, **several, "none": dict}.items():
+        words = {"ranks": PROCESSES if several else 4} | make()
+        try:
+            if "predicts" in words:
+                strategy = DDPDeterministicStrategy(logical_ranks=words["ranks"])
+                predict(folder, words["predicts"], strategy)
+            else:
+                found[message] = logical_refusals.fit(folder, **words).global_step
+        except (SettingError, RanksDisagreeError) as error:
+            found[message] = str(error)
+    return found
+
+
+def predict(folder, samples, strategy):
+    """Return the predictions of some samples."""
+    words = {"default_root_dir": folder, "devices": PROCESSES, "strategy": strategy}
+    trainer = L.Trainer(callbacks=[DeterminismCallback()], **words, **QUIET)
+    return trainer.predict(BoringModel(), DataLoader(RandomDataset(32, samples)))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return what one process with four logical ranks found, and each of two with one."""
     folder = tmp_path_factory.mktemp("refusals")
-    for count in (1, 2):
-        run_ranks(SCRIPT, count, folder)
-    files = {name: folder / f"found-{name}.json" for name in ("1-0", "2-0", "2-1")}
-    return {name: json.loads(path.read_text()) for name, path in files.items()}
+    return [errors for count in (1, 2) for errors in call_on_ranks(find_errors, count, folder)]
 
 
 @pytest.mark.parametrize("message", [*REFUSALS, *SEVERAL])
 def test_a_program_is_refused_on_one_and_on_two_processes(found, message):
-    for process, messages in found.items():
-        if message in messages or message in REFUSALS:
-            text = messages[message]
-            assert re.search(message, str(text)), f"{process}: {text}"
-    assert message in found["2-1"]
+    for place, errors in enumerate(found):
+        if message in errors or message in REFUSALS:
+            assert re.search(message, str(errors[message])), f"{place}: {errors[message]}"
+    assert message in found[-1]
 
 
 def test_a_plain_training_after_all_refusals_is_accepted(found):
-    assert [messages["none"] for messages in found.values()] == [2, 4, 4]
+    assert [errors["none"] for errors in found] == [2, 4, 4]
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list`")
@@ -149,8 +345,8 @@ def test_weights_that_are_first_changed_after_the_compared_steps_are_refused(fit
         fit(make_model(change_late), max_epochs=2)
 
 
-def test_fewer_samples_than_logical_ranks_are_predicted_once(fit):
-    batches = fit(predicted=3).found
+def test_fewer_samples_than_logical_ranks_are_predicted_once(fit, tmp_path):
+    batches = predict(tmp_path, 3, DDPDeterministicStrategy(logical_ranks=4))
     assert [[part.shape for part in batch] for batch in batches] == [[(1, 2)] * 3]
 
 
