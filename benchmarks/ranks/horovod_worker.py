@@ -113,8 +113,8 @@ def distribute(model, optimizer):
         from lightning_d9m.integrations.strategies.sums.gradients import (
             BUCKET_BYTES,
             LogicalGradients,
-            disable_malloc_trim,
         )
+        from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
         from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
         set_variables(initialized=False, stall_seconds=600)

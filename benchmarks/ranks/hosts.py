@@ -23,7 +23,7 @@ import torch
 from logical_ranks import WAYS, time_rounds
 from torch import distributed
 
-from lightning_d9m.integrations.strategies.sums.gradients import disable_malloc_trim
+from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))

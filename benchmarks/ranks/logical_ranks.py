@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_d9m.integrations.strategies.sums.accumulation import KeptGradients
 from lightning_d9m.integrations.strategies.sums.gradients import (
     LogicalGradients,
-    disable_malloc_trim,
 )
+from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

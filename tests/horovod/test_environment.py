@@ -117,11 +117,11 @@ def test_ranks_are_read_from_the_launcher_and_then_from_horovod(variables, expec
 @pytest.mark.parametrize(
     ("visible", "devices", "local_rank", "expected"),
     [
-        (4, [0], 2, "cuda:2"),  # devices=1 for each process: the one of its number
-        (1, [0], 2, "cuda:0"),  # the launcher shows each process its own
-        (4, [2, 3], 1, "cuda:3"),
-        (2, [0], 2, None),
-        (4, [2, 3], 2, None),
+        pytest.param(4, [0], 2, "cuda:2", id="devices=1: the one of its number"),
+        pytest.param(1, [0], 2, "cuda:0", id="the launcher shows each process its own"),
+        pytest.param(4, [2, 3], 1, "cuda:3", id="named devices"),
+        pytest.param(2, [0], 2, None, id="fewer devices than processes"),
+        pytest.param(4, [2, 3], 2, None, id="fewer named devices than processes"),
     ],
 )
 def test_root_device_is_that_of_the_local_rank(monkeypatch, visible, devices, local_rank, expected):

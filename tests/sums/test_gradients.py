@@ -3,7 +3,6 @@
 import threading
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from rank_threads import run_processes
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.integrations.strategies.sums import gradients
 from lightning_d9m.integrations.strategies.sums.gradients import (
     LogicalGradients,
-    disable_malloc_trim,
 )
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
@@ -331,19 +328,3 @@ def test_processes_that_train_other_parameters_are_reported():
             sums.finish(process)
 
     run_processes(2, train)
-
-
-def test_glibc_keeps_freed_memory_unless_the_user_chooses_otherwise(monkeypatch):
-    for variable in ("GLIBC_TUNABLES", *gradients._MALLOC_VARIABLES):
-        monkeypatch.delenv(variable, raising=False)
-    calls = []
-    library = SimpleNamespace(mallopt=lambda *call: calls.append(call) or 1)
-    monkeypatch.setattr(gradients.ctypes, "CDLL", lambda _: library)
-    assert disable_malloc_trim()
-    assert calls == [(-1, 2**28), (-3, 2**25)]
-    for name, value in (("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.a=1")):
-        monkeypatch.setenv(name, value)
-        assert not disable_malloc_trim()
-        monkeypatch.delenv(name)
-    del library.mallopt  # as in another C library
-    assert not disable_malloc_trim()

@@ -30,8 +30,8 @@ from lightning_d9m.integrations.strategies.sums.gradients import (
     BUCKET_BYTES,
     LogicalGradients,
     check_options,
-    disable_malloc_trim,
 )
+from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 from lightning_d9m.integrations.trainer.lightning_private import BROADCAST_SIGTERM
 from lightning_d9m.integrations.trainer.packages import combined_base

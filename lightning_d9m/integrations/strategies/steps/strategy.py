@@ -35,8 +35,8 @@ from lightning_d9m.integrations.strategies.sums.collectives import (
 )
 from lightning_d9m.integrations.strategies.sums.gradients import (
     LogicalGradients,
-    disable_malloc_trim,
 )
+from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 from lightning_d9m.integrations.trainer.packages import combined_base
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
