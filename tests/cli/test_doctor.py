@@ -95,7 +95,7 @@ def test_horovod_that_cannot_be_imported_and_a_missing_lightning_are_found(monke
     ("owner", "attribute", "value", "status"),
     [
         pytest.param(torch, "__version__", "2.3.1+cpu", "problem", id="too old"),
-        pytest.param(torch, "__version__", "2.9.1", "note", id="with a known defect"),
+        pytest.param(torch, "__version__", "2.9.1", "note", id="without patches"),
         pytest.param(torch, "__version__", "2.11.0a0+git1", "ok", id="built from source"),
         pytest.param(torch, "__version__", "3.0.0", "ok", id="newer"),
         pytest.param(torch.version, "hip", "6.4", "note", id="for ROCm"),
