@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from forking_python import shared_python
 from network_hosts import explain_missing, make_hosts, start_rank, start_sshd, wait_for, wait_until
+from rank_processes import read_records
 
-from lightning_d9m import compare, read_ledger
+from lightning_d9m import compare
 from lightning_d9m.engine.ledger.format.records import Digests
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hosts_training.py"
@@ -63,13 +64,8 @@ def find_last(host, processes):
 
 def read_final(ledger):
     """Return the digests at the end of each rank's file."""
-    found = read_ledger(ledger)
-    finals = []
-    for rank in found.files:
-        with found.open(rank) as reader:
-            records = [record for record in reader.records() if isinstance(record, Digests)]
-        assert records[-1].moment == "final"
-        finals.append(records[-1])
+    finals = [records[-1] for records in read_records(ledger, Digests).values()]
+    assert {record.moment for record in finals} == {"final"}
     return finals
 
 
@@ -269,11 +265,9 @@ def test_every_rank_ends_with_an_error_and_a_resume_is_exact(tmp_path, one_proce
                 assert re.search(message, output), output
             mend(hosts)
             for host in hosts:
-                ledger = read_ledger(find_last(host, 2))
-                for rank in ledger.files:
-                    with ledger.open(rank) as reader:
-                        moments = [r.moment for r in reader.records() if isinstance(r, Digests)]
-                assert moments[:2] == ["initial", "epoch"]
+                for records in read_records(find_last(host, 2), Digests).values():
+                    moments = [record.moment for record in records]
+                    assert moments[:2] == ["initial", "epoch"]
                 (host.folder / "go2").unlink()
         statuses, outputs = wait_for([start_rank(hosts, rank, program) for rank in range(2)])
         assert statuses == [0, 0], "\n".join(outputs)
