@@ -37,7 +37,7 @@ WORKER = Path(__file__).with_name("horovod_worker.py")
 STEPS = {"small": 200, "digits": 150, "resnet50-shapes": 12}
 SLOW_STEPS = {"small": 8, "digits": 40, "resnet50-shapes": 6}
 OURS = "static"
-MODES = ("plain", "default-spinning", "default", "threshold0", "groups", OURS, "ddp")
+MODES = ("default-spinning", "default", "threshold0", OURS, "ddp")
 ON_REQUEST = ("static-trimming",)
 RANKS = 4
 

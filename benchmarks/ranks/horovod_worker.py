@@ -138,10 +138,7 @@ def distribute(model, optimizer):
     hvd.init()
     if mode != "default-spinning":
         poll_and_sleep(hvd)
-    if mode != "plain":
-        options = {"groups": 1} if mode == "groups" else {}
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
-    return hvd.rank(), model, optimizer, None
+    return hvd.rank(), model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), None
 
 
 def main():

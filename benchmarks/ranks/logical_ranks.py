@@ -28,9 +28,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_d9m.integrations.strategies.sums.accumulation import KeptGradients
-from lightning_d9m.integrations.strategies.sums.gradients import (
-    LogicalGradients,
-)
+from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 

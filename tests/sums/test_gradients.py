@@ -11,9 +11,7 @@ from rank_threads import run_processes
 from torch import nn
 
 from lightning_d9m.errors import RanksDisagreeError, SettingError
-from lightning_d9m.integrations.strategies.sums.gradients import (
-    LogicalGradients,
-)
+from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 BUILDING = threading.Lock()

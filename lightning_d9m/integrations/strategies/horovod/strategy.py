@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partialmethod
 from typing import Any, Literal
@@ -242,23 +242,23 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     # Gradients
 
+    @property
+    def sums(self) -> Any:
+        """The sums of logical ranks, or those of all ranks unless gradients accumulate on this."""
+        if self.logical_ranks is not None:
+            return super().sums
+        return None if self._is_blocked else self._sums
+
     def finish_gradients(self) -> None:
-        """Sum the gradients of all ranks, unless they accumulate on this one."""
+        """Sum the gradients of all ranks, and send the buffers of rank 0."""
         if self.logical_ranks is not None:
             super().finish_gradients()
-        elif self._sums is not None and not self._is_blocked:
-            self.agree("the backward pass")
-            with self.naming_lost("the sum of gradients"):
-                self._sums.finish(self.global_rank)
-            # As DDP does before a forward pass: running statistics of batch normalization.
-            send_tensors([*self.lightning_module.buffers()], self)
-
-    def overlapping_sums(self) -> AbstractContextManager[None]:
-        """Return a context that sums the gradients, unless they accumulate on this rank."""
-        if self.logical_ranks is not None:
-            return super().overlapping_sums()
-        sums = None if self._is_blocked else self._sums
-        return nullcontext() if sums is None else sums.backward()
+            return
+        self.agree("the backward pass")
+        with self.naming_lost("the sum of gradients"):
+            self.sums.finish(self.global_rank)
+        # As DDP does before a forward pass: running statistics of batch normalization.
+        send_tensors([*self.lightning_module.buffers()], self)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

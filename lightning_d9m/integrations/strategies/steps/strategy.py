@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partialmethod
 from typing import Any
 
@@ -33,9 +33,7 @@ from lightning_d9m.integrations.strategies.sums.collectives import (
     send_tensors,
     watch_collectives,
 )
-from lightning_d9m.integrations.strategies.sums.gradients import (
-    LogicalGradients,
-)
+from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 from lightning_d9m.integrations.trainer.packages import combined_base
@@ -336,7 +334,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        if self.logical_steps is None and not self.sums_always:
+        if self.sums is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         self.finish_gradients()
@@ -344,24 +342,23 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self.post_backward(loss)
         return loss
 
+    @property
+    def sums(self) -> Any:
+        """What sums the gradients of the backward pass that comes next; None if nothing does."""
+        return self.logical_steps
+
     def finish_gradients(self) -> None:
         """Sum the gradients, after the last backward pass of a step."""
-        assert self.logical_steps is not None, "it is called with logical ranks"
         with self.naming_lost("the sum of gradients"):
-            self.logical_steps.take_gradients(self.block[-1])
+            self.sums.take_gradients(self.block[-1])
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        with self.overlapping_sums():
+        with self.sums.backward():
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
-
-    def overlapping_sums(self) -> AbstractContextManager[None]:
-        """Return a context that sums the gradients of the backward pass inside while it runs."""
-        assert self.logical_steps is not None, "it is called with logical ranks"
-        return self.logical_steps.backward()
 
     def block_backward_sync(self) -> Any:
         """Return Lightning's context for batches that are accumulated; logical ranks need none."""
