@@ -117,12 +117,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     strategy_name = "ddp_d9m"
     sums_always = False
 
-    def __init__(
-        self,
-        *,
-        logical_ranks: int | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, logical_ranks: int | None = None, **options: Any) -> None:
         if logical_ranks is None:
             logical_ranks = read_variable(variable_of("logical_ranks"), os.environ, int)
         if logical_ranks is not None:

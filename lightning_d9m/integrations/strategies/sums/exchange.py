@@ -49,6 +49,7 @@ class RootExchange:
         shares_memory: Whether processes on one host share memory.
 
     Attributes:
+        message_bytes: The argument.
         roots: The nodes of every process, whose values it sends.
         bytes_sent: The bytes that this process has sent so far, or written to shared memory.
         flushes: Whether additions of this thread return zero for subnormal numbers.
@@ -70,7 +71,7 @@ class RootExchange:
         stops = [stop for nodes in self.roots for _, stop in nodes]
         self._merges = count_merges(0, stops, leaves)
         self.bytes_sent = 0
-        self._message_bytes = message_bytes
+        self.message_bytes = message_bytes
         self._shares_memory = shares_memory
         self._memory: SharedMemory | None = None
         self.group: Any = None
@@ -118,17 +119,17 @@ class RootExchange:
         """The memory that all processes share; None unless they are on one host."""
         if not self._is_asked:
             self._is_asked = True
-            slot_bytes = min(self._message_bytes, SLOT_BYTES)
+            slot_bytes = min(self.message_bytes, SLOT_BYTES)
             self._memory = open_shared_memory(
                 self.process, self.blocks.processes, self.group, slot_bytes
             )
         return self._memory
 
-    def chunks(self, result: Tensor) -> list[slice]:
-        """Return the parts of a result, of nearly equal size."""
-        length, processes = len(result), self.blocks.processes
-        count = math.ceil(result.nbytes / (self._message_bytes * processes))
-        size = round_up(-(-length // max(1, count)), STEP * processes)
+    def chunks(self, length: int, most: int) -> list[slice]:
+        """Return parts of a sum, of nearly equal size and of at most so many elements."""
+        step = STEP * self.blocks.processes  # so that every shard is aligned
+        count = -(-length // (most // step * step))
+        size = round_up(-(-length // count), step)
         return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
     def shards(self, chunk: slice) -> list[slice]:
@@ -203,7 +204,10 @@ class MessageSum(LocalSum):
 
     def __post_init__(self) -> None:
         self._works: list[Any] = []
-        self._chunks = [(each, *self._start(each)) for each in self.exchange.chunks(self.result)]
+        exchange, result = self.exchange, self.result
+        most = exchange.message_bytes * exchange.blocks.processes // result.element_size()
+        chunks = exchange.chunks(len(result), most)
+        self._chunks = [(each, *self._start(each)) for each in chunks]
 
     def _start(self, chunk: slice) -> tuple[list[int], list[Tensor], Any]:
         """Send the roots of a chunk; return the sizes of shards, what arrives, and its work."""
@@ -259,11 +263,8 @@ class SharedSum(LocalSum):
         self._memory = exchange.memory
         self._dtype = self.roots[0].dtype
         most = max(map(len, exchange.roots))
-        step = STEP * exchange.blocks.processes
-        room = self._memory.slot_bytes // (most * self._dtype.itemsize) // step * step
-        length = len(self.result)
-        size = round_up(-(-length // -(-length // room)), step)
-        self._chunks = [slice(i, min(i + size, length)) for i in range(0, length, size)]
+        room = self._memory.slot_bytes // (most * self._dtype.itemsize)
+        self._chunks = exchange.chunks(len(self.result), room)
         self._first = self._memory.taken
         self._memory.taken += len(self._chunks)
 
