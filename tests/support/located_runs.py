@@ -51,17 +51,8 @@ def locate(train, output, *, rank=0, ranks=1, program=__file__):
         run(*what)
 
     if rank == 0:
-        words = [
-            "locate",
-            "--json",
-            "--one-by-one",
-            "--tries",
-            "1",
-            "-o",
-            str(output),
-            "--",
-            sys.executable,
-        ]
+        words = ["locate", "--json", "--one-by-one", "--tries", "1", "-o"]
+        words += [str(output), "--", sys.executable]
         printed = io.StringIO()
         try:
             with (
