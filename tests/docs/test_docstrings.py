@@ -28,6 +28,7 @@ MODULES = {str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rg
 ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):`~?([\w.]+)`")
 # Of the user, of another library, or of an example that the text tells.
 FOREIGN = {
+    "train.py",
     "src/train.py",
     "doc/xxhash_spec.md",
     "values.py",

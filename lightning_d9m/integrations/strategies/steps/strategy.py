@@ -339,7 +339,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     @property
     def sums(self) -> Any:
-        """What sums the gradients of the backward pass that comes next; None if nothing does."""
+        """The sums of the next backward pass; None if its gradients are not summed."""
         return self.logical_steps
 
     def finish_gradients(self) -> None:
