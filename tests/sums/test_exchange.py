@@ -1,11 +1,13 @@
 """All exchanges give the bits of one sum in one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from logical_sums import average_leaves, bits, hold_sums, make_leaf
 from rank_threads import run_processes
 
-from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
+from lightning_d9m.integrations.strategies.sums.exchange import AllToAllSum, RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5), (8, 8)]
@@ -18,14 +20,16 @@ def check_exchanges(leaves, processes):
 
     def exchange(process, group):
         block = blocks.of(process)
-        for shares in (True, False):
-            it = RootExchange(blocks, process, group, message_bytes=2**12, shares_memory=shares)
+        for shares in (True, False, None):  # None: that of devices
+            words = {"message_bytes": 2**12, "shares_memory": bool(shares)}
+            it = RootExchange(blocks, process, group, **words)
             wide = dtype.itemsize < 4 and not it.sends_leaves
             own = [leaves[rank].clone() for rank in block]
             merges = count_merges(block.start, [rank + 1 for rank in block], len(leaves))
             roots = hold_sums([leaf.float() for leaf in own] if wide else own, merges)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
-            it.start(roots, result, len(leaves)).finish()
+            start = partial(AllToAllSum, it) if shares is None and group else it.start
+            start(roots, result, len(leaves)).finish()
             assert bits(result) == expected
 
     run_processes(processes, exchange)
