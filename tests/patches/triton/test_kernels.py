@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches import exact_sums
 from lightning_d9m.ops.patches.exact_sums import Layout, accumulate, plan_pieces
+from lightning_d9m.ops.patches.kernels import sampling
 from lightning_d9m.ops.patches.registration import patches_applied
 from lightning_d9m.ops.patches.triton import launch
 
@@ -77,8 +78,10 @@ def executed(benchmark, monkeypatch):
             given = {**dict(zip(self.arg_names, args, strict=False)), **options}
             one = benchmark.describe_launch(self, dict(given))
             compiled = benchmark.compile_ptx(one, capability)
-            fresh = "taps" in one.kernel.__name__ or not one.constants["INCLUDE"]
-            memory = Memory(one.tensors, one.find("out") if fresh else ())
+            unwritten = one.find("out") if not one.constants.get("INCLUDE") else []
+            if one.kernel.__name__ == "sample_image":
+                unwritten += one.find("index", "weights")
+            memory = Memory(one.tensors, unwritten)
             arguments = [
                 memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
                 for name, kind in one.signature.items()
@@ -110,6 +113,25 @@ def differentiate(label: str, dtype: torch.dtype, *, last: bool = False) -> Call
         image, gradient = (part.contiguous(memory_format=form) for part in (image, gradient))
     leaf = image.requires_grad_()
     return lambda: torch.autograd.grad(case.forward(leaf), leaf, gradient)[0]
+
+
+def sample(dims: int, mode: int, padding: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return both gradients of ``grid_sample``, as one tensor; also of special coordinates."""
+    draws = torch.Generator().manual_seed(mode + padding)
+    sizes, outputs = (1 if padding else 4, 6, 5)[-dims:], (3, 7, 4)[-dims:]
+    image = torch.randn(2, 3, *sizes, generator=draws).to(dtype)
+    grid = torch.randn(2, *outputs, dims, generator=draws) * 1.5
+    special = (torch.nan, torch.inf, -torch.inf, 1e7, 3e9, 1e30, 1, -1, 0)
+    grid.view(-1)[3 : 3 + len(special)] = torch.tensor(special)
+    gradient = torch.randn(2, 3, *outputs, generator=draws).to(dtype)
+    gradient.view(-1)[-1] = torch.inf
+    given = (gradient, image, grid.to(dtype), mode, padding, dtype == torch.float64, (True, True))
+
+    def call() -> Tensor:
+        found = sampling._sample_backward(*given, dims=dims)
+        return torch.cat([part.flatten() for part in found])
+
+    return call
 
 
 def update(number: int) -> Callable[[], Tensor]:
@@ -170,6 +192,14 @@ EXECUTIONS = {
     "taps, channels last": Execution(
         differentiate("avg_pool3d-overlap", torch.float32, last=True), assembled=False
     ),
+    "samples": Execution(sample(2, 0, 0, torch.float16), launches=4),
+    "samples with reflections": Execution(
+        sample(2, 2, 2, torch.float32), launches=4, capability=80, assembled=False
+    ),
+    "samples of a volume": Execution(
+        sample(3, 0, 1, torch.float64), launches=4, capability=100, assembled=False
+    ),
+    "nearest samples": Execution(sample(3, 1, 2, torch.bfloat16), launches=4, assembled=False),
     "taps of a padding": Execution(differentiate("replication3d", torch.float32), capability=100),
 }
 
@@ -204,7 +234,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
             compiled = benchmark.compile_kernel(one, capability)
             assert (compiled["stack"], compiled["spilled"]) == (0, 0)
             seen.update(compiled["atomics"])
-    if assembled and launches[0].kernel.__name__ == "accumulate_terms":
+    if assembled and launches[-1].kernel.__name__ == "accumulate_terms":
         name = "RED" if capability == 80 else "REDG"
         assert seen == {f"{name}.E.MAX.S32.STRONG.GPU", f"{name}.E.ADD.F64.RN.STRONG.GPU"}
     else:
