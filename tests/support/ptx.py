@@ -208,8 +208,8 @@ class Run:
         name, kind = parts[0], parts[-1]
         if name in {"ld", "st", "ldmatrix"} and parts[1] != "param":
             self.move(parts, operands, active)
-        elif name == "red":
-            self.update(parts, operands, active)
+        elif name in {"red", "atom"}:  # what an atom returns is not used
+            self.update(parts, operands[-2:], active)
         elif name == "bar":
             self.barriers[active] += 1
         elif name == "ld":

@@ -288,28 +288,43 @@ LARGE = {
 }
 
 
+def plan_large(kernel: str, terms: int, places: int) -> tuple[list, int, int, tuple, list]:
+    """Return launches, their elements, the greatest offset, and bytes and dtypes of the tensors."""
+    from lightning_d9m.ops.patches.triton import kernels
+
+    rows, count = terms // FEATURES, places // FEATURES
+    kinds = [torch.float32] * 6
+    if kernel == "accumulate_terms":
+        layout = Layout(1, 1, 1, rows, FEATURES, count, (0, 0, 1, 0))
+        given = (layout, plan_pieces(torch.float32, rows + 1), (24, -126), True, False)
+        elements = rows * FEATURES + count * FEATURES
+        sizes = (4 * places, 4 * terms, 4 * terms, 8 * rows, 40 * places)
+        kinds[3:] = [torch.int64, torch.float64]
+        return kernels._prepare.__wrapped__(*given)[1][:2], elements, 2 * elements, sizes, kinds
+    if kernel == "sample_image":  # bilinear: four neighbors in one plane
+        elements = terms // 2
+        shapes = (1, elements, 1, 2), (4, 1, elements), (1, 1, count, FEATURES), (1, 1, elements)
+        sizes = (4 * terms, 4 * places, 4 * elements, 4 * terms, 32 * elements, 16 * elements)
+        rule = sampling.Rule(sampling._NEIGHBORS[0], False, False, 0, False)
+        kinds[4] = torch.int64
+        launches = [kernels._prepare_sample.__wrapped__(*shapes, rule)]
+        return launches, elements, max(2 * terms, places), sizes, kinds
+    sides, elements = ((1, 1, rows), (1, 1, count)), rows * FEATURES  # a line for each feature
+    sizes = (4 * places, 4 * terms, 4 * rows + 20, 4 * count + 8, 4 * count + 8)
+    kinds[2:] = [torch.int32, torch.int32, torch.float32]
+    launches = [kernels._prepare_taps.__wrapped__(elements, count * FEATURES, *sides)]
+    return launches, elements, 2 * elements, sizes, kinds
+
+
 @pytest.mark.parametrize(("terms", "places"), LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps"])
+@pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps", "sample_image"])
 def test_each_block_touches_its_elements_at_any_size(
     benchmark, monkeypatch, kernel, terms, places
 ) -> None:
     """The compiled code, in the first and the last blocks and those around 2**31 elements."""
     from triton.runtime.jit import JITFunction
 
-    from lightning_d9m.ops.patches.triton import kernels
-
-    rows, count = terms // FEATURES, places // FEATURES
-    if kernel == "accumulate_terms":
-        layout = Layout(1, 1, 1, rows, FEATURES, count, (0, 0, 1, 0))
-        given = (layout, plan_pieces(torch.float32, rows + 1), (24, -126), True, False)
-        elements, tensors = rows * FEATURES + count * FEATURES, 5
-        sizes = (4 * places, 4 * terms, 4 * terms, 8 * rows, 40 * places)
-        launches = kernels._prepare.__wrapped__(*given)[1][:2]
-    else:  # an interpolation of one line for each feature
-        sides = (1, 1, rows), (1, 1, count)
-        elements, tensors = rows * FEATURES, 5
-        sizes = (4 * places, 4 * terms, 4 * rows + 20, 4 * count + 8, 4 * count + 8)
-        launches = [kernels._prepare_taps.__wrapped__(elements, count * FEATURES, *sides)]
+    launches, elements, most, sizes, kinds = plan_large(kernel, terms, places)
     recorded = []
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -319,15 +334,11 @@ def test_each_block_touches_its_elements_at_any_size(
                 (self, dict(zip(self.arg_names, args, strict=False)) | options, grid[0])
             ),
         )
-        kinds = [torch.int32 if kernel == "apply_taps" and n in {2, 3} else torch.float32
-                 for n in range(tensors)]  # fmt: skip
-        if kernel == "accumulate_terms":
-            kinds[3:] = [torch.int64, torch.float64]
         for launch_one in launches:
             launch_one(*[torch.zeros(4, dtype=kind) for kind in kinds])
     for function, named, blocks in recorded:
         one = benchmark.describe_launch(function, dict(named))
-        assert one.constants["WIDE"] == (2 * elements > LIMIT)
+        assert one.constants["WIDE"] == (most > LIMIT)
         compiled = benchmark.compile_ptx(one, 90)
         arguments, number = [], 0
         for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
@@ -343,6 +354,9 @@ def test_each_block_touches_its_elements_at_any_size(
             first, last = block * 128, min(block * 128 + 128, elements)
             if kernel == "apply_taps":
                 assert run.touched[2] == (4 * first, 4 * last - 1)
+            elif kernel == "sample_image":
+                assert run.touched[4] == (8 * first, 8 * last - 1)
+                assert run.touched[5] == (8 * first, 8 * (3 * elements + last) - 1)
             elif first < terms:
                 assert run.touched[2] == (4 * first, 4 * min(last, terms) - 1)
             if kernel == "accumulate_terms" and last > terms:

@@ -363,7 +363,8 @@ def find_neighbor(
     coordinate,
     size,
     NUMBER: tl.constexpr,
-    NEIGHBORS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr,
     NEAREST: tl.constexpr,
     PADS_NEIGHBORS: tl.constexpr,
     PADDING: tl.constexpr,
@@ -386,10 +387,11 @@ def find_neighbor(
     after = position - base
     weight = tl.zeros_like(after)
     change = tl.zeros_like(after)
-    for turn in tl.static_range(len(NEIGHBORS[NUMBER][1])):
+    degree: tl.constexpr = len(FACTORS) // len(OFFSETS)
+    for turn in tl.static_range(degree):
         change = change * after + weight
-        weight = weight * after + NEIGHBORS[NUMBER][1][turn]
-    place = base + NEIGHBORS[NUMBER][0]
+        weight = weight * after + FACTORS[NUMBER * degree + turn]
+    place = base + OFFSETS[NUMBER]
     if PADS_NEIGHBORS:
         place, _ = pad_position(place, slope, size, PADDING, CORNERS)
     return place.to(tl.int32), weight, change * slope
@@ -413,7 +415,8 @@ def sample_image(
     outputs,
     elements,
     DIMS: tl.constexpr,
-    NEIGHBORS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr,
     NEAREST: tl.constexpr,
     PADS_NEIGHBORS: tl.constexpr,
     PADDING: tl.constexpr,
@@ -440,21 +443,29 @@ def sample_image(
     total_y = total_x
     total_z = total_x
     where = sample
-    for number in tl.static_range(len(NEIGHBORS) ** DIMS):
+    for number in tl.static_range(len(OFFSETS) ** DIMS):
         place_x, weight_x, slope_x = find_neighbor(
-            x, width, number % len(NEIGHBORS), NEIGHBORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS
+            x,
+            width,
+            number % len(OFFSETS),
+            OFFSETS,
+            FACTORS,
+            NEAREST,
+            PADS_NEIGHBORS,
+            PADDING,
+            CORNERS,
         )
         place_y, weight_y, slope_y = find_neighbor(
-            y, height, number // len(NEIGHBORS) % len(NEIGHBORS),
-            NEIGHBORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS,
+            y, height, number // len(OFFSETS) % len(OFFSETS),
+            OFFSETS, FACTORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS,
         )  # fmt: skip
         inside = (place_x >= 0) & (place_x < width) & (place_y >= 0) & (place_y < height)
         place = place_y * width + place_x
         weight_z, slope_z = tl.full([BLOCK], 1.0, dtype), total_x
         if DIMS == 3:
             place_z, weight_z, slope_z = find_neighbor(
-                z, depth, number // len(NEIGHBORS) // len(NEIGHBORS),
-                NEIGHBORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS,
+                z, depth, number // len(OFFSETS) // len(OFFSETS),
+                OFFSETS, FACTORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS,
             )  # fmt: skip
             inside = inside & (place_z >= 0) & (place_z < depth)
             place += place_z * height * width
@@ -484,7 +495,9 @@ def _prepare_sample(grid, index, image, gradients, rule, *_dtypes):
     elements, channels = prod(index[1:]), image[1]
     sizes = (*[1] * (5 - len(image)), *image[2:])
     offsets = max(map(prod, (grid, index, image, gradients)))
-    numbers = (*sizes, channels, index[2], elements, grid[-1], *rule)
+    places, factors = zip(*rule.neighbors, strict=True)  # Triton takes flat tuples
+    constants = (grid[-1], places, sum(factors, ()), *rule[1:])
+    numbers = (*sizes, channels, index[2], elements, *constants)
     return prepare_launch(sample_image, elements, offsets, *numbers)
 
 
