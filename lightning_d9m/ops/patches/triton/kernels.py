@@ -331,12 +331,16 @@ def add_taps(out, source, taps):
 
 
 @triton.jit
-def pad_position(position, slope, size, PADDING: tl.constexpr, CORNERS: tl.constexpr):
-    """Move positions inside as the padding says, and return them with their slopes."""
+def pad_position(position, slope, size, RULE: tl.constexpr):
+    """Move positions inside as the padding says, and return them with their slopes.
+
+    Of ``RULE``, the fields of ``Rule`` after the neighbors, the third one is the padding, and the
+    fourth one says whether corners are aligned.
+    """
     dtype: tl.constexpr = position.dtype
-    if PADDING == 2:
-        low: tl.constexpr = 0.0 if CORNERS else -0.5
-        span = size - 1 if CORNERS else size
+    if RULE[2] == 2:
+        low: tl.constexpr = 0.0 if RULE[3] else -0.5
+        span = size - 1 if RULE[3] else size
         distance = position - low
         slope = tl.where(distance < 0, -slope, slope)
         wide = tl.abs(distance).to(tl.float64)
@@ -351,7 +355,7 @@ def pad_position(position, slope, size, PADDING: tl.constexpr, CORNERS: tl.const
         slope = tl.where(even, slope, -slope)
         position = tl.where(span == 0, 0.0, position)
         slope = tl.where(span == 0, 0.0, slope)
-    if PADDING != 0:
+    if RULE[2] != 0:
         last = tl.zeros_like(position) + (size - 1).to(dtype)
         slope = tl.where((position <= 0) | (position >= last), 0.0, slope)
         position = tl.where(position < 0, 0.0, tl.where(position > last, last, position))
@@ -365,22 +369,19 @@ def find_neighbor(
     NUMBER: tl.constexpr,
     OFFSETS: tl.constexpr,
     FACTORS: tl.constexpr,
-    NEAREST: tl.constexpr,
-    PADS_NEIGHBORS: tl.constexpr,
-    PADDING: tl.constexpr,
-    CORNERS: tl.constexpr,
+    RULE: tl.constexpr,
 ):
     """Return a neighbor's place, its weight, and the weight's derivative by the coordinate."""
     dtype: tl.constexpr = coordinate.dtype
-    rate = (size - 1 if CORNERS else size).to(dtype)
+    rate = (size - 1 if RULE[3] else size).to(dtype)
     position = (coordinate + 1) * rate
-    if not CORNERS:
+    if not RULE[3]:
         position -= 1
     position *= 0.5
     slope = tl.zeros_like(position) + rate * 0.5
-    if not PADS_NEIGHBORS:
-        position, slope = pad_position(position, slope, size, PADDING, CORNERS)
-    if NEAREST:
+    if not RULE[1]:
+        position, slope = pad_position(position, slope, size, RULE)
+    if RULE[0]:
         base = round_to(position.to(tl.float64), tl.full([1], 1023, tl.int32)).to(dtype)
     else:
         base = tl.floor(position)
@@ -392,8 +393,8 @@ def find_neighbor(
         change = change * after + weight
         weight = weight * after + FACTORS[NUMBER * degree + turn]
     place = base + OFFSETS[NUMBER]
-    if PADS_NEIGHBORS:
-        place, _ = pad_position(place, slope, size, PADDING, CORNERS)
+    if RULE[1]:
+        place, _ = pad_position(place, slope, size, RULE)
     return place.to(tl.int32), weight, change * slope
 
 
@@ -417,10 +418,7 @@ def sample_image(
     DIMS: tl.constexpr,
     OFFSETS: tl.constexpr,
     FACTORS: tl.constexpr,
-    NEAREST: tl.constexpr,
-    PADS_NEIGHBORS: tl.constexpr,
-    PADDING: tl.constexpr,
-    CORNERS: tl.constexpr,
+    RULE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -445,34 +443,24 @@ def sample_image(
     where = sample
     for number in tl.static_range(len(OFFSETS) ** DIMS):
         place_x, weight_x, slope_x = find_neighbor(
-            x,
-            width,
-            number % len(OFFSETS),
-            OFFSETS,
-            FACTORS,
-            NEAREST,
-            PADS_NEIGHBORS,
-            PADDING,
-            CORNERS,
+            x, width, number % len(OFFSETS), OFFSETS, FACTORS, RULE
         )
         place_y, weight_y, slope_y = find_neighbor(
-            y, height, number // len(OFFSETS) % len(OFFSETS),
-            OFFSETS, FACTORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS,
-        )  # fmt: skip
+            y, height, number // len(OFFSETS) % len(OFFSETS), OFFSETS, FACTORS, RULE
+        )
         inside = (place_x >= 0) & (place_x < width) & (place_y >= 0) & (place_y < height)
         place = place_y * width + place_x
         weight_z, slope_z = tl.full([BLOCK], 1.0, dtype), total_x
         if DIMS == 3:
             place_z, weight_z, slope_z = find_neighbor(
-                z, depth, number // len(OFFSETS) // len(OFFSETS),
-                OFFSETS, FACTORS, NEAREST, PADS_NEIGHBORS, PADDING, CORNERS,
-            )  # fmt: skip
+                z, depth, number // len(OFFSETS) // len(OFFSETS), OFFSETS, FACTORS, RULE
+            )
             inside = inside & (place_z >= 0) & (place_z < depth)
             place += place_z * height * width
         tl.store(index + where, tl.where(inside, place, size).to(index.dtype.element_ty), mask=mask)
         tl.store(weights + where, weight_z * weight_y * weight_x, mask=mask)
         where += elements
-        if not NEAREST:
+        if not RULE[0]:
             source = image + plane * size + tl.where(inside, place, 0)
             given = gradients + plane * outputs + sample % outputs
             match = tl.zeros([BLOCK], dtype)
@@ -496,7 +484,7 @@ def _prepare_sample(grid, index, image, gradients, rule, *_dtypes):
     sizes = (*[1] * (5 - len(image)), *image[2:])
     offsets = max(map(prod, (grid, index, image, gradients)))
     places, factors = zip(*rule.neighbors, strict=True)  # Triton takes flat tuples
-    constants = (grid[-1], places, sum(factors, ()), *rule[1:])
+    constants = (grid[-1], places, sum(factors, ()), rule[1:])
     numbers = (*sizes, channels, index[2], elements, *constants)
     return prepare_launch(sample_image, elements, offsets, *numbers)
 
