@@ -37,7 +37,7 @@ _NEIGHBORS: dict[int, tuple[tuple[int, tuple[float, ...]], ...]] = {
 
 
 class Rule(NamedTuple):
-    """How a sample is taken along each dimension.
+    """The choices by which a sample is taken along each dimension.
 
     Attributes:
         neighbors: A value of ``_NEIGHBORS``.
