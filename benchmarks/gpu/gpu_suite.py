@@ -43,8 +43,8 @@ FIRST = {
     "machine": 90, "doctor": 60, "example": 120, "tests": 100, "sizes": 90, "smoke": 90,
     "scans": 40, "steps": 90, "determinism": 300,
 }  # fmt: skip
-SECOND = ("speed", "graphs", "digest", "portable", "models", "facts")
-COMMANDS = ("probes", "gpus", "audit")
+SECOND = ("speed", "graphs", "digest", "portable", "facts")
+COMMANDS = ("probes", "audit")
 PARTS = (*FIRST, *SECOND, *COMMANDS)
 APART = ("sizes",)  # each task in its own process
 CUDA_TESTS = ("tests/hashing/test_cuda.py", "tests/lightning/test_probes_cuda.py")
@@ -118,7 +118,6 @@ def list_commands(work: Path, *, dry: bool) -> dict[str, Command]:
             [python, "-m", "pytest", *tests, *markers, *plugins, *CUDA_TESTS], 30, True
         ),
         "probes": Command(script("cost/probes", "-o", work / "probes.json", small=probes), 300),
-        "gpus": Command(script("gpu/several_gpus", "-o", work, small=["--calls", "2"]), 120),
         "audit": Command(
             [
                 *(*d9m, "audit", "ops", "--device", device, "-o", work / "audit"),
@@ -380,7 +379,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=565, help="time of this call")
     parser.add_argument("--rounds", type=int, help="number of timed calls (20)")
     parser.add_argument("--calls", type=int, help="number of compared calls (30)")
-    parser.add_argument("--only", default="", help="only ops and models with this in their name")
+    parser.add_argument("--only", default="", help="only ops with this in their name")
     words = parser.parse_intermixed_args()
     if unknown := [part for part in words.parts if part not in PARTS]:
         parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(PARTS)}")

@@ -1,14 +1,12 @@
 """The page of `gpu_suite.py`: what was measured, beside the goals."""
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from suite_client import Journal, Row
 
-GOAL_MEAN, GOAL_WORST, GOAL_MODEL, GOAL_SHARE = 1.5, 3.0, 1.05, 0.8
+GOAL_MEAN, GOAL_WORST, GOAL_SHARE = 1.5, 3.0, 0.8
 COLUMNS = ("original", "torch_deterministic", "patched", "patched_fill_off")
-MODEL_COLUMNS = ("plain", "fill_on", "fill_off")
 SENTENCES = {
     "doctor": "A session opens; the digest kernel and both primitives have the CPU's bits.",
     "example": "Two trainings of a segmentation network on this device are equal bit for bit.",
@@ -49,8 +47,7 @@ def render(journal: Journal, parts: Sequence[str]) -> str:
         ended = next((row for row in journal.of_part(part) if row["task"] == "part"), {})
         seconds = f"{ended['seconds']:.0f}" if "seconds" in ended else ""
         lines.append(f"| {part} | {state} | {len(rows)} | {failed} | {seconds} |")
-    lines += ["", *_render_times(journal.of_part("speed"), COLUMNS, "op")]
-    lines += _render_times(journal.of_part("models"), MODEL_COLUMNS, "model")
+    lines += ["", *_render_times(journal.of_part("speed"))]
     return "\n".join(lines) + "\n"
 
 
@@ -87,9 +84,6 @@ def list_findings(journal: Journal) -> Iterator[str]:
             and row["patched"]["device_us"] >= row["torch_deterministic"]["device_us"]
         }
         yield f"Not faster than torch's deterministic version on a shape: {_join(slower)}."
-    found = [row["fill_on_ratio"] for row in journal.of_part("models") if "fill_on_ratio" in row]
-    if found:
-        yield f"Whole models: worst {max(found):.2f} (goal {GOAL_MODEL})."
     shares = [row["share_of_copy_rate"] for row in journal.of_part("digest") if _is_large(row)]
     if shares:
         yield (
@@ -112,23 +106,22 @@ def _join(names: Iterable[str]) -> str:
     return ", ".join(sorted(set(names))) or "none"
 
 
-def _render_times(rows: Sequence[Row], columns: Sequence[str], kind: str) -> list[str]:
-    rows = [row for row in rows if row["task"] != "part" and columns[0] in row]
+def _render_times(rows: Sequence[Row]) -> list[str]:
+    rows = [row for row in rows if row["task"] != "part" and COLUMNS[0] in row]
     if not rows:
         return []
     lines = [
-        f"## {kind.capitalize()}s",
+        "## Ops",
         "",
         "Microseconds on the device / on the host / MB of new memory; medians.",
         "",
-        f"| {kind} | {' | '.join(column.replace('_', ' ') for column in columns)} | ratio |",
-        f"| - |{' -: |' * (len(columns) + 1)}",
+        f"| op | {' | '.join(column.replace('_', ' ') for column in COLUMNS)} | ratio |",
+        f"| - |{' -: |' * (len(COLUMNS) + 1)}",
     ]
     for row in rows:
-        cells = [_render_cell(row.get(column)) for column in columns]
-        ratio = row.get("ratio", row.get("fill_on_ratio", math.nan))
+        cells = [_render_cell(row.get(column)) for column in COLUMNS]
         task = str(row["task"]).replace(" | ", ", ")
-        lines.append(f"| {task} | {' | '.join(cells)} | {ratio:.2f} |")
+        lines.append(f"| {task} | {' | '.join(cells)} | {row['ratio']:.2f} |")
     return [*lines, ""]
 
 

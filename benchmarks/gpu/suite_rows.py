@@ -7,8 +7,7 @@ import warnings
 import suite_graphs
 import torch
 import torch.nn.functional as nnf
-from patch_models import MODELS
-from patch_workloads import REALISTIC, WORKLOADS, Workload
+from patch_workloads import TORCHS, WORKLOADS, Workload
 from probe_models import KINDS
 from suite_client import Row
 from suite_measures import (
@@ -24,15 +23,14 @@ from suite_measures import (
 
 from lightning_d9m.engine.hashing.digest import digest, digest_many, load_kernel, locate
 from lightning_d9m.engine.ledger.stack import capture_stack
-from lightning_d9m.ops.patches.catalog.catalog import find_op
 from lightning_d9m.ops.patches.registration import patches_applied
 from lightning_d9m.ops.portability.mode import portable
 
 CUDA_SIZES = {"4 kB": 2**12, "1 MB": 2**20, "40 MB": 40 * 2**20, "400 MB": 400 * 2**20}
 CUDA_SIZES |= {"4 GB": 2**32 + 2**20}
 # Differences from torch's own values, over the greatest magnitude. Sums in another order differ by
-# up to 5e-6 on a CPU, torch's CTC in float32 from float64 by 3e-2; convolutions may use TF32.
-BOUND, BOUNDS = 1e-4, {"ctc_loss_backward": 5e-2, "convolution": 1e-2}
+# up to 5e-6 on a CPU, torch's CTC in float32 from float64 by 3e-2.
+BOUND, BOUNDS = 1e-4, {"ctc_loss_backward": 5e-2}
 FREE_INDICES = ("median", "nanmedian")  # of equal values, torch returns any
 SIZES = {"cuda": CUDA_SIZES, "cpu": {"4 kB": 2**12, "1 MB": 2**20}}
 
@@ -113,7 +111,7 @@ def check_forward(settings: Settings) -> Row:
 def run_determinism(name: str, settings: Settings) -> Row:
     """Count the distinct outputs of the versions of an op."""
     workload = find_workload(name)
-    row: Row = {"op": workload.op, "status": find_op(workload.op).status}
+    row: Row = {"op": workload.op, "status": "exempt" if workload.op in TORCHS else "patched"}
     row["original_outputs"] = count_outputs(workload.make(settings.device), settings)
     with patched(settings):
         row["patched_outputs"] = count_outputs(workload.make(settings.device), settings)
@@ -127,7 +125,7 @@ def run_determinism(name: str, settings: Settings) -> Row:
 def run_speed(name: str, settings: Settings) -> Row:
     """Measure the versions of an op; graphs are built under each version's settings."""
     workload = find_workload(name)
-    row: Row = {"op": workload.op, "status": find_op(workload.op).status}
+    row: Row = {"op": workload.op, "status": "exempt" if workload.op in TORCHS else "patched"}
     call = workload.make(settings.device)
     row["original"] = measure(call, settings)
     original = list_outputs(call())
@@ -141,18 +139,6 @@ def run_speed(name: str, settings: Settings) -> Row:
             call = workload.make_deterministic(settings.device)
             row["torch_deterministic"] = measure(call, settings)
     row["ratio"] = row["patched"]["device_us"] / row["original"]["device_us"]
-    return row
-
-
-def run_model(name: str, settings: Settings) -> Row:
-    """Measure the training step of one model."""
-    device, scale = settings.device, 8 if settings.device == "cuda" else 1
-    make = MODELS[name]
-    row: Row = {"plain": measure(make(device, scale), settings)}
-    for label, fill in (("fill_on", True), ("fill_off", False)):
-        with patched(settings, fill=fill):
-            row[label] = measure(make(device, scale), settings)
-        row[f"{label}_ratio"] = row[label]["device_us"] / row["plain"]["device_us"]
     return row
 
 
@@ -214,4 +200,4 @@ def run_graph(name: str, settings: Settings) -> Row:
 
 def find_workload(name: str) -> Workload:
     """Return the workload of a task."""
-    return next(one for one in [*WORKLOADS, *REALISTIC] if f"{one.op}, {one.shape}" == name)
+    return next(one for one in WORKLOADS if f"{one.op}, {one.shape}" == name)

@@ -12,8 +12,7 @@ import warnings
 
 import suite_graphs
 import torch
-from patch_models import MODELS
-from patch_workloads import REALISTIC, WORKLOADS
+from patch_workloads import WORKLOADS
 from suite_client import Row
 from suite_first import SCANS, run_scan, run_steps
 from suite_measures import Settings, default_dtype, list_outputs
@@ -24,7 +23,6 @@ from suite_rows import (
     run_digest,
     run_facts,
     run_graph,
-    run_model,
     run_portable,
     run_smoke,
     run_speed,
@@ -38,16 +36,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def list_tasks(part: str, settings: Settings) -> list[str]:
     """Return the tasks of a part, in their order."""
-    ops, large = (
-        [f"{one.op}, {one.shape}" for one in ones if settings.only in one.op]
-        for ones in (WORKLOADS, REALISTIC)
-    )
-    models = [name for name in MODELS if settings.only in name] or [*MODELS][:1]
+    ops = [f"{one.op}, {one.shape}" for one in WORKLOADS if settings.only in one.op]
     fixed = {
         "machine": ["stack", "nvidia-smi"],
         "sizes": [*LARGE],
         "portable": ["Digits", "Transformer"],
-        "smoke": ["patches", "forward", *ops, *large],
+        "smoke": ["patches", "forward", *ops],
         "scans": [*SCANS],
         "steps": ["ResNet50", "Transformer"] if settings.device == "cuda" else ["Digits"],
         "facts": ["copy", "matmul"],
@@ -56,8 +50,7 @@ def list_tasks(part: str, settings: Settings) -> list[str]:
     }
     if part in fixed:
         return fixed[part]
-    names = models if part == "models" else ops
-    return [f"{name} | {dtype}" for dtype in DTYPES for name in names]
+    return [f"{name} | {dtype}" for dtype in DTYPES for name in ops]
 
 
 STRICT = ("smoke",)  # parts in which a warning is a failure
@@ -71,7 +64,6 @@ RUN = {
     "smoke": run_smoke,
     "determinism": run_determinism,
     "speed": run_speed,
-    "models": run_model,
     "digest": run_digest,
     "graphs": run_graph,
 }

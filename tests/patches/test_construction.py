@@ -238,7 +238,8 @@ def test_the_results_are_those_of_the_cases(check):
     assert record["cases_by_edge"] == Counter(case.edge for case in cases)
     assert record["cases"] == len(cases)
     assert record["differences"] == []
-    assert set(record["cases_by_kernel"]) == {"kernels:accumulate", "kernels:add_taps"}
+    kernels = {f"kernels:{name}" for name in ("accumulate", "add_taps", "sample")}
+    assert set(record["cases_by_kernel"]) == kernels
 
 
 DUPLICATES = torch.tensor([1, 1, 0])

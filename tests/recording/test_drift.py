@@ -212,6 +212,18 @@ def test_a_reference_is_checked_as_far_as_it_goes_and_that_is_said(runs, referen
     assert unchecked.endswith(left)
 
 
+def test_an_equal_run_with_ops_that_may_vary_says_so(runs):
+    """Its end is a verdict, which must not hide them; without them it is silent."""
+    settings = {"settings": {"varying_ops": "histc"}}
+    reference = accepted(runs, runs.write(**settings), **settings)
+    differing, said = check_all(reference, runs.records()[2:-1])
+    assert differing == 0
+    assert said.endswith(
+        "Another run may differ: varying_ops lets histc run although they may vary."
+    )
+    assert check_all(accepted(runs, runs.write()), runs.records()[2:-1]) == (0, None)
+
+
 def test_a_run_that_begins_later_finds_its_place(runs):
     reference = accepted(runs, runs.write(epochs=5))
     differing, unchecked = check_all(reference, runs.records(epochs=5)[6:-1])

@@ -208,8 +208,8 @@ class Run:
         name, kind = parts[0], parts[-1]
         if name in {"ld", "st", "ldmatrix"} and parts[1] != "param":
             self.move(parts, operands, active)
-        elif name == "red":
-            self.update(parts, operands, active)
+        elif name in {"red", "atom"}:  # what an atom returns is not used
+            self.update(parts, operands[-2:], active)
         elif name == "bar":
             self.barriers[active] += 1
         elif name == "ld":
@@ -227,7 +227,10 @@ class Run:
             left, right = (read_wide(self.read(one, kind), kind) for one in operands[1:])
             return compare(parts[1], left, right).astype(np.uint8)
         if name == "cvt":
-            return convert(self.read(operands[1], kind), kind, parts[-2])
+            given = self.read(operands[1], kind)
+            if "ftz" in parts:  # subnormal numbers are zeros
+                given = np.where(np.abs(given) < np.finfo(given.dtype).tiny, given * 0, given)
+            return convert(np.floor(given) if "rmi" in parts else given, kind, parts[-2])
         if name == "selp":
             first, second = (self.read(one, kind) for one in operands[1:3])
             return np.where(self.read(operands[3], "b8") != 0, first, second)
@@ -252,7 +255,8 @@ class Run:
         more = {
             "mov": lambda: first, "neg": lambda: -first, "mad": lambda: first * rest[0] + rest[1],
             "not": lambda: first ^ 1 if kind == "pred" else ~first,
-            "div": lambda: first / rest[0], "copysign": lambda: np.copysign(rest[0], first),
+            "div": lambda: first / rest[0], "abs": lambda: np.abs(first),
+            "copysign": lambda: np.copysign(rest[0], first),
             "bfe": lambda: (first >> rest[0]) & ((1 << rest[1]) - 1),
             "mul.hi": lambda: (first.astype(object) * rest[0].astype(object)) >> bits,
             "shfl": lambda: first[self.thread ^ rest[0].astype(np.int64)],  # the other of a pair

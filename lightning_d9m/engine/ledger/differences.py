@@ -24,7 +24,7 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.engine.ledger.keys import Item, describe_record
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, PROBE_KINDS
 from lightning_d9m.engine.ledger.stack import MISSING, same_logical_ranks, table_differences
-from lightning_d9m.text import cut_digests
+from lightning_d9m.text import cut_digests, describe_names
 
 Table: TypeAlias = Mapping[str, Json]
 
@@ -256,6 +256,20 @@ def header_differences(
         elif name != "seed":
             settings.append(FieldDifference(name, *both))
     return refusals, settings
+
+
+def list_varying_ops(*headers: Header) -> tuple[str, ...]:
+    """Return the ops that some of the runs allowed although they may vary."""
+    given = (str(header.settings.get("varying_ops", "")).split() for header in headers)
+    return tuple(sorted(set(chain.from_iterable(given))))
+
+
+def describe_varying(ops: Sequence[str]) -> str:
+    """Return a sentence about such ops, which belongs to every verdict; empty without any."""
+    if not ops:
+        return ""
+    names = describe_names(ops, len(ops))
+    return f"Another run may differ: varying_ops lets {names} run although they may vary."
 
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:

@@ -25,7 +25,9 @@ from lightning_d9m.engine.hashing.training_state import (
 from lightning_d9m.engine.ledger.differences import (
     Divergence,
     FieldDifference,
+    describe_varying,
     header_differences,
+    list_varying_ops,
     record_difference,
     run_refusals,
 )
@@ -97,6 +99,7 @@ class Reference:
         self._records: Iterator[Digests] = iter(())
         self._next: Digests | None = None
         self._first_beyond: Digests | None = None
+        self._varying_ops: tuple[str, ...] = ()
         self._agreed: str | None = None
         self._passed = 0
 
@@ -110,6 +113,7 @@ class Reference:
             LedgerError: When the reference has no file of this rank, or no facts of its run.
         """
         self._refuse(header_differences(self.header, header)[0])
+        self._varying_ops = list_varying_ops(self.header, header)
         # With logical ranks, a reference of fewer processes has no file of this rank.
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, header.stack)
@@ -199,7 +203,7 @@ class Reference:
         return DriftError("\n".join(lines), **list_facts(difference), rank=self.rank)
 
     def finish(self) -> str | None:
-        """Return a sentence about records that were not compared; None if there are none."""
+        """Return sentences about records that were not compared, and ops that may vary, if any."""
         left = self._passed
         while self._next is not None:
             left += 1
@@ -216,10 +220,11 @@ class Reference:
             parts.append(f"{pluralize(left, 'record')} there had no counterpart in this run")
         if self._reader is not None and not self._reader.complete:
             parts.append("that run was itself ended before it could finish its ledger")
-        if not parts:
+        varying = describe_varying(self._varying_ops)
+        if not parts and not varying:
             return None
         checked = f"Compared with {self._ledger.path}: {pluralize(self.checked, 'record')}"
-        return f"{checked}; {'; '.join(parts)}."
+        return f"{'; '.join([checked, *parts])}. {varying}".rstrip()
 
     def close(self) -> None:
         """Close the reference's file."""

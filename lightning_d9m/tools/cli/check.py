@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from random import Random, SystemRandom
 
+from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command, whole_number
@@ -188,6 +189,7 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
     )
     if report.verdict == "equal" and report.missed:
         verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
+    verdict = f"{verdict} {describe_varying(report.varying_ops)}".rstrip()
     steps = []
     if pairs := [[report.run, own.ledgers[0]] for own in report.checked if own.where]:
         steps.append((f"d9m compare {printable(shlex.join(pairs[0]))}", "shows what differs"))

@@ -18,6 +18,7 @@ from lightning_d9m.engine.ledger.differences import (
     FieldDifference,
     find_difference,
     header_differences,
+    list_varying_ops,
     name_call,
     run_refusals,
 )
@@ -415,15 +416,7 @@ def compare_ledgers(
         probes=frozenset.intersection(
             *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in both)
         ),
-        varying_ops=tuple(
-            sorted(
-                {
-                    op
-                    for ledger in (expected, actual)
-                    for op in str(ledger.header.settings.get("varying_ops", "")).split()
-                }
-            )
-        ),
+        varying_ops=list_varying_ops(expected.header, actual.header),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from lightning_d9m.engine.ledger.differences import (
     Divergence,
     FieldDifference,
+    describe_varying,
     name_call,
     name_value,
 )
@@ -180,15 +181,7 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
 
 def state_verdict(comparison: Comparison) -> str:
     """Return a sentence with the verdict and what it is based on."""
-    return f"{_state_verdict(comparison)}{describe_varying(comparison)}"
-
-
-def describe_varying(comparison: Comparison) -> str:
-    """Return a sentence that begins with a blank about ops that may vary; empty without any."""
-    if not comparison.varying_ops:
-        return ""
-    names = describe_names(comparison.varying_ops, len(comparison.varying_ops))
-    return f" Another run may differ: varying_ops lets {names} run although they may vary."
+    return f"{_state_verdict(comparison)} {describe_varying(comparison.varying_ops)}".rstrip()
 
 
 def _state_verdict(comparison: Comparison) -> str:

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.kinds import SAVED
 from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
@@ -25,7 +26,6 @@ from lightning_d9m.tools.output.columns import (
 )
 from lightning_d9m.tools.output.comparison_text import (
     describe_exception,
-    describe_varying,
     format_evidence,
     state_verdict,
 )
@@ -256,8 +256,9 @@ class RepeatReport:
         if self._failures:
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         ended = self._describe_exceptions()
-        varying = {describe_varying(entry.comparison): None for entry in self._compared}
-        return f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}{''.join(varying)}"
+        found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
+        verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
+        return " ".join([verdict, *filter(None, found)])
 
     def _describe_exceptions(self) -> str:
         """Say of the first fit that an exception ended whether its state there was compared."""

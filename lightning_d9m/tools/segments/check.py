@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.engine.ledger.differences import Divergence
+from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.reader import holds_record
 from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
@@ -94,7 +94,7 @@ class CheckReport:
     """The result of a check of a run, whose ledger is ``run``, in the folder ``output``.
 
     ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
-    ``segments`` is their number in the run.
+    ``segments`` is their number in the run, whose settings name the ``varying_ops``.
     """
 
     run: str
@@ -102,6 +102,7 @@ class CheckReport:
     choice: int | None = None
     segments: int = 0
     last_step: int = 0
+    varying_ops: tuple[str, ...] = ()
     checked: list[CheckedSegment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -134,6 +135,7 @@ class CheckReport:
     def write(self, recorded: RecordedRun, *notes: str) -> None:
         """Note what the run limits, and write the result to the folder of the check."""
         self.segments, self.last_step = len(recorded.list_segments()), recorded.last_step
+        self.varying_ops = list_varying_ops(recorded.ledger.header)
         self.notes = [*_list_limits(recorded), *filter(None, notes)]
         file = Path(self.output, REPORT)
         with file_errors(LedgerError, f"{file} cannot be written"):

@@ -58,3 +58,22 @@ def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch
     with patches_applied("CPU"):
         found = powers.cumprod(0)
     assert torch.equal(found, powers.cumprod(0))  # no product rounds
+
+
+def test_a_row_of_four_million_elements_takes_five_operations() -> None:
+    """Each of 2,048 blocks is a row of a scan; so are their ends."""
+
+    class Names(TorchDispatchMode):
+        seen = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                self.seen += ((func.overloadpacket.__name__, getattr(args[0], "shape", None)),)
+            return func(*args, **(kwargs or {}))
+
+    row = torch.empty(2**22, device="meta")
+    with Names() as names:
+        reductions.cumprod(row, 0)
+    scans = [shape for name, shape in names.seen if name == "cumprod"]
+    assert scans == [(2048, 2048), (2, 2047)]
+    assert len(names.seen) == 5

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patches.cases import deterministic_algorithms
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_d9m.ops.patches.kernels import updates
 from lightning_d9m.ops.patches.registration import patches_applied
@@ -19,7 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
 ]
 INDEX = torch.tensor([0, 1, 1])
-NAN, INF = float("nan"), float("inf")
 
 APART: dict[str, Callable[[Tensor], object]] = {
     "index_add_": lambda x: x[:3].index_add_(0, INDEX, x[3:]),
@@ -86,49 +84,6 @@ def test_products_have_the_bits_of_a_loop(
     assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("padding", [0, 1, 2])
-def test_grid_sample_where_no_integer_reaches(mode: int, padding: int) -> None:
-    """A coordinate that is NaN touches no input and has no slope; an infinite one is padded.
-
-    So on CUDA; torch's CPU kernel answers NaN, or reads outside of the input and crashes.
-    """
-    grid = torch.rand(1, 1, 4, 2)
-    grid[0, 0, 0, 0], grid[0, 0, 1, 1], grid[0, 0, 2] = NAN, INF, -INF
-    given = (torch.ones(1, 2, 1, 4), torch.randn(1, 2, 5, 6), grid, mode, padding)
-    with patches_applied("CPU"):
-        both = torch.ops.aten.grid_sampler_2d_backward(*given, False, [True, True])
-    assert all(bool(one.isfinite().all()) for one in both)
-    assert both[1][0, 0, 0, 0] == 0
-
-
-@pytest.mark.parametrize("padding", [0, 1, 2])
-def test_grid_sample_has_the_slopes_of_torch_at_the_first_and_the_last_pixel(padding: int) -> None:
-    places = torch.tensor([-1.0, 0.2, 1.0])
-    grid = torch.cartesian_prod(places, places)[None, None]
-    given = (torch.ones(1, 2, 1, 9), torch.randn(1, 2, 5, 6), grid, 0, padding, True)
-    backward = torch.ops.aten.grid_sampler_2d_backward
-    expected = backward(*given, [True, True])[1]
-    with patches_applied("CPU"):
-        torch.testing.assert_close(backward(*given, [True, True])[1], expected)
-
-
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("mask", [[True, True], [False, True]])
-@pytest.mark.parametrize("empty", ["batch", "channels", "outputs"])
-def test_grid_sample_of_nothing_has_zero_gradients(empty: str, mask: list[bool], dims: int) -> None:
-    """As a detector without proposals; torch's CPU kernel leaves the image's gradient to chance."""
-    batch, channels = (0 if empty == name else 2 for name in ("batch", "channels"))
-    sizes, outputs = (5, 6, 4)[:dims], (0 if empty == "outputs" else 4, *(7, 3)[: dims - 1])
-    image, grid = torch.randn(batch, channels, *sizes), torch.randn(batch, *outputs, dims)
-    backward = getattr(torch.ops.aten, f"grid_sampler_{dims}d_backward")
-    gradient = torch.randn(batch, channels, *outputs)
-    with patches_applied("CPU"):
-        by_image, by_grid = backward(gradient, image, grid, 0, 0, False, mask)
-    assert torch.equal(by_grid, torch.zeros_like(grid))
-    assert torch.equal(by_image, torch.zeros_like(image)) if mask[0] else by_image is None
-
-
 LARGE_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_add": lambda x, index: x.index_add(0, index, x[:6]),
     "index_put": lambda x, index: x.index_put((index,), x[:6], accumulate=True),
@@ -151,32 +106,3 @@ def test_a_large_sum_is_torchs_where_that_needs_less_memory(add, monkeypatch) ->
     assert not torch.equal(exact, expected)
     one_index = add in {LARGE_SUMS["index_add"], LARGE_SUMS["index_put"]}
     assert torch.equal(found, expected if one_index else exact)
-
-
-@pytest.mark.parametrize(("dims", "mode", "most"), [(2, 0, 90), (3, 0, 132), (2, 2, 106)])
-def test_sampling_starts_few_operations_whatever_the_number_of_neighbors(dims, mode, most) -> None:
-    """Each may be a kernel on a device; those that only make views are not counted."""
-
-    class Count(TorchDispatchMode):
-        started = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            self.started += not func.is_view and "empty" not in str(func)
-            return found
-
-    image, grid = torch.randn(1, 3, *[6] * dims), torch.rand(1, *[5] * dims, dims)
-    gradient = torch.ones(1, 3, *[5] * dims)
-    with pytest.MonkeyPatch.context() as patch, Count() as counted:
-        patch.setattr(updates, "accumulate", lambda *_, **__: None)
-        updates._sample_backward(gradient, image, grid, mode, 0, False, (True, True), dims=dims)
-    assert 20 < counted.started <= most
-    expected = updates._sample_backward(
-        gradient, image, grid, mode, 0, False, (True, True), dims=dims
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updates, "_GATHERED", 1)  # one neighbor after the other
-        found = updates._sample_backward(
-            gradient, image, grid, mode, 0, False, (True, True), dims=dims
-        )
-    assert all(map(torch.equal, found, expected))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches import exact_sums
 from lightning_d9m.ops.patches.exact_sums import Layout, accumulate, plan_pieces
+from lightning_d9m.ops.patches.kernels import sampling
 from lightning_d9m.ops.patches.registration import patches_applied
 from lightning_d9m.ops.patches.triton import launch
 
@@ -77,8 +78,10 @@ def executed(benchmark, monkeypatch):
             given = {**dict(zip(self.arg_names, args, strict=False)), **options}
             one = benchmark.describe_launch(self, dict(given))
             compiled = benchmark.compile_ptx(one, capability)
-            fresh = "taps" in one.kernel.__name__ or not one.constants["INCLUDE"]
-            memory = Memory(one.tensors, one.find("out") if fresh else ())
+            unwritten = one.find("out") if not one.constants.get("INCLUDE") else []
+            if one.kernel.__name__ == "sample_image":
+                unwritten += one.find("index", "weights")
+            memory = Memory(one.tensors, unwritten)
             arguments = [
                 memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
                 for name, kind in one.signature.items()
@@ -110,6 +113,25 @@ def differentiate(label: str, dtype: torch.dtype, *, last: bool = False) -> Call
         image, gradient = (part.contiguous(memory_format=form) for part in (image, gradient))
     leaf = image.requires_grad_()
     return lambda: torch.autograd.grad(case.forward(leaf), leaf, gradient)[0]
+
+
+def sample(dims: int, mode: int, padding: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return both gradients of ``grid_sample``, as one tensor; also of special coordinates."""
+    draws = torch.Generator().manual_seed(mode + padding)
+    sizes, outputs = (1 if padding else 4, 6, 5)[-dims:], (3, 7, 4)[-dims:]
+    image = torch.randn(2, 3, *sizes, generator=draws).to(dtype)
+    grid = torch.randn(2, *outputs, dims, generator=draws) * 1.5
+    special = (torch.nan, torch.inf, -torch.inf, 1e7, 3e9, 1e30, 1, -1, 0)
+    grid.view(-1)[3 : 3 + len(special)] = torch.tensor(special)
+    gradient = torch.randn(2, 3, *outputs, generator=draws).to(dtype)
+    gradient.view(-1)[-1] = torch.inf
+    given = (gradient, image, grid.to(dtype), mode, padding, dtype == torch.float64, (True, True))
+
+    def call() -> Tensor:
+        found = sampling._sample_backward(*given, dims=dims)
+        return torch.cat([part.flatten() for part in found])
+
+    return call
 
 
 def update(number: int) -> Callable[[], Tensor]:
@@ -170,6 +192,14 @@ EXECUTIONS = {
     "taps, channels last": Execution(
         differentiate("avg_pool3d-overlap", torch.float32, last=True), assembled=False
     ),
+    "samples": Execution(sample(2, 0, 0, torch.float16), launches=4),
+    "samples with reflections": Execution(
+        sample(2, 2, 2, torch.float32), launches=4, capability=80, assembled=False
+    ),
+    "samples of a volume": Execution(
+        sample(3, 0, 1, torch.float64), launches=4, capability=100, assembled=False
+    ),
+    "nearest samples": Execution(sample(3, 1, 2, torch.bfloat16), launches=4, assembled=False),
     "taps of a padding": Execution(differentiate("replication3d", torch.float32), capability=100),
 }
 
@@ -204,7 +234,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
             compiled = benchmark.compile_kernel(one, capability)
             assert (compiled["stack"], compiled["spilled"]) == (0, 0)
             seen.update(compiled["atomics"])
-    if assembled and launches[0].kernel.__name__ == "accumulate_terms":
+    if assembled and launches[-1].kernel.__name__ == "accumulate_terms":
         name = "RED" if capability == 80 else "REDG"
         assert seen == {f"{name}.E.MAX.S32.STRONG.GPU", f"{name}.E.ADD.F64.RN.STRONG.GPU"}
     else:
@@ -258,28 +288,43 @@ LARGE = {
 }
 
 
+def plan_large(kernel: str, terms: int, places: int) -> tuple[list, int, int, tuple, list]:
+    """Return launches, their elements, the greatest offset, and bytes and dtypes of the tensors."""
+    from lightning_d9m.ops.patches.triton import kernels
+
+    rows, count = terms // FEATURES, places // FEATURES
+    kinds = [torch.float32] * 6
+    if kernel == "accumulate_terms":
+        layout = Layout(1, 1, 1, rows, FEATURES, count, (0, 0, 1, 0))
+        given = (layout, plan_pieces(torch.float32, rows + 1), (24, -126), True, False)
+        elements = rows * FEATURES + count * FEATURES
+        sizes = (4 * places, 4 * terms, 4 * terms, 8 * rows, 40 * places)
+        kinds[3:] = [torch.int64, torch.float64]
+        return kernels._prepare.__wrapped__(*given)[1][:2], elements, 2 * elements, sizes, kinds
+    if kernel == "sample_image":  # bilinear: four neighbors in one plane
+        elements = terms // 2
+        shapes = (1, elements, 1, 2), (4, 1, elements), (1, 1, count, FEATURES), (1, 1, elements)
+        sizes = (4 * terms, 4 * places, 4 * elements, 4 * terms, 32 * elements, 16 * elements)
+        rule = sampling.Rule(sampling._NEIGHBORS[0], False, False, 0, False)
+        kinds[4] = torch.int64
+        launches = [kernels._prepare_sample.__wrapped__(*shapes, rule)]
+        return launches, elements, max(2 * terms, places), sizes, kinds
+    sides, elements = ((1, 1, rows), (1, 1, count)), rows * FEATURES  # a line for each feature
+    sizes = (4 * places, 4 * terms, 4 * rows + 20, 4 * count + 8, 4 * count + 8)
+    kinds[2:] = [torch.int32, torch.int32, torch.float32]
+    launches = [kernels._prepare_taps.__wrapped__(elements, count * FEATURES, *sides)]
+    return launches, elements, 2 * elements, sizes, kinds
+
+
 @pytest.mark.parametrize(("terms", "places"), LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps"])
+@pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps", "sample_image"])
 def test_each_block_touches_its_elements_at_any_size(
     benchmark, monkeypatch, kernel, terms, places
 ) -> None:
     """The compiled code, in the first and the last blocks and those around 2**31 elements."""
     from triton.runtime.jit import JITFunction
 
-    from lightning_d9m.ops.patches.triton import kernels
-
-    rows, count = terms // FEATURES, places // FEATURES
-    if kernel == "accumulate_terms":
-        layout = Layout(1, 1, 1, rows, FEATURES, count, (0, 0, 1, 0))
-        given = (layout, plan_pieces(torch.float32, rows + 1), (24, -126), True, False)
-        elements, tensors = rows * FEATURES + count * FEATURES, 5
-        sizes = (4 * places, 4 * terms, 4 * terms, 8 * rows, 40 * places)
-        launches = kernels._prepare.__wrapped__(*given)[1][:2]
-    else:  # an interpolation of one line for each feature
-        sides = (1, 1, rows), (1, 1, count)
-        elements, tensors = rows * FEATURES, 5
-        sizes = (4 * places, 4 * terms, 4 * rows + 20, 4 * count + 8, 4 * count + 8)
-        launches = [kernels._prepare_taps.__wrapped__(elements, count * FEATURES, *sides)]
+    launches, elements, most, sizes, kinds = plan_large(kernel, terms, places)
     recorded = []
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -289,15 +334,11 @@ def test_each_block_touches_its_elements_at_any_size(
                 (self, dict(zip(self.arg_names, args, strict=False)) | options, grid[0])
             ),
         )
-        kinds = [torch.int32 if kernel == "apply_taps" and n in {2, 3} else torch.float32
-                 for n in range(tensors)]  # fmt: skip
-        if kernel == "accumulate_terms":
-            kinds[3:] = [torch.int64, torch.float64]
         for launch_one in launches:
             launch_one(*[torch.zeros(4, dtype=kind) for kind in kinds])
     for function, named, blocks in recorded:
         one = benchmark.describe_launch(function, dict(named))
-        assert one.constants["WIDE"] == (2 * elements > LIMIT)
+        assert one.constants["WIDE"] == (most > LIMIT)
         compiled = benchmark.compile_ptx(one, 90)
         arguments, number = [], 0
         for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
@@ -313,6 +354,9 @@ def test_each_block_touches_its_elements_at_any_size(
             first, last = block * 128, min(block * 128 + 128, elements)
             if kernel == "apply_taps":
                 assert run.touched[2] == (4 * first, 4 * last - 1)
+            elif kernel == "sample_image":
+                assert run.touched[4] == (8 * first, 8 * last - 1)
+                assert run.touched[5] == (8 * first, 8 * (3 * elements + last) - 1)
             elif first < terms:
                 assert run.touched[2] == (4 * first, 4 * min(last, terms) - 1)
             if kernel == "accumulate_terms" and last > terms:

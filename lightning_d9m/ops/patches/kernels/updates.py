@@ -1,19 +1,16 @@
-"""Ops in which an index or a grid names the places of values: ``index_add``, max pooling, sampling.
+"""Ops in which an index names the places of values: ``index_add``, ``scatter``, max pooling.
 
 torch's CUDA kernels start one thread for each value, which adds, multiplies or writes with no
 regard to the other threads of its place. Here an op turns its arguments into keys and values, and
 names the rule that combines the values of a place. The result is the same in any order of the
 values, except that products and the last value follow the order in which the values are given.
-
-The gradients of ``grid_sample`` are such sums, too. Coordinates and weights follow torch's
-``GridSampler.h``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import partial
 from math import prod
-from operator import le, mul
-from typing import Any, NamedTuple
+from operator import le
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +18,13 @@ from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.ops.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
 from lightning_d9m.ops.patches.registration import Update, accumulation_dtype, make_places, require
-from lightning_d9m.ops.patches.triton.launch import INT32_LIMIT
 
-_GATHERED = 2**22  # elements that are read for several neighbors at once
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
 _MUCH = 2**30  # bytes of memory for exact sums, beyond which torch's own kernel may need less
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -torch.inf, "amin": torch.inf}
-_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
-_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
-_OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
-_CUBIC = -0.75  # the parameter of torch's cubic convolution
-_WEIGHTS: dict[int, list[tuple[int, tuple[float, ...]]]] = {
-    # The offset of each neighbor, and the coefficients of the polynomial that is its weight.
-    _NEAREST: [(0, (1,))],
-    _BILINEAR: [(0, (-1, 1)), (1, (1, 0))],
-    _BICUBIC: [
-        (-1, (_CUBIC, -2 * _CUBIC, _CUBIC, 0)),
-        (0, (_CUBIC + 2, -_CUBIC - 3, 0, 1)),
-        (1, (-_CUBIC - 2, 2 * _CUBIC + 3, -_CUBIC, 0)),
-        (2, (-_CUBIC, _CUBIC, 0, 0)),
-    ],
-}
 _NOTHING = Update(lambda *_, **__: None)
 
 
@@ -376,173 +356,6 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     require(weights.shape == self.shape)
     terms = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
     return sum_rows(self, terms, count)
-
-
-class Tap(NamedTuple):
-    """The neighbors that each sample reads along one dimension, ``[neighbors, n, outputs]``.
-
-    Attributes:
-        place: The element, possibly outside of the input.
-        weight: Its weight.
-        slope: The derivative of the weight by the grid's coordinate.
-    """
-
-    place: Tensor
-    weight: Tensor
-    slope: Tensor
-
-
-def _sample_backward(
-    grad_output: Tensor,
-    image: Tensor,
-    grid: Tensor,
-    mode: int,
-    padding: int,
-    align_corners: bool,
-    output_mask: Sequence[bool],
-    *,
-    dims: int,
-) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of ``grid_sample`` with respect to its input and its grid."""
-    require(
-        image.dim() == grid.dim() == dims + 2,
-        grid.shape[-1] == dims,
-        grid.shape[0] == image.shape[0],
-        grad_output.shape == (*image.shape[:2], *grid.shape[1:-1]),
-        image.dtype == grid.dtype == grad_output.dtype,
-        image.is_floating_point(),
-        0 not in image.shape[2:],
-        mode in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims],
-        padding in {_ZEROS, _BORDER, _REFLECTION},
-    )
-    batch, channels, *sizes = image.shape
-    outputs = prod(grid.shape[1:-1])
-    dtype = accumulation_dtype(image.dtype)
-    coordinates = grid.reshape(batch, outputs, len(sizes)).to(dtype)
-    taps = [
-        # The grid's first coordinate runs along the input's last dimension.
-        _find_taps(coordinates[..., -1 - side], size, mode, padding, align_corners)
-        for side, size in enumerate(sizes)
-    ]
-    # Products of these views have one element for each corner.
-    taps = [
-        Tap(
-            *[
-                part.view(*[1] * side, len(part), *[1] * (dims - 1 - side), *part.shape[1:])
-                for part in own
-            ]
-        )
-        for side, own in enumerate(taps)
-    ]
-    gradients = grad_output.reshape(batch, channels, outputs)
-    integer = torch.int32 if prod(sizes) < INT32_LIMIT else torch.int64
-    places = _find_places([own.place for own in taps], sizes).flatten(0, dims - 1)
-    grad_grid = grid.new_zeros(grid.shape)
-    if mode != _NEAREST:
-        grad_grid.copy_(_differentiate_grid(image, gradients, taps, places).view(grid.shape))
-    if not output_mask[0]:
-        return None, grad_grid
-    index = places.to(integer)
-    weights = reduce(mul, [own.weight for own in taps]).view(index.shape)
-    tap, sample, output = index.stride()
-    steps = (tap, sample, output, 0)
-    layout = Layout(len(index), batch, channels, outputs, 1, prod(sizes), steps)
-    grad_image = image.new_empty(image.shape)
-    pieces = plan_pieces(image.dtype, outputs * len(index))
-    terms = (index, gradients.contiguous(), weights)
-    accumulate(grad_image, *terms, layout, pieces, include=False)
-    return grad_image, grad_grid
-
-
-grid_sampler_2d_backward = partial(_sample_backward, dims=2)
-grid_sampler_3d_backward = partial(_sample_backward, dims=3)
-
-
-def cudnn_grid_sampler_backward(
-    self: Tensor, grid: Tensor, grad_output: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
-    return _sample_backward(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True), dims=2)  # noqa: FBT003 - an argument of torch's
-
-
-def _differentiate_grid(
-    image: Tensor, gradients: Tensor, taps: Sequence[Tap], places: Tensor
-) -> Tensor:
-    """Return the gradient with respect to the grid, of shape ``[batch, outputs, sides]``."""
-    pixels = image.flatten(2)
-    inside = places < pixels.shape[2]
-    here, matches = torch.where(inside, places, 0).unsqueeze(2), []
-    for some in here.split(max(1, _GATHERED // max(gradients.numel(), 1))):
-        index = some.expand(-1, -1, pixels.shape[1], -1)
-        read = pixels.expand(len(some), -1, -1, -1).gather(3, index).to(taps[0].weight.dtype)
-        matches.append((read * gradients).sum(2))
-    match, slopes = torch.cat(matches), []
-    for side, own in enumerate(taps):
-        factors = [one.weight for one in taps]
-        factors[side] = own.slope
-        terms = match * reduce(mul, factors).view(match.shape)
-        slopes.append(torch.where(inside, terms, 0).sum(0))
-    return torch.stack(slopes[::-1], dim=-1)
-
-
-def _find_places(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the positions of the neighbors of each output; that after the last one if outside."""
-    position, inside = places[0], (places[0] >= 0) & (places[0] < sizes[0])
-    for along, size in zip(places[1:], sizes[1:], strict=True):
-        inside = inside & (along >= 0) & (along < size)
-        position = position * size + along
-    return torch.where(inside, position, prod(sizes))
-
-
-@cache
-def _make_weights(mode: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the offsets of neighbors and the coefficients of their weights, on a device."""
-    with torch.inference_mode(mode=False):  # for any later use
-        offsets, factors = zip(*_WEIGHTS[mode], strict=True)
-        table = torch.tensor(factors, dtype=dtype, device=device).t()[..., None, None]
-        return torch.tensor(offsets, dtype=dtype, device=device)[:, None, None], table
-
-
-def _find_taps(coordinate: Tensor, size: int, mode: int, padding: int, align_corners: bool) -> Tap:
-    rate = size - 1 if align_corners else size
-    position = ((coordinate + 1) * rate - (0 if align_corners else 1)) / 2
-    slope = torch.full_like(position, rate / 2)
-    if mode != _BICUBIC:
-        position, slope = _pad(position, slope, size, padding, align_corners)
-    base = position.round() if mode == _NEAREST else position.floor()
-    offsets, table = _make_weights(mode, position.dtype, position.device)
-    after, place = position - base, base + offsets
-    weight = change = torch.zeros_like(place)
-    for factor in table:
-        weight, change = weight * after + factor, change * after + weight
-    if mode == _BICUBIC:
-        place, _ = _pad(place, slope, size, padding, align_corners)
-    return Tap(place.to(torch.int64), weight, change * slope)
-
-
-def _pad(
-    position: Tensor, slope: Tensor, size: int, padding: int, align_corners: bool
-) -> tuple[Tensor, Tensor]:
-    """Move positions inside as the padding says, and return them with their slopes."""
-    if padding == _REFLECTION:
-        low, span = (0.0, float(size - 1)) if align_corners else (-0.5, float(size))
-        if span == 0:
-            position, slope = torch.zeros_like(position), torch.zeros_like(slope)
-        else:
-            distance = position - low
-            slope = torch.where(distance < 0, -slope, slope)
-            distance = distance.abs()
-            rest = distance.fmod(span)  # exactly
-            even = ((distance - rest) / span).round().fmod(2) == 0
-            position = torch.where(even, rest + low, span - rest + low)
-            slope = torch.where(even, slope, -slope)
-    if padding != _ZEROS:
-        inside = (position > 0) & (position < size - 1)
-        # A NaN keeps its slope, as in torch.
-        slope = torch.where(inside | position.isnan(), slope, 0)
-        position = position.clamp(0, size - 1)
-    representable = (position.abs() < INT32_LIMIT) & position.isfinite()
-    return torch.where(representable, position, _OUTSIDE), slope
 
 
 def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:

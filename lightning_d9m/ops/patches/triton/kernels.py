@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
-"""The kernels of ``patches/exact_sums.py`` and of ``kernels/separable.py``, with the same bits.
+"""The kernels of ``exact_sums.py``, ``kernels/separable.py`` and ``sampling.py``: the same bits.
 
-One thread adds the taps of an input. Of exact sums, the first phase raises the exponent of each one
-to that of its greatest term, by maxima of 32-bit integers; the second one cuts the terms and adds
-their pieces in float64; the last one rounds. No addition of pieces rounds, and maxima compare, so
-the order of the threads has no effect. Each phase is a launch; few terms take one launch of a
-single program.
+One thread adds the taps of an input, or computes a sample of an image. Of exact sums, the first
+phase raises the exponent of each one to that of its greatest term, by maxima of 32-bit integers;
+the second one cuts the terms and adds their pieces in float64; the last one rounds. No addition of
+pieces rounds, and maxima compare, so the order of the threads has no effect. Each phase is a
+launch; few terms take one launch of a single program.
 """
 
 from functools import lru_cache
+from math import prod
 
 import torch
 import triton
@@ -327,3 +328,169 @@ def add_taps(out, source, taps):
     sizes = (out.numel(), source.numel(), taps.inputs, taps.outputs)
     launch = _prepare_taps(*sizes, source.dtype, out.dtype, taps.weights.dtype)
     launch(source, out, taps.begins, taps.places, taps.weights)
+
+
+@triton.jit
+def pad_position(position, slope, size, RULE: tl.constexpr):
+    """Move positions inside as the padding says, and return them with their slopes.
+
+    Of ``RULE``, the fields of ``Rule`` after the neighbors, the third one is the padding, and the
+    fourth one says whether corners are aligned.
+    """
+    dtype: tl.constexpr = position.dtype
+    if RULE[2] == 2:
+        low: tl.constexpr = 0.0 if RULE[3] else -0.5
+        span = size - 1 if RULE[3] else size
+        distance = position - low
+        slope = tl.where(distance < 0, -slope, slope)
+        wide = tl.abs(distance).to(tl.float64)
+        side = tl.zeros_like(wide) + span.to(tl.float64)
+        turns = tl.floor(wide / side)
+        rest = wide - turns * side
+        is_less = rest < 0
+        turns = tl.where(is_less, turns - 1, turns)
+        rest = tl.where(is_less, rest + side, rest).to(dtype)
+        even = tl.floor(turns * 0.5) * 2 == turns
+        position = tl.where(even, rest + low, span.to(dtype) - rest + low)
+        slope = tl.where(even, slope, -slope)
+        position = tl.where(span == 0, 0.0, position)
+        slope = tl.where(span == 0, 0.0, slope)
+    if RULE[2] != 0:
+        last = tl.zeros_like(position) + (size - 1).to(dtype)
+        slope = tl.where((position <= 0) | (position >= last), 0.0, slope)
+        position = tl.where(position < 0, 0.0, tl.where(position > last, last, position))
+    return tl.where(tl.abs(position) <= 2147483520.0, position, -100.0), slope
+
+
+@triton.jit
+def find_neighbor(
+    coordinate,
+    size,
+    NUMBER: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """Return a neighbor's place, its weight, and the weight's derivative by the coordinate."""
+    dtype: tl.constexpr = coordinate.dtype
+    rate = (size - 1 if RULE[3] else size).to(dtype)
+    position = (coordinate + 1) * rate
+    if not RULE[3]:
+        position -= 1
+    position *= 0.5
+    slope = tl.zeros_like(position) + rate * 0.5
+    if not RULE[1]:
+        position, slope = pad_position(position, slope, size, RULE)
+    if RULE[0]:
+        base = round_to(position.to(tl.float64), tl.full([1], 1023, tl.int32)).to(dtype)
+    else:
+        base = tl.floor(position)
+    after = position - base
+    weight = tl.zeros_like(after)
+    change = tl.zeros_like(after)
+    degree: tl.constexpr = len(FACTORS) // len(OFFSETS)
+    for turn in tl.static_range(degree):
+        change = change * after + weight
+        weight = weight * after + FACTORS[NUMBER * degree + turn]
+    place = base + OFFSETS[NUMBER]
+    if RULE[1]:
+        place, _ = pad_position(place, slope, size, RULE)
+    return place.to(tl.int32), weight, change * slope
+
+
+_IMAGE = ["depth", "height", "width", "channels", "outputs", "elements"]
+
+
+@triton.jit(do_not_specialize=_IMAGE)
+def sample_image(
+    grid,
+    image,
+    gradients,
+    out,
+    index,
+    weights,
+    depth,
+    height,
+    width,
+    channels,
+    outputs,
+    elements,
+    DIMS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    RULE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of each sample with respect to its coordinates, and its neighbors."""
+    first = tl.program_id(0)
+    if WIDE:
+        first = first.to(tl.int64)
+        depth, height, width = depth.to(tl.int64), height.to(tl.int64), width.to(tl.int64)
+    sample = first * BLOCK + tl.arange(0, BLOCK)
+    mask = sample < elements
+    dtype: tl.constexpr = weights.dtype.element_ty
+    size = depth * height * width
+    x = tl.load(grid + sample * DIMS, mask=mask, other=0.0).to(dtype)
+    y = tl.load(grid + sample * DIMS + 1, mask=mask, other=0.0).to(dtype)
+    z = y
+    if DIMS == 3:
+        z = tl.load(grid + sample * DIMS + 2, mask=mask, other=0.0).to(dtype)
+    plane = sample // outputs * channels
+    total_x = tl.zeros([BLOCK], dtype)
+    total_y = total_x
+    total_z = total_x
+    where = sample
+    for number in tl.static_range(len(OFFSETS) ** DIMS):
+        place_x, weight_x, slope_x = find_neighbor(
+            x, width, number % len(OFFSETS), OFFSETS, FACTORS, RULE
+        )
+        place_y, weight_y, slope_y = find_neighbor(
+            y, height, number // len(OFFSETS) % len(OFFSETS), OFFSETS, FACTORS, RULE
+        )
+        inside = (place_x >= 0) & (place_x < width) & (place_y >= 0) & (place_y < height)
+        place = place_y * width + place_x
+        weight_z, slope_z = tl.full([BLOCK], 1.0, dtype), total_x
+        if DIMS == 3:
+            place_z, weight_z, slope_z = find_neighbor(
+                z, depth, number // len(OFFSETS) // len(OFFSETS), OFFSETS, FACTORS, RULE
+            )
+            inside = inside & (place_z >= 0) & (place_z < depth)
+            place += place_z * height * width
+        tl.store(index + where, tl.where(inside, place, size).to(index.dtype.element_ty), mask=mask)
+        tl.store(weights + where, weight_z * weight_y * weight_x, mask=mask)
+        where += elements
+        if not RULE[0]:
+            source = image + plane * size + tl.where(inside, place, 0)
+            given = gradients + plane * outputs + sample % outputs
+            match = tl.zeros([BLOCK], dtype)
+            for _ in range(channels):
+                read = tl.load(source, mask=mask & inside, other=0.0).to(dtype)
+                match += read * tl.load(given, mask=mask, other=0.0).to(dtype)
+                source += size
+                given += outputs
+            total_x += tl.where(inside, match * (weight_z * weight_y * slope_x), 0.0)
+            total_y += tl.where(inside, match * (weight_z * slope_y * weight_x), 0.0)
+            total_z += tl.where(inside, match * (slope_z * weight_y * weight_x), 0.0)
+    tl.store(out + sample * DIMS, total_x.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + sample * DIMS + 1, total_y.to(out.dtype.element_ty), mask=mask)
+    if DIMS == 3:
+        tl.store(out + sample * DIMS + 2, total_z.to(out.dtype.element_ty), mask=mask)
+
+
+@lru_cache(maxsize=4096)
+def _prepare_sample(grid, index, image, gradients, rule, *_dtypes):
+    elements, channels = prod(index[1:]), image[1]
+    sizes = (*[1] * (5 - len(image)), *image[2:])
+    offsets = max(map(prod, (grid, index, image, gradients)))
+    places, factors = zip(*rule.neighbors, strict=True)  # Triton takes flat tuples
+    constants = (grid[-1], places, sum(factors, ()), rule[1:])
+    numbers = (*sizes, channels, index[2], elements, *constants)
+    return prepare_launch(sample_image, elements, offsets, *numbers)
+
+
+def sample(out, grid, image, gradients, index, weights, rule):
+    """Write into ``out`` the gradient with respect to the grid, and the neighbors of samples."""
+    tensors = (grid, index, image, gradients)
+    launch = _prepare_sample(*[one.shape for one in tensors], rule, *[one.dtype for one in tensors])
+    launch(grid, image, gradients, out, index, weights)
