@@ -105,6 +105,9 @@ def identity(kept):
 def scale(step, kept):
     return 1.0
 
+def leave(*_, kept):
+    pass
+
 def count_up():
     number = 0
     while True:
@@ -132,8 +135,7 @@ class Data(Dataset):
         return torch.linspace(0, 1, 3) * index
 
 def steer(*_):
-    trainer = model.trainer
-    if trainer.sanity_checking:
+    if (trainer := model._trainer) is None:
         return
     kept = %(get)s
     %(change)s
@@ -327,7 +329,7 @@ PLACES = {
     "a dataset": ("data.kept = kept", "data.kept"),
     "an alias": ("model.kept = kept; steering.other = [kept]",
                  "(model.kept, steering.other[0])[trainer.global_step % 2]"),
-    "the Trainer": ("globals()['KEPT'] = kept; Model.setup = lambda self, _: "
+    "the Trainer": ("globals()['KEPT'] = kept; Model.setup = lambda self, stage: "
                     "setattr(self.trainer, 'kept', KEPT)", "trainer.kept"),
     "a loader": ("loader.kept = kept", "loader.kept"),
     "a sampler": ("sampler.kept = kept", "sampler.kept"),
@@ -335,7 +337,7 @@ PLACES = {
     "a group": ("globals()['KEPT'] = kept", "trainer.optimizers[0].param_groups[0]"
                 ".setdefault('kept', KEPT)"),
     "a parameter": ("model.net.weight.kept = kept", "model.net.weight.kept"),
-    "a hook of a module": ("model.net.register_forward_hook(functools.partial(scale, kept=kept))",
+    "a hook of a module": ("model.net.register_forward_hook(functools.partial(leave, kept=kept))",
                            "[*model.net._forward_hooks.values()][0].keywords['kept']"),
     "a base class": ("Base.kept = kept", "Derived.kept"),
     "a metaclass": ("Meta.kept = kept", "Base.kept"),
@@ -469,6 +471,8 @@ def judge_in_fork(source, folder, step):
     if not (process := os.fork()):
         try:
             torch.set_num_threads(1)  # threads of the parent are not there
+            # Groups and hyperparameters may have objects.
+            os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
             answer.write_text("\n".join(judge(source, folder / "runs", step)))
         finally:
             os._exit(0)

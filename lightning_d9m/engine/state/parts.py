@@ -7,6 +7,7 @@ random generator), or opaque: an object of a library that does not say what its 
 
 import builtins
 import enum
+import gc
 import inspect
 import io
 import logging
@@ -334,22 +335,25 @@ def _sign_attributes(owner: Any) -> object:
     own = getattr(owner, "__dict__", None)
     if own is None or _list_slots(owner.__class__) or has_memory(owner.__class__):
         return None
-    hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
+    hooks = [*list_hooks(owner)] if isinstance(owner, nn.Module) else ()
     return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
 
 
-def _list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the tables of hooks that are not empty; the number of a hook is used once."""
+def list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the tables of hooks that are not empty; the number of a hook is used once.
+
+    They are those of a module, its parameters and its buffers.
+    """
     own = module.__dict__
     yield from filter(None, map(own.get, _HOOKS))
-    for parameter in own["_parameters"].values():
-        if isinstance(parameter, Tensor):
-            yield from filter(None, (getattr(parameter, name) for name in _HOOKS_OF_TENSORS))
+    for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+        if isinstance(tensor, Tensor):
+            yield from filter(None, (getattr(tensor, name, None) for name in _HOOKS_OF_TENSORS))
 
 
 def _read_hooks(module: nn.Module) -> frozenset[Any]:
     """Return the code of the hooks that the program defines."""
-    hooks = {inspect.unwrap(hook) for table in _list_hooks(module) for hook in table.values()}
+    hooks = {inspect.unwrap(hook) for table in list_hooks(module) for hook in table.values()}
     plain = {getattr(hook, "func", getattr(hook, "__func__", hook)) for hook in hooks}
     return frozenset(
         getattr(hook, "__code__", type(hook))
@@ -389,8 +393,16 @@ def _read_variables(owner: Any) -> dict[str, Any]:
 
     These are neither code nor callables of libraries.
     """
-    found = vars(owner).items()
-    return {name: own for name, own in found if not name.startswith(_OF_PYTHON) and _is_data(own)}
+    found = {name: own for name, own in vars(owner).items() if not name.startswith(_OF_PYTHON)}
+    # The functions of properties, and of static and class methods.
+    functions = {
+        f"{name}()[{place}]": part
+        for name, own in found.items()
+        if isinstance(own, _WRAPPERS)
+        for place, part in enumerate(gc.get_referents(own))
+        if isinstance(part, types.FunctionType | partial) and find_kind(part) is not None
+    }
+    return {name: own for name, own in found.items() if _is_data(own)} | functions
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:
@@ -556,6 +568,7 @@ def _encode_items(items: Any) -> Any:
     return Unreadable()
 
 
+_WRAPPERS = (staticmethod, classmethod, property)
 # Names of variables that Python sets.
 _OF_PYTHON = ("__", "_abc_impl")
 _EMPTY = types.CellType()

@@ -1,5 +1,6 @@
 """A walk through all that objects hold, its digest, and its changes, found without copies."""
 
+import gc
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ from lightning_d9m.engine.state.parts import (
     find_owner,
     has_memory,
     has_writable_bytes,
+    list_hooks,
     name_namespace,
     name_namespaces,
     read_memory_of,
@@ -154,6 +156,10 @@ def _list_held(
     """Yield path, object and kind of what an object holds, the last first; None is found later."""
     if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
         yield f"{path}.__dict__", vars(value), TABLE
+    if isinstance(value, nn.Module):  # what their code keeps
+        hooks = [hook for table in list_hooks(value) for hook in table.values()]
+        for place, hook in enumerate(hooks):
+            yield f"{path}.hooks()[{place}]", hook, None
     if isinstance(kind, Holder):
         for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
             is_table = key in TABLES and isinstance(value, nn.Module)
@@ -163,9 +169,14 @@ def _list_held(
         yield f"{path}.__self__", find_owner(value), None
         yield f"{path}.__func__", getattr(value, "__func__", None), None
     elif kind is OPAQUE and has_memory(value.__class__):
-        # The program's objects in an iterator, say.
-        for place, part in enumerate(read_memory_of(value)):
-            if find_kind(part) in (ATTRIBUTES, FUNCTION, PARTIAL) or find_owner(part) is not None:
+        # The program's objects in an iterator, say. Types of Python hold what it has given them.
+        entered = (ATTRIBUTES, FUNCTION, PARTIAL)
+        held: list[Any] = [*read_memory_of(value)]
+        if type(value).__module__ == "builtins":
+            entered += ITEMS, DICT, SET
+            held += gc.get_referents(value)
+        for place, part in enumerate(held):
+            if find_kind(part) in entered or find_owner(part) is not None:
                 yield f"{path}[{place}]", part, None
 
 

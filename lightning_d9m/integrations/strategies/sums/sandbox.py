@@ -42,7 +42,6 @@ _THOROUGH = 128
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
 _PAIR = 2
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Of data outside the module only a step that has written to them is looked at closely.
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
@@ -161,7 +160,7 @@ class Sandbox:
             self._compares = compares
             others = self._name_owners()
             self._outside = tuple(f"{name}." for name in others)
-            owners = {"": self._module, **others} | _find_hooks(self._module)
+            owners = {"": self._module, **others}
             self._watch = Watch(
                 owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
             )
@@ -460,17 +459,6 @@ class Sandbox:
                     node.owner[key].extend(value)
                 else:
                     node.owner.setdefault(key, value)
-
-
-def _find_hooks(module: nn.Module) -> dict[str, Any]:
-    """Return the hooks of modules and tensors, which a walk does not enter, by name."""
-    tensors = {*module.parameters(), *module.buffers()}
-    tables = [part for own in module.modules() for part in vars(own).items()]
-    tables += [(name, getattr(own, name, None)) for own in tensors for name in _HOOKS_OF_TENSORS]
-    found = [
-        hook for name, table in tables if name.endswith("_hooks") for hook in (table or {}).values()
-    ]
-    return {f"hooks()[{number}]": hook for number, hook in enumerate(found)}
 
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
