@@ -173,7 +173,7 @@ def _list_held(
         entered = (ATTRIBUTES, FUNCTION, PARTIAL)
         held: list[Any] = [*read_memory_of(value)]
         if type(value).__module__ == "builtins":
-            entered += ITEMS, DICT, SET
+            entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
             held += gc.get_referents(value)
         for place, part in enumerate(held):
             if find_kind(part) in entered or find_owner(part) is not None:

@@ -8,7 +8,7 @@ counts what becomes of many.
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from written_programs import HOOKS, KINDS, PLACES, judge_in_fork, resume, train, write
+from written_programs import HOOKS, KINDS, PLACES, STEPS, judge_in_fork, resume, train, write
 
 # With `--hypothesis-profile=search` many. (Hypothesis prints blobs wherever CI is set.)
 EXAMPLES = 8 if settings().derandomize else 3000
@@ -19,19 +19,24 @@ EQUAL = [
     *(("closure", "an optimizer's schedule"), ("rows", "a callback"), ("frozen", "a module")),
     ("method", "the class of the model"),
     *(("shared", "a dataset"), ("changed in a set", "a module")),
+    *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
+    *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
+    *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
 ]
 
 
 @pytest.mark.parametrize(("kind", "place"), EQUAL)
 def test_state_at_unusual_places_is_restored(tmp_path, new_process, kind, place):
-    assert resume(write(kind, place), tmp_path, 5) is True
+    step = STEPS[EQUAL.index((kind, place)) % len(STEPS)]  # each kind of checkpoint in turn
+    assert resume(write(kind, place), tmp_path, step) is True
 
 
 REFUSED = [
     *(("text", "a module"), ("own text", "a module"), ("file", "a module"), ("map", "a dict")),
     *(("memory", "a dataset"), ("value", "a callback"), ("ctypes", "a list"), ("range", "a file")),
     *(("objects", "a callback"), ("generator", "a closure")),
-    ("simple queue", "an object"),
+    *(("simple queue", "an object"), ("thread", "a module"), ("cycle", "a hook of a module")),
+    *(("enumerate", "a property"), ("byte array", "an exception")),
 ]
 
 
@@ -40,6 +45,8 @@ def test_what_has_no_plain_form_is_refused(tmp_path, new_process, kind, place):
     error = resume(write(kind, place), tmp_path, 5, checked=False)
     (_, get) = PLACES[place]
     name = {"a dataset": "0.dataset", "a file": "written.KEPT", "a closure": "kept"}
+    name |= {"a hook of a module": "hooks()[0].keywords['kept']", "an exception": "model.kept"}
+    name |= {"a property": "args[0]"}
     assert name.get(place, get.partition(".")[2].partition("[")[0]) in str(error)
     assert "0x" not in str(error)
 
@@ -59,7 +66,7 @@ def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_proc
     kind=st.sampled_from(sorted(KINDS)),
     place=st.sampled_from(sorted(PLACES)),
     hook=st.sampled_from(HOOKS),
-    step=st.sampled_from([2, 3, 5]),
+    step=st.sampled_from(STEPS),
 )
 def test_a_program_is_resumed_exactly_or_refused(tmp_path, kind, place, hook, step):
     word, error = judge_in_fork(write(kind, place, hook), tmp_path / "fork", step)
