@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryFile
 from types import ModuleType
 
 import lightning.pytorch as L
@@ -518,38 +519,44 @@ def resume(source, folder, step, *, checked=True, **words):
 
 def judge(source, folder, step):
     """Return what becomes of a resumed program: one word, and the error."""
-    try:
-        found = resume(source, folder, step)
-    except Exception:  # noqa: BLE001 - the program fails, whatever for
-        return "failed", traceback.format_exc()
-    if isinstance(found, bool):
-        return ("equal" if found else "silent"), ""
-    if "The resumed run differs" in found:
-        return "ended", found
+    straight = in_fork(lambda: train(source, folder))
+    found = in_fork(lambda: train(source, folder, step))
+    if isinstance(straight, str):
+        word = "failed"
+    elif isinstance(found, bytes):
+        word = "equal" if found == straight else "silent"
+    elif "The resumed run differs" in found:
+        word = "ended"
+    elif "InexactResumeError" not in found:
+        word = "failed"
+    else:
+        again = in_fork(lambda: train(source, folder, step, on_inexact_resume="warn"))
+        word = "needless" if again == straight else "refused"
     shutil.rmtree(folder)
-    exact = resume(source, folder, step, on_inexact_resume="warn")
-    return ("needless" if exact is True else "refused"), found
+    return word, "" if isinstance(found, bytes) else found
 
 
-def judge_in_fork(source, folder, step):
-    """Return what ``judge`` does in a process that has imported all, and in which nothing else ran.
+def in_fork(function):
+    """Return what a function returns in a process that has imported all; the text of an error.
 
-    The program may change what it likes, libraries too.
+    A program in it may change what it likes, libraries too.
     """
-    folder.mkdir(exist_ok=True, parents=True)
-    answer = folder / "answer"
-    if not (process := os.fork()):
-        try:
-            torch.set_num_threads(1)  # threads of the parent are not there
-            # Groups and hyperparameters may have objects.
-            os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
-            answer.write_text("\n".join(judge(source, folder / "runs", step)))
-        finally:
-            os._exit(0)
-    os.waitpid(process, 0)
-    word, _, error = answer.read_text().partition("\n")
-    shutil.rmtree(folder)
-    return word, error
+    with TemporaryFile() as answer:
+        if not (process := os.fork()):
+            try:
+                torch.set_num_threads(1)  # threads of the parent are not there
+                # Groups and hyperparameters may have objects.
+                os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+                answer.write(b"+" + function())
+            except BaseException:  # noqa: BLE001 - the program fails, whatever for
+                answer.write(traceback.format_exc().encode())
+            finally:
+                answer.flush()
+                os._exit(0)
+        os.waitpid(process, 0)
+        answer.seek(0)
+        found = answer.read()
+    return found[1:] if found[:1] == b"+" else found.decode()
 
 
 def search(seed, count, folder):
@@ -558,7 +565,7 @@ def search(seed, count, folder):
     counts = Counter()
     for _ in range(count):
         chosen = [draw.choice([*options]) for options in (KINDS, PLACES, HOOKS, STEPS)]
-        word, error = judge_in_fork(write(*chosen[:3]), folder, chosen[3])
+        word, error = judge(write(*chosen[:3]), folder, chosen[3])
         counts[word] += 1
         if word != "equal":
             sys.stdout.write(f"{word} {chosen} | {error[-1500:]!r}\n")

@@ -50,7 +50,7 @@ from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
-_KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None))
+_KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
 _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
@@ -528,8 +528,8 @@ def _find_enum(module: str, name: str) -> Any:
     kinds = [enum.Enum]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
-    (found,) = (own for own in kinds if (own.__module__, own.__qualname__) == (module, name))
-    return found
+    # The last one, as a notebook defines it again.
+    return [own for own in kinds if (own.__module__, own.__qualname__) == (module, name)][-1]
 
 
 # Data of which a digest is kept, so that they cannot be put back; and what is left out.

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.errors import SettingError
+from lightning_d9m.program import LIGHTNING, is_of_framework
 
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), enum.Enum),
@@ -64,9 +65,6 @@ _MOST_ITEMS = 100_000
 _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
 # Names what memory of an object holds that is not an attribute.
 _MEMORY = "memory()"
-# Wherever they are installed: what their objects keep is theirs, except where it is known.
-LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
-LIBRARIES = ("torch", "torchmetrics", *LIGHTNING)
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -511,7 +509,7 @@ def read_memory_of(owner: Any) -> tuple[Any, ...]:
         return first
     answers = dict(_ask(owner))
     found: tuple[Any, ...] = (*answers, *answers.values())
-    is_code = callable(owner) or type(owner).__module__.partition(".")[0] in LIBRARIES
+    is_code = callable(owner) or is_of_framework(type(owner).__module__)
     written = isinstance(owner, io.IOBase) and (owner.closed or not owner.readable())
     if is_code or written or getattr(owner, "gi_frame", owner) is None:
         return ()  # what is only written steers nothing
@@ -688,7 +686,7 @@ def _is_source_of_program(name: str) -> bool:
     outside = file is not None and not (
         file.startswith(_LIBRARY_FOLDERS) or _PACKAGES & {*Path(file).parts}
     )
-    return name.partition(".")[0] not in LIBRARIES and (name == "__main__" or outside)
+    return not is_of_framework(name) and (name == "__main__" or outside)
 
 
 def _is_data(value: object) -> bool:

@@ -20,7 +20,6 @@ from lightning_d9m.engine.state.parts import (
     FUNCTION,
     GENERATOR,
     ITEMS,
-    LIGHTNING,
     MISSING,
     OPAQUE,
     PARTIAL,
@@ -41,6 +40,7 @@ from lightning_d9m.engine.state.parts import (
     name_namespaces,
     read_memory_of,
 )
+from lightning_d9m.program import LIGHTNING
 
 LeaveOut = Callable[[str, object], bool]
 
@@ -55,7 +55,6 @@ class Node:
         kind: How it is read and put back.
         content: What it held; a copy for data.
         sign: The sign of its kind when it held that.
-        size: The length of a long list or dict then; otherwise 0.
     """
 
     path: str
@@ -63,7 +62,6 @@ class Node:
     kind: Kind
     content: Any = None
     sign: object = None
-    size: int = 0
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
@@ -169,15 +167,18 @@ def _list_held(
         yield f"{path}.__self__", find_owner(value), None
         yield f"{path}.__func__", getattr(value, "__func__", None), None
     elif kind is OPAQUE and has_memory(value.__class__):
-        # The program's objects in an iterator, say. Types of Python hold what it has given them.
-        entered = (ATTRIBUTES, FUNCTION, PARTIAL)
-        held: list[Any] = [*read_memory_of(value)]
-        if type(value).__module__ == "builtins":
-            entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
-            held += gc.get_referents(value)
-        for place, part in enumerate(held):
-            if find_kind(part) in entered or find_owner(part) is not None:
-                yield f"{path}[{place}]", part, None
+        yield from _list_memory(path, value)
+
+
+def _list_memory(path: str, value: Any) -> Iterator[tuple[str, object, Kind | None]]:
+    """Yield the program's objects in an object that is written in C, such as an iterator."""
+    entered, held = [ATTRIBUTES, FUNCTION, PARTIAL], [*read_memory_of(value)]
+    if type(value).__module__ == "builtins":  # these hold what the program has given them
+        entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
+        held += gc.get_referents(value)
+    for place, part in enumerate(held):
+        if find_kind(part) in entered or find_owner(part) is not None:
+            yield f"{path}[{place}]", part, None
 
 
 def _list_pairs(content: Any) -> Iterable[tuple[Any, Any]]:
@@ -333,19 +334,12 @@ class Watch:
         if len(self.nodes) > 2 * self._walked + 1000:
             self._walk_all()  # this drops objects that nothing holds any more
 
-    def find_changed(self, compared: Container[int] | None = None) -> list[Node]:
-        """Return the nodes whose objects hold something else now.
-
-        ``compared`` has the identities of the long lists and dicts that are compared, if not all
-        are; of the others only the length is.
-        """
+    def find_changed(self) -> list[Node]:
+        """Return the nodes whose objects hold something else now."""
         changed = []
         for node in self.nodes.values():
             if node.kind is TABLE and not node.owner and not node.content:
                 continue  # two of three tables of modules are empty
-            brief = node.size and compared is not None and id(node.owner) not in compared
-            if brief and node.size == len(node.owner):
-                continue
             sign = node.kind.sign(node.owner)
             if sign is not None and sign == node.sign:
                 continue
@@ -375,8 +369,6 @@ class Watch:
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)
         node.sign = node.kind.sign(node.owner)
-        long = node.kind in (DICT, ITEMS) and len(node.content) > _MOST_ITEMS
-        node.size = len(node.content) if long else 0
 
     def _walk_all(self) -> None:
         self.nodes.clear()

@@ -35,9 +35,6 @@ from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
-# After them long lists and dicts that have not changed are compared in every step of this number;
-# of a vocabulary that takes milliseconds.
-_THOROUGH = 128
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
@@ -138,24 +135,16 @@ class Sandbox:
         self._versions: dict[str, Any] = {}
         self._changing: set[int] = set()
         self._steps: Counter[str] = Counter()  # of training and of each evaluation
-        self._missing = False  # whether a step has compared lengths alone
         self._compares = False
-        self._begun = 0
-        self._compared: Any = None  # see ``Watch.find_changed``
         self._warned: set[str] = set()
 
     @_disable_current_modes()  # no operation of the training, which probes record
-    def begin(self, stage: str) -> None:
-        """Take the state at the start of a step of a stage, see ``finish``."""
+    def begin(self) -> None:
+        """Take the state at the start of a step, see ``finish``."""
         self._records, self._buffers = {}, set()
         if self._ranks == 1:
             return
-        self._begun += 1
-        early = self._steps[stage] < _COMPARED_STEPS
         compares = len(self._block) > 1 and self._steps["train"] < _COMPARED_STEPS
-        thorough = early or self._begun % _THOROUGH == 0
-        self._compared = None if thorough else self._changing
-        self._missing |= not thorough
         if self._watch is None or compares is not self._compares:
             self._compares = compares
             others = self._name_owners()
@@ -165,7 +154,7 @@ class Sandbox:
                 owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
             )
         else:
-            self._watch.refresh(self._find_changed())
+            self._watch.refresh(self._watch.find_changed())
 
     def start_backward(self) -> None:
         """Take the versions of the weights, which no backward pass may change."""
@@ -191,34 +180,10 @@ class Sandbox:
         if self._watch is None:
             return
         record = self._records[rank] = _Record()
-        for node in self._find_changed():
+        for node in self._watch.find_changed():
             self._note(node, record)
         if not last:
             record.put_back()
-
-    def _find_changed(self) -> list[Node]:
-        """Return what has changed; warn of long lists and dicts if earlier steps have missed it."""
-        changed: list[Node] = self._watch.find_changed(self._compared)
-        for node in changed:
-            if not node.size or id(node.owner) in self._changing:
-                continue
-            self._changing.add(id(node.owner))  # compared in each step from now on
-            if self._missing and len(node.owner) == node.size:
-                warnings.warn(
-                    f"{node.path!r}, which has {node.size} items, has changed for the first time "
-                    f"after step {_COMPARED_STEPS}, in a step or a hook, and up to {_THOROUGH} "
-                    "steps ago. If training_step has changed it, logical ranks have seen each "
-                    "other's changes since: change it in the first step already, or in a hook.",
-                    stacklevel=2,
-                )
-        return changed
-
-    @_disable_current_modes()
-    def close(self) -> None:
-        """Look once more for changes of long lists and dicts."""
-        if self._watch is not None:
-            self._compared = None
-            self._find_changed()
 
     # The state
 
