@@ -4,6 +4,7 @@ from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,3 +114,16 @@ def test_a_deque_gets_what_all_append(step, most):
 def test_what_a_partial_holds_is_put_back(step):
     module = step(lambda module, _: module.grow(), grow=partial(grow, {"n": 0}))
     assert module.grow.args == ({"n": 1},)
+
+
+def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step):
+    def change(module, rank):
+        module.weights[2 * rank] = module.by_sample[rank] = 5 + rank
+        module.by_sample["seen"] += 1
+        if rank:
+            del module.by_sample["old"]
+
+    by_sample = {0: 0, 1: 0, "seen": 0, "old": 0}
+    found = step(change, weights=np.zeros(3), by_sample=by_sample)
+    assert found.weights.tolist() == [5, 0, 6]
+    assert found.by_sample == {0: 5, 1: 6, "seen": 1}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -98,7 +99,8 @@ class Sandbox:
 
     - What all logical ranks change alike (a momentum encoder, a counter) is kept.
     - What they append to lists and sets and add to dicts is gathered, in the order of ranks, and
-      so is what they write to different elements of a tensor that is not a buffer.
+      so is what they write to different keys of a dict, and to different elements of an array or
+      of a tensor that is not a buffer.
     - Of anything else the value of logical rank 0 is kept, as DDP keeps the buffers of process 0.
       A warning names it, unless it is a buffer.
 
@@ -322,6 +324,14 @@ class Sandbox:
             if len(found) < self._ranks or len(set(found.values())) > 1
         ]
         if differing:
+            # Such as weights of samples, by the number of the sample.
+            partial = [
+                path
+                for path in differing
+                if len(tokens[path]) < self._ranks and len(set(tokens[path].values())) == 1
+            ]
+            gathered = self._gather_entries(records, partial)
+            differing = [path for path in differing if path not in gathered]
             self._keep_first(records, differing, stage)
         if self._shared:
             changes = records[self._block.start].changes
@@ -334,6 +344,30 @@ class Sandbox:
             send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
+
+    def _gather_entries(self, records: dict[int, _Record], paths: list[str]) -> set[str]:
+        """Set the entries of dicts that some logical ranks have changed, alike; return their paths.
+
+        Those whose values cannot be sent are left out.
+        """
+        changes = [
+            change
+            for record in reversed(records.values())
+            for path, change in record.changes.items()
+            if path in paths and change.node.kind is DICT
+        ]
+        _, found = _make_plain(changes)
+        parts = self._processes.gather_values(found) if self._shared else [found]
+        for path, content in (entry for part in parts for entry in part.items()):
+            self._apply(path, content)
+        return {path for part in parts for path in part}
+
+    def _apply(self, path: str, content: list[Any]) -> None:
+        """Set a value that ``_make_plain`` has returned."""
+        key, place, removed, value = content
+        node = self._watch.paths[place]
+        made = MISSING if removed else move_tensors(value, self._module)
+        _Change(path, node, key, made, "").apply()
 
     def _keep_first(self, records: dict[int, _Record], paths: list[str], stage: str) -> None:
         """Set values that differ to those of logical rank 0, or to those before the step."""
@@ -357,10 +391,7 @@ class Sandbox:
                 self._report(path, change, stage)
         for path in paths if self._block.start else ():
             if path in received:
-                key, place, removed, value = received[path]
-                node = self._watch.paths[place]
-                content = MISSING if removed else move_tensors(value, self._module)
-                _Change(path, node, key, content, "").apply()
+                self._apply(path, received[path])
             elif path in own:
                 own[path].put_back()
 
@@ -376,7 +407,7 @@ class Sandbox:
         written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
         for path, by_rank in written.items():
             node = self._watch.paths[path]
-            merged = node.content.flatten().clone()
+            merged = torch.as_tensor(node.content).flatten().clone()
             taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
             for rank in sorted(by_rank):
                 places, values = move_tensors(by_rank[rank], self._module)
@@ -450,7 +481,14 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
         if (change := record.changes.get(path)) is None:
             continue
         now, before = change.value, None if change.key else change.node.content
-        both = [own for own in (now, before) if isinstance(own, Tensor)]
+        both = [
+            torch.from_numpy(own)
+            if isinstance(own, np.ndarray) and own.dtype.kind in "biuf"
+            else own
+            for own in (now, before)
+        ]
+        both = [own for own in both if isinstance(own, Tensor)]
+        now = both[0] if both else None
         forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
         if len(both) * len(forms) != _PAIR or now.numel() == 1 or change.token[:6] == "buffer":
             yield path, None
