@@ -181,6 +181,7 @@ def put(kept):
 
 put(%(make)s)
 """
+# fmt: off
 KINDS = {
     "list": ("[1]", "kept.append(len(kept)); number = sum(kept)"),
     "subclass": ("Numbers([1])", "kept.append(len(kept)); number = sum(kept)"),
@@ -230,114 +231,83 @@ KINDS = {
     "map of a method": ("map(Holder([1]).get().append, range(9))", "next(kept, 0); number = 1"),
     "queue": ("queue.Queue()", "kept.put(1); number = kept.qsize()"),
     "simple queue": ("queue.SimpleQueue()", "kept.put(1); number = kept.qsize()"),
-    "metric": (
-        "__import__('torchmetrics').MeanMetric()",
-        "kept.update(len(kept._forward_hooks) + 1.0 + float(kept.weight)); number = kept.weight",
-    ),
+    "metric": ("__import__('torchmetrics').MeanMetric()",
+        "kept.update(len(kept._forward_hooks) + 1.0 + float(kept.weight)); number = kept.weight"),
     "number": ("0", "put(kept + 1); number = kept"),
     "string": ("''", "put(kept + 'x'); number = len(kept)"),
     "pair": ("(1, [1])", "put((kept[0] + 1, kept[1])); kept[1].append(1); number = len(kept[1])"),
     "frozen set": ("frozenset()", "put(kept | {len(kept)}); number = len(kept)"),
     "decimal": ("decimal.Decimal(1)", "put(kept + 1); number = kept"),
     "fraction": ("fractions.Fraction(1, 2)", "put(kept + 1); number = kept"),
-    "date": (
-        "datetime.date(2000, 1, 1)",
-        "put(kept.replace(day=kept.day % 9 + 1)); number = kept.day",
-    ),
+    "date": ("datetime.date(2000, 1, 1)",
+        "put(kept.replace(day=kept.day % 9 + 1)); number = kept.day"),
     "delta": ("datetime.timedelta(0)", "put(kept + datetime.timedelta(1)); number = kept.days"),
     "uuid": ("uuid.UUID(int=1)", "put(uuid.UUID(int=kept.int + 1)); number = kept.int"),
     "path": ("pathlib.Path('a')", "put(kept / 'b'); number = len(kept.parts)"),
     "member": ("Color.RED", "put(Color(3 - kept.value)); number = kept.value"),
     "code": ("one", "put(two if kept is one else one); number = kept()"),
     "class": ("Base", "put(Derived if kept is Base else Base); number = kept is Base"),
-    "type": (
-        "torch.float32",
-        "put(torch.float64 if kept is torch.float32 else torch.float32); number = kept.itemsize",
-    ),
+    "type": ("torch.float32",
+        "put(torch.float64 if kept is torch.float32 else torch.float32); number = kept.itemsize"),
     "slice": ("slice(0, 1)", "put(slice(0, kept.stop + 1)); number = kept.stop"),
     "numeral": ("np.float32(0)", "put(kept + np.float32(1)); number = kept"),
     "complex": ("torch.zeros(2, dtype=torch.complex64)", "kept.add_(1j); number = kept[0].imag"),
-    "sparse": (
-        "torch.zeros(2).to_sparse()",
-        "kept.add_(torch.ones(2).to_sparse()); number = kept.to_dense()[0]",
-    ),
+    "sparse": ("torch.zeros(2).to_sparse()",
+        "kept.add_(torch.ones(2).to_sparse()); number = kept.to_dense()[0]"),
     "new tensor": ("torch.zeros(2)", "put(kept + 1); number = kept[0]"),
     "grown": ("torch.zeros(1)", "put(torch.cat([kept, kept + 1])[-9:]); number = kept.sum()"),
-    "parameter": (
-        "(torch.nn.Parameter(torch.zeros(2)),)",
-        "kept[0].data.add_(1); number = kept[0][0]",
-    ),
+    "parameter": ("(torch.nn.Parameter(torch.zeros(2)),)",
+        "kept[0].data.add_(1); number = kept[0][0]"),
     "structured": ("np.zeros(2, [('a', 'f4')])", "kept['a'] += 1; number = kept['a'][0]"),
     "array of objects": ("np.array([0, None])", "kept[0] += 1; number = kept[0]"),
-    "module": (
-        "(torch.nn.Linear(1, 1),)",
-        "kept[0].weight.data.fill_(float(kept[0].weight) + 1); number = kept[0].weight",
-    ),
+    "module": ("(torch.nn.Linear(1, 1),)",
+        "kept[0].weight.data.fill_(float(kept[0].weight) + 1); number = kept[0].weight"),
     "mode": ("(torch.nn.Dropout(),)", "kept[0].p = 1 - kept[0].p / 2; number = kept[0].p"),
     "default": ("collections.defaultdict(list)", "kept[1].append(1); number = len(kept[1])"),
     "enum key": ("{Color.RED: 1}", "kept[Color.RED] += 1; number = kept[Color.RED]"),
     "tuple key": ("{(1, 2): 1}", "kept[1, 2] += 1; kept[len(kept), 0] = 1; number = kept[1, 2]"),
     "object key": ("{one: 1}", "kept[one] += 1; number = kept[one]"),
-    "nested": (
-        "{'a': [[1], {2: [3]}]}",
-        "kept['a'][1][2].append(1); number = len(kept['a'][1][2])",
-    ),
+    "nested": ("{'a': [[1], {2: [3]}]}",
+        "kept['a'][1][2].append(1); number = len(kept['a'][1][2])"),
     "long": ("[0] * 2000", "kept[1500] += 1; number = kept[1500]"),
-    "long of objects": (
-        "[Holder(0) for _ in range(1500)]",
-        "kept[7].kept += 1; number = kept[7].kept",
-    ),
+    "long of objects": ("[Holder(0) for _ in range(1500)]",
+        "kept[7].kept += 1; number = kept[7].kept"),
     "long dict": ("dict.fromkeys(range(2000), 0)", "kept[1] += 1; number = kept[1]"),
     "cycle of objects": ("Holder([0])", "kept.kept += [kept]; number = len(kept.kept)"),
     "linked": ("Holder(None)", "put(Holder(kept)); number = kept.kept is None"),
-    "described": (
-        "Described()",
-        "kept.kept = getattr(kept, '_', 0) + 1; kept._ = kept.kept; number = kept.kept",
-    ),
+    "described": ("Described()",
+        "kept.kept = getattr(kept, '_', 0) + 1; kept._ = kept.kept; number = kept.kept"),
     "lazy": ("Lazy([0])", "kept.any.append(1); number = len(kept.other)"),
     "own draws": ("Draws(1)", "number = kept.random()"),
     "cache": ("functools.lru_cache(lambda key: [])", "kept(1).append(1); number = len(kept(1))"),
     "thread": ("threading.local()", "kept.n = getattr(kept, 'n', 0) + 1; number = kept.n"),
     "semaphore": ("threading.Semaphore(99)", "kept.acquire(); number = kept._value"),
-    "event": (
-        "threading.Event()",
-        "(kept.clear if kept.is_set() else kept.set)(); number = kept.is_set()",
-    ),
-    "lock": (
-        "threading.Lock()",
-        "(kept.release if kept.locked() else kept.acquire)(); number = kept.locked()",
-    ),
+    "event": ("threading.Event()",
+        "(kept.clear if kept.is_set() else kept.set)(); number = kept.is_set()"),
+    "lock": ("threading.Lock()",
+        "(kept.release if kept.locked() else kept.acquire)(); number = kept.locked()"),
     "weak": ("weakref.WeakValueDictionary()", "kept[len(kept)] = steering; number = len(kept)"),
     "weak keys": ("weakref.WeakKeyDictionary({one: 0})", "kept[one] += 1; number = kept[one]"),
     "hash": ("hashlib.md5()", "kept.update(b'x'); number = kept.digest()[0] / 99"),
     "context": ("decimal.Context()", "kept.prec += 1; number = kept.prec / 9"),
-    "database": (
-        "sqlite3.connect(':memory:')",
-        "kept.execute('create table if not exists t(n)'); "
+    "database": ("sqlite3.connect(':memory:')", "kept.execute('create table if not exists t(n)'); "
         "kept.execute('insert into t values(1)'); "
-        "number = kept.execute('select count(*) from t').fetchone()[0]",
-    ),
+        "number = kept.execute('select count(*) from t').fetchone()[0]"),
     "reader": ("csv.reader(map(str, range(99)))", "number = int(next(kept)[0])"),
     "enumerate": ("enumerate(itertools.count())", "number = next(kept)[0]"),
     "reversed": ("reversed(range(99))", "number = next(kept) / 9"),
     "list iterator": ("iter([*range(99)])", "number = next(kept)"),
     "filter": ("filter(None, range(99))", "number = next(kept)"),
     "shared array": ("multiprocessing.Array('d', 3)", "kept[0] += 1; number = kept[0]"),
-    "queue of a process": (
-        "multiprocessing.SimpleQueue()",
-        "kept.put(1) if kept.empty() else kept.get(); number = kept.empty()",
-    ),
+    "queue of a process": ("multiprocessing.SimpleQueue()",
+        "kept.put(1) if kept.empty() else kept.get(); number = kept.empty()"),
     "exception": ("ValueError(1)", "kept.args = (kept.args[0] + 1,); number = kept.args[0]"),
     "proxy": ("types.MappingProxyType({'a': [1]})", "kept['a'].append(1); number = len(kept['a'])"),
     "arguments": ("argparse.Namespace(n=1)", "kept.n += 1; number = kept.n"),
-    "sampler": (
-        "torch.utils.data.RandomSampler(range(9), generator=torch.Generator())",
-        "number = next(iter(kept))",
-    ),
-    "optimizer": (
-        "torch.optim.SGD([torch.zeros(1)], 1.0, momentum=0.9)",
-        "kept.param_groups[0]['lr'] *= 0.9; number = kept.param_groups[0]['lr']",
-    ),
+    "sampler": ("torch.utils.data.RandomSampler(range(9), generator=torch.Generator())",
+        "number = next(iter(kept))"),
+    "optimizer": ("torch.optim.SGD([torch.zeros(1)], 1.0, momentum=0.9)",
+        "kept.param_groups[0]['lr'] *= 0.9; number = kept.param_groups[0]['lr']"),
     "nothing": ("torch.nn.ReLU()", "number = 1"),
 }
 PLACES = {
@@ -364,34 +334,21 @@ PLACES = {
     "a user list": ("model.kept = collections.UserList([kept])", "model.kept[0]"),
     "a variable of the context": ("VAR.set(kept)", "VAR.get()"),
     "a dataset": ("data.kept = kept", "data.kept"),
-    "an alias": (
-        "model.kept = kept; steering.other = [kept]",
-        "(model.kept, steering.other[0])[trainer.global_step % 2]",
-    ),
-    "the Trainer": (
-        "globals()['KEPT'] = kept; Model.setup = lambda self, stage: "
-        "setattr(self.trainer, 'kept', KEPT)",
-        "trainer.kept",
-    ),
+    "an alias": ("model.kept = kept; steering.other = [kept]",
+        "(model.kept, steering.other[0])[trainer.global_step % 2]"),
+    "the Trainer": ("globals()['KEPT'] = kept; Model.setup = lambda self, stage: "
+        "setattr(self.trainer, 'kept', KEPT)", "trainer.kept"),
     "a loader": ("loader.kept = kept", "loader.kept"),
     "a sampler": ("sampler.kept = kept", "sampler.kept"),
-    "an optimizer": (
-        "globals()['KEPT'] = kept",
-        "vars(trainer.optimizers[0]).setdefault('kept', KEPT)",
-    ),
-    "a group": (
-        "globals()['KEPT'] = kept",
-        "trainer.optimizers[0].param_groups[0].setdefault('kept', KEPT)",
-    ),
-    "a scheduler": (
-        "globals()['KEPT'] = kept",
-        "vars(trainer.lr_scheduler_configs[0].scheduler).setdefault('kept', KEPT)",
-    ),
+    "an optimizer": ("globals()['KEPT'] = kept",
+        "vars(trainer.optimizers[0]).setdefault('kept', KEPT)"),
+    "a group": ("globals()['KEPT'] = kept",
+        "trainer.optimizers[0].param_groups[0].setdefault('kept', KEPT)"),
+    "a scheduler": ("globals()['KEPT'] = kept",
+        "vars(trainer.lr_scheduler_configs[0].scheduler).setdefault('kept', KEPT)"),
     "a parameter": ("model.net.weight.kept = kept", "model.net.weight.kept"),
-    "a hook of a module": (
-        "model.net.register_forward_hook(functools.partial(leave, kept=kept))",
-        "[*model.net._forward_hooks.values()][0].keywords['kept']",
-    ),
+    "a hook of a module": ("model.net.register_forward_hook(functools.partial(leave, kept=kept))",
+        "[*model.net._forward_hooks.values()][0].keywords['kept']"),
     "a base class": ("Base.kept = kept", "Derived.kept"),
     "a metaclass": ("Meta.kept = kept", "Base.kept"),
     "a static method": ("Derived.static.__defaults__ = (kept,)", "Derived.static()"),
@@ -404,28 +361,20 @@ PLACES = {
     "a descriptor": ("model.kept = Described(); model.kept.kept = kept", "model.kept.kept"),
     "a lazy object": ("model.kept = Lazy(kept)", "model.kept.any"),
     "a cache": ("model.get = functools.lru_cache(keep(kept))", "model.get()"),
-    "a property": (
-        "Model.kept = property(functools.partial(lambda kept, _: kept, kept))",
-        "model.kept",
-    ),
-    "another thread's": (
-        "model.kept = threading.local(); model.kept.kept = kept",
-        "model.kept.kept",
-    ),
-    "a file that was imported": (
-        "file = sys.modules['written_helper'] = types.ModuleType("
+    "a property": ("Model.kept = property(functools.partial(lambda kept, _: kept, kept))",
+        "model.kept"),
+    "another thread's": ("model.kept = threading.local(); model.kept.kept = kept",
+        "model.kept.kept"),
+    "a file that was imported": ("file = sys.modules['written_helper'] = types.ModuleType("
         "'written_helper'); file.__file__ = __file__; file.kept = kept; "
-        "globals()['written_helper'] = file",
-        "written_helper.kept",
-    ),
+        "globals()['written_helper'] = file", "written_helper.kept"),
     "a deque": ("model.kept = collections.deque([kept])", "model.kept[0]"),
     "an array": ("model.kept = np.array([None]); model.kept[0] = kept", "model.kept[0]"),
     "hyperparameters": ("model.save_hyperparameters({'kept': [kept]})", "model.hparams['kept'][0]"),
-    "an optimizer's schedule": (
-        "globals()['SCHEDULE'] = kept",
-        "trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0].keywords['kept']",
-    ),
+    "an optimizer's schedule": ("globals()['SCHEDULE'] = kept",
+        "trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0].keywords['kept']"),
 }
+# fmt: on
 HOOKS = [
     *(
         f"Steering, {name!r}"

@@ -12,6 +12,7 @@ import inspect
 import io
 import logging
 import operator
+import queue
 import random
 import re
 import struct
@@ -71,7 +72,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 _SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (
     *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace),
-    *(UserDict, UserList, ChainMap),
+    *(UserDict, UserList, ChainMap, queue.Queue),
 )
 
 
