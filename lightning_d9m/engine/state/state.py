@@ -175,7 +175,9 @@ def _list_memory(path: str, value: Any) -> Iterator[tuple[str, object, Kind | No
     entered, held = [ATTRIBUTES, FUNCTION, PARTIAL], [*read_memory_of(value)]
     if type(value).__module__ == "builtins":  # these hold what the program has given them
         entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
-        held += gc.get_referents(value)
+        # A dict of a class holds code, too.
+        parts = gc.get_referents(value)
+        held += [own for own in parts if type(own) is not dict or "__module__" not in own]
     for place, part in enumerate(held):
         if find_kind(part) in entered or find_owner(part) is not None:
             yield f"{path}[{place}]", part, None
