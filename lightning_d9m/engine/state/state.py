@@ -172,7 +172,8 @@ def _list_held(
 
 def _list_memory(path: str, value: Any) -> Iterator[tuple[str, object, Kind | None]]:
     """Yield the program's objects in an object that is written in C, such as an iterator."""
-    entered, held = [ATTRIBUTES, FUNCTION, PARTIAL], [*read_memory_of(value)]
+    entered: list[Kind] = [ATTRIBUTES, FUNCTION, PARTIAL]
+    held = [*read_memory_of(value)]
     if type(value).__module__ == "builtins":  # these hold what the program has given them
         entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
         # A dict of a class holds code, too.

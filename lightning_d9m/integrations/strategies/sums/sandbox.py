@@ -481,21 +481,22 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
         if (change := record.changes.get(path)) is None:
             continue
         now, before = change.value, None if change.key else change.node.content
-        both = [
-            torch.from_numpy(own)
-            if isinstance(own, np.ndarray) and own.dtype.kind in "biuf"
-            else own
-            for own in (now, before)
-        ]
-        both = [own for own in both if isinstance(own, Tensor)]
-        now = both[0] if both else None
+        both = [own for own in map(_find_tensor, (now, before)) if own is not None]
         forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
-        if len(both) * len(forms) != _PAIR or now.numel() == 1 or change.token[:6] == "buffer":
+        if len(both) * len(forms) != _PAIR or both[0].numel() == 1 or change.token[:6] == "buffer":
             yield path, None
             continue
-        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in both]
+        flat = [own.flatten() for own in both]
+        bits = [own.view(torch.uint8).reshape(len(own), -1) for own in flat]
         places = (bits[0] != bits[1]).any(1).nonzero().flatten()
-        yield path, [places, now.flatten()[places]]
+        yield path, [places, flat[0][places]]
+
+
+def _find_tensor(value: object) -> Tensor | None:
+    """Return a tensor, or that of the numbers of an array, else None."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        return torch.from_numpy(value)
+    return value if isinstance(value, Tensor) else None
 
 
 def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
