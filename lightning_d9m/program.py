@@ -5,8 +5,11 @@ import sys
 from types import FrameType
 from typing import NamedTuple
 
-LIGHTNING = frozenset({"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"})
-FRAMEWORK = LIGHTNING | {"torch", "torchdata", "torchmetrics", "lightning_d9m"}
+LIGHTNING = frozenset({
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "lightning_d9m"),
+})  # fmt: skip
+"""The packages of Lightning, and this one."""
+FRAMEWORK = LIGHTNING | {"torch", "torchdata", "torchmetrics"}
 """The packages whose objects and lines are not the program's, wherever they are installed."""
 
 

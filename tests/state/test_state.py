@@ -3,6 +3,7 @@
 import copy
 import enum
 import random
+import types
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -300,3 +301,11 @@ def test_a_new_object_of_a_subclass_is_not_kept_where_two_places_hold_it():
     changes, new = watch(owner), OrderedDict(a=1)
     owner.items += [new, new]
     assert changes.capture() == ({}, ["owner.items"])
+
+
+def test_what_python_objects_hold_is_entered_but_for_the_code_of_a_class():
+    held = [types.MappingProxyType({"x": [1]}), vars(Thing), ValueError({"y": 2})]
+    found = [value for _, value, kind in walk({"": held}) if kind is not None]
+    assert [1] in found
+    assert {"y": 2} in found
+    assert not any(isinstance(own, dict) and "__module__" in own for own in found)

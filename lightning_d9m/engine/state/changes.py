@@ -42,6 +42,7 @@ from lightning_d9m.engine.state.parts import (
     is_address,
     list_fields,
     make_record,
+    read_memory,
 )
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.engine.state.state import LeaveOut, Node, Watch
@@ -49,7 +50,7 @@ from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
-_KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None))
+_KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
 _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
@@ -527,8 +528,8 @@ def _find_enum(module: str, name: str) -> Any:
     kinds = [enum.Enum]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
-    (found,) = (own for own in kinds if (own.__module__, own.__qualname__) == (module, name))
-    return found
+    # The last one, as a notebook defines it again.
+    return [own for own in kinds if (own.__module__, own.__qualname__) == (module, name)][-1]
 
 
 # Data of which a digest is kept, so that they cannot be put back; and what is left out.
@@ -564,7 +565,12 @@ def _is_unreadable(change: Change) -> bool:
     value = change.value
     if find_kind(value) is not OPAQUE or (change.key and hasattr(type(value), "__next__")):
         return find_kind(value) is OPAQUE or isinstance(value, Unreadable)
-    return any(isinstance(own, Unreadable) for own in OPAQUE.read(value))
+    found = OPAQUE.read(value)
+    known = [
+        [own for own in content if not isinstance(own, Unreadable)]
+        for content in (found, change.node.content if change.node.kind is OPAQUE else found)
+    ]
+    return len(known[0]) < len(found) and are_same(*map(tuple, known))
 
 
 def _is_filled(change: Change) -> bool:
@@ -583,7 +589,12 @@ def _is_filled(change: Change) -> bool:
 
 def _fits(value: Any, most: int) -> bool:
     """Return whether a value has at most so many bytes, about."""
-    sizes = (getattr(part, "nbytes", 0) or sys.getsizeof(part) for part in _list_deep(value))
+    sizes = (
+        sum(own.nbytes for own in read_memory(part))
+        if find_kind(part) in (TENSOR, ARRAY)
+        else sys.getsizeof(part)
+        for part in _list_deep(value)
+    )
     return all(size <= most for size in accumulate(sizes))
 
 

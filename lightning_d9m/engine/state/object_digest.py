@@ -12,7 +12,6 @@ from types import MethodType, SimpleNamespace
 from typing import IO, Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_digest
 
@@ -32,7 +31,7 @@ from lightning_d9m.engine.state.parts import (
     is_of_program,
     read_memory,
 )
-from lightning_d9m.engine.state.plain_data import encode_plain
+from lightning_d9m.engine.state.plain_data import encode_plain, view_bytes
 from lightning_d9m.engine.state.state import VERSIONED, LeaveOut
 
 # Of larger data only the version and the place in memory are compared.
@@ -64,7 +63,7 @@ def _digest_elements(owner: Any) -> tuple[Any, ...]:
 def _digest_memory(part: Any) -> bytes:
     """Return the digest of the elements of a dense tensor or an array."""
     if isinstance(part, Tensor):
-        part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        part = view_bytes(part.detach())
     elif part.dtype.hasobject:
         raise TypeError(part.dtype)
     return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)

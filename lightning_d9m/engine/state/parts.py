@@ -7,10 +7,12 @@ random generator), or opaque: an object of a library that does not say what its 
 
 import builtins
 import enum
+import gc
 import inspect
 import io
 import logging
 import operator
+import queue
 import random
 import re
 import struct
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 
 from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.errors import SettingError
+from lightning_d9m.program import LIGHTNING, is_of_framework
 
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), enum.Enum),
@@ -63,16 +66,13 @@ _MOST_ITEMS = 100_000
 _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
 # Names what memory of an object holds that is not an attribute.
 _MEMORY = "memory()"
-# Wherever they are installed: what their objects keep is theirs, except where it is known.
-LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_d9m")
-LIBRARIES = ("torch", "torchmetrics", *LIGHTNING)
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = {"site-packages", "dist-packages"}
 _SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (
     *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace),
-    *(UserDict, UserList, ChainMap),
+    *(UserDict, UserList, ChainMap, queue.Queue),
 )
 
 
@@ -334,22 +334,25 @@ def _sign_attributes(owner: Any) -> object:
     own = getattr(owner, "__dict__", None)
     if own is None or _list_slots(owner.__class__) or has_memory(owner.__class__):
         return None
-    hooks = [*_list_hooks(owner)] if isinstance(owner, nn.Module) else ()
+    hooks = [*list_hooks(owner)] if isinstance(owner, nn.Module) else ()
     return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
 
 
-def _list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the tables of hooks that are not empty; the number of a hook is used once."""
+def list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the tables of hooks that are not empty; the number of a hook is used once.
+
+    They are those of a module, its parameters and its buffers.
+    """
     own = module.__dict__
     yield from filter(None, map(own.get, _HOOKS))
-    for parameter in own["_parameters"].values():
-        if isinstance(parameter, Tensor):
-            yield from filter(None, (getattr(parameter, name) for name in _HOOKS_OF_TENSORS))
+    for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+        if isinstance(tensor, Tensor):
+            yield from filter(None, (getattr(tensor, name, None) for name in _HOOKS_OF_TENSORS))
 
 
 def _read_hooks(module: nn.Module) -> frozenset[Any]:
     """Return the code of the hooks that the program defines."""
-    hooks = {inspect.unwrap(hook) for table in _list_hooks(module) for hook in table.values()}
+    hooks = {inspect.unwrap(hook) for table in list_hooks(module) for hook in table.values()}
     plain = {getattr(hook, "func", getattr(hook, "__func__", hook)) for hook in hooks}
     return frozenset(
         getattr(hook, "__code__", type(hook))
@@ -389,8 +392,16 @@ def _read_variables(owner: Any) -> dict[str, Any]:
 
     These are neither code nor callables of libraries.
     """
-    found = vars(owner).items()
-    return {name: own for name, own in found if not name.startswith(_OF_PYTHON) and _is_data(own)}
+    found = {name: own for name, own in vars(owner).items() if not name.startswith(_OF_PYTHON)}
+    # The functions of properties, and of static and class methods.
+    functions = {
+        f"{name}()[{place}]": part
+        for name, own in found.items()
+        if isinstance(own, _WRAPPERS)
+        for place, part in enumerate(gc.get_referents(own))
+        if isinstance(part, types.FunctionType | partial) and find_kind(part) is not None
+    }
+    return {name: own for name, own in found.items() if _is_data(own)} | functions
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:
@@ -499,7 +510,7 @@ def read_memory_of(owner: Any) -> tuple[Any, ...]:
         return first
     answers = dict(_ask(owner))
     found: tuple[Any, ...] = (*answers, *answers.values())
-    is_code = callable(owner) or type(owner).__module__.partition(".")[0] in LIBRARIES
+    is_code = callable(owner) or is_of_framework(type(owner).__module__)
     written = isinstance(owner, io.IOBase) and (owner.closed or not owner.readable())
     if is_code or written or getattr(owner, "gi_frame", owner) is None:
         return ()  # what is only written steers nothing
@@ -556,6 +567,7 @@ def _encode_items(items: Any) -> Any:
     return Unreadable()
 
 
+_WRAPPERS = (staticmethod, classmethod, property)
 # Names of variables that Python sets.
 _OF_PYTHON = ("__", "_abc_impl")
 _EMPTY = types.CellType()
@@ -675,7 +687,7 @@ def _is_source_of_program(name: str) -> bool:
     outside = file is not None and not (
         file.startswith(_LIBRARY_FOLDERS) or _PACKAGES & {*Path(file).parts}
     )
-    return name.partition(".")[0] not in LIBRARIES and (name == "__main__" or outside)
+    return not is_of_framework(name) and (name == "__main__" or outside)
 
 
 def _is_data(value: object) -> bool:

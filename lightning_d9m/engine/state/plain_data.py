@@ -92,6 +92,15 @@ def unpack_bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
+def view_bytes(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a dense tensor; those on the CPU are not copied.
+
+    ``numpy()`` would fix the size of the storage, which the program may resize in place later.
+    """
+    found: np.ndarray = np.from_dlpack(tensor.cpu().contiguous().reshape(-1).view(torch.uint8))
+    return found
+
+
 def _to_json(value: object, contents: list[bytes], find_form: FindForm) -> object:
     if type(value) in _JSON_TYPES:
         return value
@@ -163,7 +172,7 @@ def _split_tensor(tensor: Tensor) -> list[Any]:
             f"Tensors with layout {tensor.layout} and dtype {tensor.dtype} cannot be sent to "
             "another rank: ranks exchange dense and sparse COO tensors. Send its dense parts."
         )
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = view_bytes(tensor.detach()).tobytes()
     name = str(tensor.dtype).removeprefix("torch.")
     return [name, list(tensor.shape), plain, *([] if tensor.is_cpu else [1])]
 

@@ -1,5 +1,6 @@
 """A walk through all that objects hold, its digest, and its changes, found without copies."""
 
+import gc
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -19,7 +20,6 @@ from lightning_d9m.engine.state.parts import (
     FUNCTION,
     GENERATOR,
     ITEMS,
-    LIGHTNING,
     MISSING,
     OPAQUE,
     PARTIAL,
@@ -35,10 +35,12 @@ from lightning_d9m.engine.state.parts import (
     find_owner,
     has_memory,
     has_writable_bytes,
+    list_hooks,
     name_namespace,
     name_namespaces,
     read_memory_of,
 )
+from lightning_d9m.program import LIGHTNING
 
 LeaveOut = Callable[[str, object], bool]
 
@@ -53,7 +55,6 @@ class Node:
         kind: How it is read and put back.
         content: What it held; a copy for data.
         sign: The sign of its kind when it held that.
-        size: The length of a long list or dict then; otherwise 0.
     """
 
     path: str
@@ -61,7 +62,6 @@ class Node:
     kind: Kind
     content: Any = None
     sign: object = None
-    size: int = 0
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
@@ -154,6 +154,10 @@ def _list_held(
     """Yield path, object and kind of what an object holds, the last first; None is found later."""
     if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
         yield f"{path}.__dict__", vars(value), TABLE
+    if isinstance(value, nn.Module):  # what their code keeps
+        hooks = [hook for table in list_hooks(value) for hook in table.values()]
+        for place, hook in enumerate(hooks):
+            yield f"{path}.hooks()[{place}]", hook, None
     if isinstance(kind, Holder):
         for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
             is_table = key in TABLES and isinstance(value, nn.Module)
@@ -163,10 +167,21 @@ def _list_held(
         yield f"{path}.__self__", find_owner(value), None
         yield f"{path}.__func__", getattr(value, "__func__", None), None
     elif kind is OPAQUE and has_memory(value.__class__):
-        # The program's objects in an iterator, say.
-        for place, part in enumerate(read_memory_of(value)):
-            if find_kind(part) in (ATTRIBUTES, FUNCTION, PARTIAL) or find_owner(part) is not None:
-                yield f"{path}[{place}]", part, None
+        yield from _list_memory(path, value)
+
+
+def _list_memory(path: str, value: Any) -> Iterator[tuple[str, object, Kind | None]]:
+    """Yield the program's objects in an object that is written in C, such as an iterator."""
+    entered: list[Kind] = [ATTRIBUTES, FUNCTION, PARTIAL]
+    held = [*read_memory_of(value)]
+    if type(value).__module__ == "builtins":  # these hold what the program has given them
+        entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
+        # A dict of a class holds code, too.
+        parts = gc.get_referents(value)
+        held += [own for own in parts if type(own) is not dict or "__module__" not in own]
+    for place, part in enumerate(held):
+        if find_kind(part) in entered or find_owner(part) is not None:
+            yield f"{path}[{place}]", part, None
 
 
 def _list_pairs(content: Any) -> Iterable[tuple[Any, Any]]:
@@ -322,19 +337,12 @@ class Watch:
         if len(self.nodes) > 2 * self._walked + 1000:
             self._walk_all()  # this drops objects that nothing holds any more
 
-    def find_changed(self, compared: Container[int] | None = None) -> list[Node]:
-        """Return the nodes whose objects hold something else now.
-
-        ``compared`` has the identities of the long lists and dicts that are compared, if not all
-        are; of the others only the length is.
-        """
+    def find_changed(self) -> list[Node]:
+        """Return the nodes whose objects hold something else now."""
         changed = []
         for node in self.nodes.values():
             if node.kind is TABLE and not node.owner and not node.content:
                 continue  # two of three tables of modules are empty
-            brief = node.size and compared is not None and id(node.owner) not in compared
-            if brief and node.size == len(node.owner):
-                continue
             sign = node.kind.sign(node.owner)
             if sign is not None and sign == node.sign:
                 continue
@@ -364,8 +372,6 @@ class Watch:
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)
         node.sign = node.kind.sign(node.owner)
-        long = node.kind in (DICT, ITEMS) and len(node.content) > _MOST_ITEMS
-        node.size = len(node.content) if long else 0
 
     def _walk_all(self) -> None:
         self.nodes.clear()

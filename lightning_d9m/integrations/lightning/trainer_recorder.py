@@ -1,6 +1,5 @@
 """The recorder of a Trainer: reads facts and state from it and writes them to the ledger."""
 
-import dis
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +43,7 @@ from lightning_d9m.integrations.trainer.lightning_private import is_compiled, li
 from lightning_d9m.integrations.trainer.packages import rank_zero
 from lightning_d9m.integrations.trainer.trainer_attributes import (
     Trainer,
+    find_attributes,
     get_logical_ranks,
     list_schedulers,
     ranks_of,
@@ -418,20 +418,17 @@ def describe_end(trainer: Trainer, stage: str) -> str | None:
         limit = ("max_steps", trainer.max_steps) if is_cut else ("max_epochs", trainer.max_epochs)
         return "=".join(map(str, limit))
     hooked = (*trainer.callbacks, trainer.lightning_module)
-    names = [type(own).__name__ for own in hooked if _sets(type(own), "should_stop")]
+    names = [
+        type(own).__name__
+        for own in hooked
+        if any(
+            "should_stop" in find_attributes(each, "STORE_ATTR")
+            for kind in type(own).__mro__
+            for each in vars(kind).values()
+            if inspect.isfunction(each)
+        )
+    ]
     return f"trainer.should_stop, which {' or '.join(names) or 'the program'} sets"
-
-
-def _sets(owner: type, name: str) -> bool:
-    """Return whether a method of a class sets an attribute, as its code says."""
-    methods = (inspect.unwrap(own) for kind in owner.__mro__ for own in vars(kind).values())
-    codes = (method.__code__ for method in methods if inspect.isfunction(method))
-    return any(
-        step.opname == "STORE_ATTR" and step.argval == name
-        for code in codes
-        if name in code.co_names
-        for step in dis.get_instructions(code)
-    )
 
 
 _WEIGHTS = "d9m/weights"

@@ -320,13 +320,18 @@ def test_what_a_step_changes_is_named_once_unless_it_is_changed_alike_or_appende
         return model.last
 
     outputs = {"counter": 0, "all": []}
-    kept = {"queue": queue.Queue(), "lock": threading.Lock(), "last": None, "outputs": outputs}
+    kept = {
+        "queue": queue.SimpleQueue(),
+        "lock": threading.Lock(),
+        "last": None,
+        "outputs": outputs,
+    }
     with tempfile.TemporaryFile() as file, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         fit(make_model(change, file=file, norm=nn.BatchNorm1d(2), **kept))
     texts = [str(one.message) for one in seen if "A step changes" in str(one.message)]
     named = {text.split("'")[1]: text for text in texts}
-    said = {"file": "of _io", "lock": "lock of _th", "queue": "Queue of queue"}
+    said = {"file": "of _io", "lock": "lock of _th", "queue": "SimpleQueue of _queue"}
     assert outputs == {"counter": 2, "all": [1] * 8}
     assert named.keys() == {"last", *said}
     assert len(texts) == 4

@@ -402,10 +402,17 @@ class ResumableFit(Fit):
             self.report([*filter(None, found)])
 
     def _load_training(self, load: Callable[[], None]) -> None:
+        self._watch_program()
         load()
         self.session.loaders.keep_iterated("train")
 
+    def _watch_program(self) -> None:
+        """Take the program's state as held at first, before loaders restore what they share."""
+        if self.trainer.optimizers:
+            _ = self._program.changes
+
     def _load_validation(self, load: Callable[[], None]) -> None:
+        self._watch_program()
         load()
         if lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
             self._restore("validation")

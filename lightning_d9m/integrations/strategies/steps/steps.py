@@ -187,7 +187,7 @@ class LogicalSteps:
         self._ran = True
         self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
         self._clear_gradients()
-        self._sandbox.begin("train")
+        self._sandbox.begin()
         self._output = None
         self.losses = []
         forward = skips_backward(trainer)
@@ -269,7 +269,7 @@ class LogicalSteps:
         # predictions some processes have fewer batches.
         number = int(loop.batch_progress.current.ready - sum(loop.max_batches[: self._loader]))
         self._place = (f"{stage} {self._loader}" if self._loader else stage, epoch, number)
-        self._sandbox.begin(stage)
+        self._sandbox.begin()
         outputs = MicroBatches()
         for rank, batch in self._pair(batches):
             outputs.append(self._run(step, rank, batch, args))
@@ -287,7 +287,6 @@ class LogicalSteps:
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
         self.metrics.close()
-        self._sandbox.close()
         if self.sums is not None:
             self.sums.close()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,14 +36,10 @@ from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
-# After them long lists and dicts that have not changed are compared in every step of this number;
-# of a vocabulary that takes milliseconds.
-_THOROUGH = 128
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
 _PAIR = 2
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Of data outside the module only a step that has written to them is looked at closely.
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
@@ -102,7 +99,8 @@ class Sandbox:
 
     - What all logical ranks change alike (a momentum encoder, a counter) is kept.
     - What they append to lists and sets and add to dicts is gathered, in the order of ranks, and
-      so is what they write to different elements of a tensor that is not a buffer.
+      so is what they write to different keys of a dict, and to different elements of an array or
+      of a tensor that is not a buffer.
     - Of anything else the value of logical rank 0 is kept, as DDP keeps the buffers of process 0.
       A warning names it, unless it is a buffer.
 
@@ -139,34 +137,26 @@ class Sandbox:
         self._versions: dict[str, Any] = {}
         self._changing: set[int] = set()
         self._steps: Counter[str] = Counter()  # of training and of each evaluation
-        self._missing = False  # whether a step has compared lengths alone
         self._compares = False
-        self._begun = 0
-        self._compared: Any = None  # see ``Watch.find_changed``
         self._warned: set[str] = set()
 
     @_disable_current_modes()  # no operation of the training, which probes record
-    def begin(self, stage: str) -> None:
-        """Take the state at the start of a step of a stage, see ``finish``."""
+    def begin(self) -> None:
+        """Take the state at the start of a step, see ``finish``."""
         self._records, self._buffers = {}, set()
         if self._ranks == 1:
             return
-        self._begun += 1
-        early = self._steps[stage] < _COMPARED_STEPS
         compares = len(self._block) > 1 and self._steps["train"] < _COMPARED_STEPS
-        thorough = early or self._begun % _THOROUGH == 0
-        self._compared = None if thorough else self._changing
-        self._missing |= not thorough
         if self._watch is None or compares is not self._compares:
             self._compares = compares
             others = self._name_owners()
             self._outside = tuple(f"{name}." for name in others)
-            owners = {"": self._module, **others} | _find_hooks(self._module)
+            owners = {"": self._module, **others}
             self._watch = Watch(
                 owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
             )
         else:
-            self._watch.refresh(self._find_changed())
+            self._watch.refresh(self._watch.find_changed())
 
     def start_backward(self) -> None:
         """Take the versions of the weights, which no backward pass may change."""
@@ -192,34 +182,10 @@ class Sandbox:
         if self._watch is None:
             return
         record = self._records[rank] = _Record()
-        for node in self._find_changed():
+        for node in self._watch.find_changed():
             self._note(node, record)
         if not last:
             record.put_back()
-
-    def _find_changed(self) -> list[Node]:
-        """Return what has changed; warn of long lists and dicts if earlier steps have missed it."""
-        changed: list[Node] = self._watch.find_changed(self._compared)
-        for node in changed:
-            if not node.size or id(node.owner) in self._changing:
-                continue
-            self._changing.add(id(node.owner))  # compared in each step from now on
-            if self._missing and len(node.owner) == node.size:
-                warnings.warn(
-                    f"{node.path!r}, which has {node.size} items, has changed for the first time "
-                    f"after step {_COMPARED_STEPS}, in a step or a hook, and up to {_THOROUGH} "
-                    "steps ago. If training_step has changed it, logical ranks have seen each "
-                    "other's changes since: change it in the first step already, or in a hook.",
-                    stacklevel=2,
-                )
-        return changed
-
-    @_disable_current_modes()
-    def close(self) -> None:
-        """Look once more for changes of long lists and dicts."""
-        if self._watch is not None:
-            self._compared = None
-            self._find_changed()
 
     # The state
 
@@ -358,6 +324,14 @@ class Sandbox:
             if len(found) < self._ranks or len(set(found.values())) > 1
         ]
         if differing:
+            # Such as weights of samples, by the number of the sample.
+            partial = [
+                path
+                for path in differing
+                if len(tokens[path]) < self._ranks and len(set(tokens[path].values())) == 1
+            ]
+            gathered = self._gather_entries(records, partial)
+            differing = [path for path in differing if path not in gathered]
             self._keep_first(records, differing, stage)
         if self._shared:
             changes = records[self._block.start].changes
@@ -370,6 +344,30 @@ class Sandbox:
             send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
+
+    def _gather_entries(self, records: dict[int, _Record], paths: list[str]) -> set[str]:
+        """Set the entries of dicts that some logical ranks have changed, alike; return their paths.
+
+        Those whose values cannot be sent are left out.
+        """
+        changes = [
+            change
+            for record in reversed(records.values())
+            for path, change in record.changes.items()
+            if path in paths and change.node.kind is DICT
+        ]
+        _, found = _make_plain(changes)
+        parts = self._processes.gather_values(found) if self._shared else [found]
+        for path, content in (entry for part in parts for entry in part.items()):
+            self._apply(path, content)
+        return {path for part in parts for path in part}
+
+    def _apply(self, path: str, content: list[Any]) -> None:
+        """Set a value that ``_make_plain`` has returned."""
+        key, place, removed, value = content
+        node = self._watch.paths[place]
+        made = MISSING if removed else move_tensors(value, self._module)
+        _Change(path, node, key, made, "").apply()
 
     def _keep_first(self, records: dict[int, _Record], paths: list[str], stage: str) -> None:
         """Set values that differ to those of logical rank 0, or to those before the step."""
@@ -393,10 +391,7 @@ class Sandbox:
                 self._report(path, change, stage)
         for path in paths if self._block.start else ():
             if path in received:
-                key, place, removed, value = received[path]
-                node = self._watch.paths[place]
-                content = MISSING if removed else move_tensors(value, self._module)
-                _Change(path, node, key, content, "").apply()
+                self._apply(path, received[path])
             elif path in own:
                 own[path].put_back()
 
@@ -412,7 +407,7 @@ class Sandbox:
         written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
         for path, by_rank in written.items():
             node = self._watch.paths[path]
-            merged = node.content.flatten().clone()
+            merged = torch.as_tensor(node.content).flatten().clone()
             taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
             for rank in sorted(by_rank):
                 places, values = move_tensors(by_rank[rank], self._module)
@@ -462,17 +457,6 @@ class Sandbox:
                     node.owner.setdefault(key, value)
 
 
-def _find_hooks(module: nn.Module) -> dict[str, Any]:
-    """Return the hooks of modules and tensors, which a walk does not enter, by name."""
-    tensors = {*module.parameters(), *module.buffers()}
-    tables = [part for own in module.modules() for part in vars(own).items()]
-    tables += [(name, getattr(own, name, None)) for own in tensors for name in _HOOKS_OF_TENSORS]
-    found = [
-        hook for name, table in tables if name.endswith("_hooks") for hook in (table or {}).values()
-    ]
-    return {f"hooks()[{number}]": hook for number, hook in enumerate(found)}
-
-
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     """Return the path of a value that cannot be sent, or what other processes make of them all."""
     found = {}
@@ -497,14 +481,22 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
         if (change := record.changes.get(path)) is None:
             continue
         now, before = change.value, None if change.key else change.node.content
-        both = [own for own in (now, before) if isinstance(own, Tensor)]
+        both = [own for own in map(_find_tensor, (now, before)) if own is not None]
         forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
-        if len(both) * len(forms) != _PAIR or now.numel() == 1 or change.token[:6] == "buffer":
+        if len(both) * len(forms) != _PAIR or both[0].numel() == 1 or change.token[:6] == "buffer":
             yield path, None
             continue
-        bits = [own.flatten().view(torch.uint8).reshape(now.numel(), -1) for own in both]
+        flat = [own.flatten() for own in both]
+        bits = [own.view(torch.uint8).reshape(len(own), -1) for own in flat]
         places = (bits[0] != bits[1]).any(1).nonzero().flatten()
-        yield path, [places, now.flatten()[places]]
+        yield path, [places, flat[0][places]]
+
+
+def _find_tensor(value: object) -> Tensor | None:
+    """Return a tensor, or that of the numbers of an array, else None."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        return torch.from_numpy(value)
+    return value if isinstance(value, Tensor) else None
 
 
 def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:

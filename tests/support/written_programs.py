@@ -1,0 +1,525 @@
+"""Programs with state of any kind, at any place, that any hook changes, and what a resume does."""
+
+# ruff: noqa: ISC004 - lines of programs
+
+import os
+import shutil
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryFile
+from types import ModuleType
+
+import lightning.pytorch as L
+import torch
+from trainings import QUIET
+
+from lightning_d9m import DeterminismCallback, InexactResumeError
+from lightning_d9m.engine.control import session
+
+PROGRAM = """
+import argparse, array, collections, contextvars, ctypes, csv, dataclasses, datetime, decimal, enum
+import fractions, functools, hashlib, io, itertools, mmap, multiprocessing, pathlib, queue, random
+import sqlite3, sys, tempfile, threading, types, uuid, weakref
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+KEPT, SCHEDULE = None, None
+VAR = contextvars.ContextVar("VAR")
+Row = collections.namedtuple("Row", "number tensor")
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+class Meta(type):
+    kept = None
+
+class Base(metaclass=Meta):
+    pass
+
+class Derived(Base):
+    @staticmethod
+    def static(kept=None):
+        return kept
+    @classmethod
+    def own(cls):
+        return cls
+
+class Descriptor:
+    def __init__(self):
+        self.held = weakref.WeakKeyDictionary()
+    def __get__(self, owner, _):
+        return self.held[owner]
+    def __set__(self, owner, kept):
+        self.held[owner] = kept
+
+class Described:
+    kept = Descriptor()
+
+class Lazy:
+    def __init__(self, kept):
+        self.__dict__["held"] = kept
+    def __getattr__(self, name):
+        return self.__dict__["held"]
+
+class Draws(random.Random):
+    pass
+
+def one():
+    return 1
+
+def two():
+    return 2
+
+class Helper:
+    kept = None
+
+class Holder:
+    def __init__(self, kept):
+        self.kept = kept
+    def get(self):
+        return self.kept
+
+class Slotted:
+    __slots__ = ("kept",)
+
+class Own(io.StringIO):
+    pass
+
+class Numbers(list):
+    pass
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    number: int
+    tensor: object
+
+@dataclasses.dataclass
+class Record:
+    kept: object
+
+def identity(kept):
+    return kept
+
+def scale(step, kept):
+    return 1.0
+
+def leave(*_, kept):
+    pass
+
+def count_up():
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+def keep(kept):
+    return lambda: kept
+
+def run(kept):
+    while True:
+        yield kept
+
+def open_file(mode):
+    file = tempfile.TemporaryFile(mode)
+    lines = "".join("x" * (number %% 7) + chr(10) for number in range(200))
+    file.write(lines if "b" not in mode else lines.encode())
+    file.seek(0)
+    return file
+
+class Data(Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.linspace(0, 1, 3) * index
+
+def steer(*_):
+    if (trainer := model._trainer) is None:
+        return
+    kept = %(get)s
+    %(change)s
+    with torch.no_grad():
+        model.net.bias.add_(1e-2 * float(number))
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def validation_step(self, batch, index):
+        self.net(batch)
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), 0.01)
+        factor = functools.partial(scale, kept=SCHEDULE)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, factor)]
+
+class Steering(L.Callback):
+    pass
+
+def call_before(owner, name):
+    # Or in one that it lacks.
+    before = getattr(owner, name, None)
+    def method(self, *args, **words):
+        steer()
+        return before(self, *args, **words) if before else None
+    setattr(owner, name, method)
+
+call_before(%(hook)s)
+
+model, steering, data = Model(), Steering(), Data()
+sampler = torch.utils.data.SequentialSampler(data)
+loader = DataLoader(data, 4, sampler=sampler)
+
+def put(kept):
+    %(put)s
+
+put(%(make)s)
+"""
+# fmt: off
+KINDS = {
+    "list": ("[1]", "kept.append(len(kept)); number = sum(kept)"),
+    "subclass": ("Numbers([1])", "kept.append(len(kept)); number = sum(kept)"),
+    "dict": ("{'n': 1}", "kept['n'] += 1; number = kept['n']"),
+    "ordered": ("collections.OrderedDict(n=1)", "kept['n'] += 1; number = kept['n']"),
+    "counter": ("collections.Counter()", "kept['n'] += 1; number = kept['n']"),
+    "user dict": ("collections.UserDict(n=1)", "kept['n'] += 1; number = kept['n']"),
+    "chain": ("collections.ChainMap({'n': 1})", "kept['n'] += 1; number = kept['n']"),
+    "set": ("{0}", "kept.add(len(kept)); number = len(kept)"),
+    "deque": ("collections.deque([1], 3)", "kept.append(sum(kept)); number = sum(kept) % 9"),
+    "tensor": ("torch.zeros(2)", "kept.data.add_(1); number = kept[0]"),
+    "shared": ("torch.zeros(2).share_memory_()", "kept.add_(1); number = kept[0]"),
+    "view": ("torch.zeros(2, 2)[0]", "kept.add_(1); number = kept[0]"),
+    "array": ("np.zeros(2)", "kept += 1; number = kept[0]"),
+    "python": ("random.Random(1)", "number = kept.random()"),
+    "numpy": ("np.random.default_rng(1)", "number = kept.random()"),
+    "torch": ("torch.Generator().manual_seed(1)", "number = torch.rand(1, generator=kept)"),
+    "object": ("Holder(0)", "kept.kept += 1; number = kept.kept"),
+    "record": ("Record(0)", "kept.kept += 1; number = kept.kept"),
+    "namespace": ("types.SimpleNamespace(n=0)", "kept.n += 1; number = kept.n"),
+    "method": ("Holder([0]).get", "kept().append(1); number = len(kept())"),
+    "partial": ("functools.partial(identity, [0])", "kept().append(1); number = len(kept())"),
+    "closure": ("keep([0])", "kept().append(1); number = len(kept())"),
+    "rows": ("[]", "kept.append(Row(1, torch.ones(1))); number = sum(own[0] for own in kept)"),
+    "frozen": ("[]", "kept.append(Frozen(1, None)); number = sum(own.number for own in kept)"),
+    "enums": ("[Color.RED]", "kept.insert(0, Color.BLUE); number = len(kept) + kept[0].value"),
+    "objects": ("[]", "kept.append(Holder(1)); number = len(kept)"),
+    "set of objects": ("{Holder(0)}", "kept.add(Holder(1)); number = len(kept)"),
+    "changed in a set": ("{Holder([0])}", "(own,) = kept; own.kept += [1]; number = len(own.kept)"),
+    "text": ("io.StringIO('x' * 300)", "kept.read(2); number = kept.tell()"),
+    "own text": ("Own('x' * 300)", "kept.read(2); number = kept.tell()"),
+    "bytes": ("io.BytesIO(bytes(300))", "kept.read(2); number = kept.tell()"),
+    "file": ("open_file('w+')", "number = len(kept.readline())"),
+    "raw file": ("open_file('w+b')", "number = len(kept.readline())"),
+    "map": ("mmap.mmap(-1, 9)", "kept[0] += 1; number = kept[0]"),
+    "position": ("mmap.mmap(-1, 99)", "kept.read(1); number = kept.tell()"),
+    "memory": ("memoryview(bytearray(9))", "kept[0] += 1; number = kept[0]"),
+    "byte array": ("bytearray(9)", "kept[0] += 1; number = kept[0]"),
+    "typed": ("array.array('d', [0])", "kept[0] += 1; number = kept[0]"),
+    "ctypes": ("ctypes.c_double(0)", "kept.value += 1; number = kept.value"),
+    "value": ("multiprocessing.Value('d', 0)", "kept.value += 1; number = kept.value"),
+    "range": ("iter(range(99))", "number = next(kept)"),
+    "cycle": ("itertools.cycle([1, 2, 3, 5, 8])", "number = next(kept)"),
+    "count": ("itertools.count()", "number = next(kept)"),
+    "zip": ("zip(itertools.count(), itertools.repeat(1))", "number = sum(next(kept))"),
+    "generator": ("count_up()", "number = next(kept)"),
+    "map of a method": ("map(Holder([1]).get().append, range(9))", "next(kept, 0); number = 1"),
+    "queue": ("queue.Queue()", "kept.put(1); number = kept.qsize()"),
+    "simple queue": ("queue.SimpleQueue()", "kept.put(1); number = kept.qsize()"),
+    "metric": ("__import__('torchmetrics').MeanMetric()",
+        "kept.update(len(kept._forward_hooks) + 1.0 + float(kept.weight)); number = kept.weight"),
+    "number": ("0", "put(kept + 1); number = kept"),
+    "string": ("''", "put(kept + 'x'); number = len(kept)"),
+    "pair": ("(1, [1])", "put((kept[0] + 1, kept[1])); kept[1].append(1); number = len(kept[1])"),
+    "frozen set": ("frozenset()", "put(kept | {len(kept)}); number = len(kept)"),
+    "decimal": ("decimal.Decimal(1)", "put(kept + 1); number = kept"),
+    "fraction": ("fractions.Fraction(1, 2)", "put(kept + 1); number = kept"),
+    "date": ("datetime.date(2000, 1, 1)",
+        "put(kept.replace(day=kept.day % 9 + 1)); number = kept.day"),
+    "delta": ("datetime.timedelta(0)", "put(kept + datetime.timedelta(1)); number = kept.days"),
+    "uuid": ("uuid.UUID(int=1)", "put(uuid.UUID(int=kept.int + 1)); number = kept.int"),
+    "path": ("pathlib.Path('a')", "put(kept / 'b'); number = len(kept.parts)"),
+    "member": ("Color.RED", "put(Color(3 - kept.value)); number = kept.value"),
+    "code": ("one", "put(two if kept is one else one); number = kept()"),
+    "class": ("Base", "put(Derived if kept is Base else Base); number = kept is Base"),
+    "type": ("torch.float32",
+        "put(torch.float64 if kept is torch.float32 else torch.float32); number = kept.itemsize"),
+    "slice": ("slice(0, 1)", "put(slice(0, kept.stop + 1)); number = kept.stop"),
+    "numeral": ("np.float32(0)", "put(kept + np.float32(1)); number = kept"),
+    "complex": ("torch.zeros(2, dtype=torch.complex64)", "kept.add_(1j); number = kept[0].imag"),
+    "sparse": ("torch.zeros(2).to_sparse()",
+        "kept.add_(torch.ones(2).to_sparse()); number = kept.to_dense()[0]"),
+    "new tensor": ("torch.zeros(2)", "put(kept + 1); number = kept[0]"),
+    "grown": ("torch.zeros(1)", "put(torch.cat([kept, kept + 1])[-9:]); number = kept.sum()"),
+    "parameter": ("(torch.nn.Parameter(torch.zeros(2)),)",
+        "kept[0].data.add_(1); number = kept[0][0]"),
+    "structured": ("np.zeros(2, [('a', 'f4')])", "kept['a'] += 1; number = kept['a'][0]"),
+    "array of objects": ("np.array([0, None])", "kept[0] += 1; number = kept[0]"),
+    "module": ("(torch.nn.Linear(1, 1),)",
+        "kept[0].weight.data.fill_(float(kept[0].weight) + 1); number = kept[0].weight"),
+    "mode": ("(torch.nn.Dropout(),)", "kept[0].p = 1 - kept[0].p / 2; number = kept[0].p"),
+    "default": ("collections.defaultdict(list)", "kept[1].append(1); number = len(kept[1])"),
+    "enum key": ("{Color.RED: 1}", "kept[Color.RED] += 1; number = kept[Color.RED]"),
+    "tuple key": ("{(1, 2): 1}", "kept[1, 2] += 1; kept[len(kept), 0] = 1; number = kept[1, 2]"),
+    "object key": ("{one: 1}", "kept[one] += 1; number = kept[one]"),
+    "nested": ("{'a': [[1], {2: [3]}]}",
+        "kept['a'][1][2].append(1); number = len(kept['a'][1][2])"),
+    "long": ("[0] * 2000", "kept[1500] += 1; number = kept[1500]"),
+    "long of objects": ("[Holder(0) for _ in range(1500)]",
+        "kept[7].kept += 1; number = kept[7].kept"),
+    "long dict": ("dict.fromkeys(range(2000), 0)", "kept[1] += 1; number = kept[1]"),
+    "cycle of objects": ("Holder([0])", "kept.kept += [kept]; number = len(kept.kept)"),
+    "linked": ("Holder(None)", "put(Holder(kept)); number = kept.kept is None"),
+    "described": ("Described()",
+        "kept.kept = getattr(kept, '_', 0) + 1; kept._ = kept.kept; number = kept.kept"),
+    "lazy": ("Lazy([0])", "kept.any.append(1); number = len(kept.other)"),
+    "own draws": ("Draws(1)", "number = kept.random()"),
+    "cache": ("functools.lru_cache(lambda key: [])", "kept(1).append(1); number = len(kept(1))"),
+    "thread": ("threading.local()", "kept.n = getattr(kept, 'n', 0) + 1; number = kept.n"),
+    "semaphore": ("threading.Semaphore(99)", "kept.acquire(); number = kept._value"),
+    "event": ("threading.Event()",
+        "(kept.clear if kept.is_set() else kept.set)(); number = kept.is_set()"),
+    "lock": ("threading.Lock()",
+        "(kept.release if kept.locked() else kept.acquire)(); number = kept.locked()"),
+    "weak": ("weakref.WeakValueDictionary()", "kept[len(kept)] = steering; number = len(kept)"),
+    "weak keys": ("weakref.WeakKeyDictionary({one: 0})", "kept[one] += 1; number = kept[one]"),
+    "hash": ("hashlib.md5()", "kept.update(b'x'); number = kept.digest()[0] / 99"),
+    "context": ("decimal.Context()", "kept.prec += 1; number = kept.prec / 9"),
+    "database": ("sqlite3.connect(':memory:')", "kept.execute('create table if not exists t(n)'); "
+        "kept.execute('insert into t values(1)'); "
+        "number = kept.execute('select count(*) from t').fetchone()[0]"),
+    "reader": ("csv.reader(map(str, range(99)))", "number = int(next(kept)[0])"),
+    "enumerate": ("enumerate(itertools.count())", "number = next(kept)[0]"),
+    "reversed": ("reversed(range(99))", "number = next(kept) / 9"),
+    "list iterator": ("iter([*range(99)])", "number = next(kept)"),
+    "filter": ("filter(None, range(99))", "number = next(kept)"),
+    "shared array": ("multiprocessing.Array('d', 3)", "kept[0] += 1; number = kept[0]"),
+    "queue of a process": ("multiprocessing.SimpleQueue()",
+        "kept.put(1) if kept.empty() else kept.get(); number = kept.empty()"),
+    "exception": ("ValueError(1)", "kept.args = (kept.args[0] + 1,); number = kept.args[0]"),
+    "proxy": ("types.MappingProxyType({'a': [1]})", "kept['a'].append(1); number = len(kept['a'])"),
+    "arguments": ("argparse.Namespace(n=1)", "kept.n += 1; number = kept.n"),
+    "sampler": ("torch.utils.data.RandomSampler(range(9), generator=torch.Generator())",
+        "number = next(iter(kept))"),
+    "optimizer": ("torch.optim.SGD([torch.zeros(1)], 1.0, momentum=0.9)",
+        "kept.param_groups[0]['lr'] *= 0.9; number = kept.param_groups[0]['lr']"),
+    "nothing": ("torch.nn.ReLU()", "number = 1"),
+}
+PLACES = {
+    "a module": ("model.kept = kept", "model.kept"),
+    "a submodule": ("model.net.kept = kept", "model.net.kept"),
+    "a list": ("model.kept = [0, [kept]]", "model.kept[1][0]"),
+    "a tuple": ("steering.kept = (0, (kept,))", "steering.kept[1][0]"),
+    "a dict": ("model.kept = {'a': {1: kept}}", "model.kept['a'][1]"),
+    "a callback": ("steering.kept = kept", "steering.kept"),
+    "an object": ("model.kept = Holder(kept)", "model.kept.kept"),
+    "a record": ("model.kept = Record(kept)", "model.kept.kept"),
+    "slots": ("model.kept = Slotted(); model.kept.kept = kept", "model.kept.kept"),
+    "a namespace": ("model.kept = types.SimpleNamespace(kept=kept)", "model.kept.kept"),
+    "a file": ("globals()['KEPT'] = kept", "KEPT"),
+    "a helper class": ("Helper.kept = kept", "Helper.kept"),
+    "the class of the model": ("Model.kept = kept", "Model.kept"),
+    "a function": ("identity.kept = kept", "identity.kept"),
+    "a default": ("identity.__defaults__ = (kept,)", "identity()"),
+    "a closure": ("steering.get = keep(kept)", "steering.get()"),
+    "a partial": ("model.get = functools.partial(identity, kept)", "model.get()"),
+    "a keyword": ("model.get = functools.partial(identity, kept=kept)", "model.get()"),
+    "a method": ("model.get = Holder(kept).get", "model.get()"),
+    "a map": ("model.kept = collections.ChainMap({}, {'a': kept})", "model.kept['a']"),
+    "a user list": ("model.kept = collections.UserList([kept])", "model.kept[0]"),
+    "a variable of the context": ("VAR.set(kept)", "VAR.get()"),
+    "a dataset": ("data.kept = kept", "data.kept"),
+    "an alias": ("model.kept = kept; steering.other = [kept]",
+        "(model.kept, steering.other[0])[trainer.global_step % 2]"),
+    "the Trainer": ("globals()['KEPT'] = kept; Model.setup = lambda self, stage: "
+        "setattr(self.trainer, 'kept', KEPT)", "trainer.kept"),
+    "a loader": ("loader.kept = kept", "loader.kept"),
+    "a sampler": ("sampler.kept = kept", "sampler.kept"),
+    "an optimizer": ("globals()['KEPT'] = kept",
+        "vars(trainer.optimizers[0]).setdefault('kept', KEPT)"),
+    "a group": ("globals()['KEPT'] = kept",
+        "trainer.optimizers[0].param_groups[0].setdefault('kept', KEPT)"),
+    "a scheduler": ("globals()['KEPT'] = kept",
+        "vars(trainer.lr_scheduler_configs[0].scheduler).setdefault('kept', KEPT)"),
+    "a parameter": ("model.net.weight.kept = kept", "model.net.weight.kept"),
+    "a hook of a module": ("model.net.register_forward_hook(functools.partial(leave, kept=kept))",
+        "[*model.net._forward_hooks.values()][0].keywords['kept']"),
+    "a base class": ("Base.kept = kept", "Derived.kept"),
+    "a metaclass": ("Meta.kept = kept", "Base.kept"),
+    "a static method": ("Derived.static.__defaults__ = (kept,)", "Derived.static()"),
+    "a class method": ("Derived.own.__func__.kept = kept", "Derived.own.kept"),
+    "a running generator": ("model.get = run(kept)", "next(model.get)"),
+    "a member": ("Color.RED.kept = kept", "Color.RED.kept"),
+    "an exception": ("model.kept = ValueError(kept)", "model.kept.args[0]"),
+    "a proxy": ("model.kept = types.MappingProxyType({1: kept})", "model.kept[1]"),
+    "arguments": ("model.kept = argparse.Namespace(kept=kept)", "model.kept.kept"),
+    "a descriptor": ("model.kept = Described(); model.kept.kept = kept", "model.kept.kept"),
+    "a lazy object": ("model.kept = Lazy(kept)", "model.kept.any"),
+    "a cache": ("model.get = functools.lru_cache(keep(kept))", "model.get()"),
+    "a property": ("Model.kept = property(functools.partial(lambda kept, _: kept, kept))",
+        "model.kept"),
+    "another thread's": ("model.kept = threading.local(); model.kept.kept = kept",
+        "model.kept.kept"),
+    "a file that was imported": ("file = sys.modules['written_helper'] = types.ModuleType("
+        "'written_helper'); file.__file__ = __file__; file.kept = kept; "
+        "globals()['written_helper'] = file", "written_helper.kept"),
+    "a deque": ("model.kept = collections.deque([kept])", "model.kept[0]"),
+    "an array": ("model.kept = np.array([None]); model.kept[0] = kept", "model.kept[0]"),
+    "hyperparameters": ("model.save_hyperparameters({'kept': [kept]})", "model.hparams['kept'][0]"),
+    "an optimizer's schedule": ("globals()['SCHEDULE'] = kept",
+        "trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0].keywords['kept']"),
+}
+# fmt: on
+HOOKS = [
+    *(
+        f"Steering, {name!r}"
+        for name in (
+            *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start"),
+            *("on_train_epoch_end", "on_before_optimizer_step", "on_after_backward"),
+            *("on_validation_batch_end", "on_validation_epoch_end", "on_before_zero_grad"),
+            *("on_train_start", "on_validation_start", "on_validation_end"),
+        )
+    ),
+    *(
+        f"Model, {name!r}"
+        for name in (
+            *("training_step", "on_train_batch_start", "on_train_batch_end", "backward"),
+            *("optimizer_step", "lr_scheduler_step", "configure_gradient_clipping"),
+            *("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"),
+            *("validation_step", "on_save_checkpoint", "transfer_batch_to_device"),
+        )
+    ),
+    "torch.optim.lr_scheduler.LambdaLR, 'get_lr'",
+    "Data, '__getitem__'",
+]
+STEPS = (2, 3, 5, 6, 7)  # see ``Saver``
+
+
+class Saver(L.Callback):
+    """Saves checkpoints within an epoch, between two, within a validation and after it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step in (2, 5):
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer, *_):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / "3.ckpt")
+
+    def on_validation_batch_end(self, trainer, *_):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.folder / "7.ckpt")  # the last one within it
+
+    def on_validation_end(self, trainer, *_):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.folder / "6.ckpt")
+
+
+def write(kind, place, hook="Steering, 'on_train_batch_start'"):
+    """Return the source of a program."""
+    (make, change), (put, get) = KINDS[kind], PLACES[place]
+    return PROGRAM % {"make": make, "change": change, "put": put, "get": get, "hook": hook}
+
+
+def train(source, folder, resume=None, **words):
+    """Train as a process of its own would; return the bytes of the weights."""
+    session._fits = 0
+    program = sys.modules["written"] = ModuleType("written")
+    program.__file__ = __file__
+    exec(source, vars(program))  # noqa: S102 - the program of this test
+    saves = folder / "resumed" if resume else folder
+    saves.mkdir(exist_ok=True, parents=True)
+    trainer = L.Trainer(
+        **{**QUIET, "enable_checkpointing": False},
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        callbacks=[
+            DeterminismCallback(seed=3, ledger_dir=folder, **words),
+            program.steering,
+            Saver(saves),
+        ],
+    )
+    checkpoint = resume and folder / f"{resume}.ckpt"
+    trainer.fit(program.model, program.loader, program.loader, ckpt_path=checkpoint)
+    return b"".join(own.detach().numpy().tobytes() for own in program.model.parameters())
+
+
+def resume(source, folder, step, *, checked=True, **words):
+    """Return whether a resumed run ends as a straight one, or the error by which it is refused.
+
+    Unless it is ``checked``, the ledger of what followed the checkpoint is gone.
+    """
+    straight = train(source, folder)
+    if not checked:
+        shutil.rmtree(folder / "fit-000")
+    try:
+        return train(source, folder, step, **words) == straight
+    except InexactResumeError as error:
+        return str(error)
+
+
+def judge(source, folder, step):
+    """Return what becomes of a resumed program: one word, and the error."""
+    straight = in_fork(lambda: train(source, folder))
+    found = in_fork(lambda: train(source, folder, step))
+    if isinstance(straight, str):
+        word = "failed"
+    elif isinstance(found, bytes):
+        word = "equal" if found == straight else "silent"
+    elif "The resumed run differs" in found:
+        word = "ended"
+    elif "InexactResumeError" not in found:
+        word = "failed"
+    else:
+        again = in_fork(lambda: train(source, folder, step, on_inexact_resume="warn"))
+        word = "needless" if again == straight else "refused"
+    shutil.rmtree(folder)
+    return word, "" if isinstance(found, bytes) else found
+
+
+def in_fork(function):
+    """Return what a function returns in a process that has imported all; the text of an error.
+
+    A program in it may change what it likes, libraries too.
+    """
+    with TemporaryFile() as answer:
+        if not (process := os.fork()):
+            try:
+                torch.set_num_threads(1)  # threads of the parent are not there
+                # Groups and hyperparameters may have objects.
+                os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+                answer.write(b"+" + function())
+            except BaseException:  # noqa: BLE001 - the program fails, whatever for
+                answer.write(traceback.format_exc().encode())
+            finally:
+                answer.flush()
+                os._exit(0)
+        os.waitpid(process, 0)
+        answer.seek(0)
+        found = answer.read()
+    return found[1:] if found[:1] == b"+" else found.decode()
+
+
+def search(seed, count, folder):
+    """Judge programs at random; write each that is not equal, and how many there were of each."""
+    draw = Random(seed)
+    counts = Counter()
+    for _ in range(count):
+        chosen = [draw.choice([*options]) for options in (KINDS, PLACES, HOOKS, STEPS)]
+        word, error = judge(write(*chosen[:3]), folder, chosen[3])
+        counts[word] += 1
+        if word != "equal":
+            sys.stdout.write(f"{word} {chosen} | {error[-1500:]!r}\n")
+    sys.stdout.write(f"{dict(counts)}\n")
+
+
+if __name__ == "__main__":
+    search(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
