@@ -13,7 +13,6 @@ from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
 from lightning_d9m.ops.portability import kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
-from lightning_d9m.ops.portability.definitions import find_root
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
@@ -153,18 +152,6 @@ for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
     RULES[f"{_name}_"] = partial(_add_scaled, Tensor.add_, _combine)
 
 
-@rule("lerp")
-def lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Linear interpolation, from the nearer end."""
-    gap = end - start
-    if isinstance(weight, Tensor):
-        near = start + gap * weight
-        return torch.where(weight.abs() < 0.5, near, end - gap * (1 - weight))
-    if abs(weight) < 0.5:
-        return gap.mul_(weight).add_(start)
-    return end - gap.mul_(1 - weight)
-
-
 @rule("reciprocal")
 def reciprocal(values: Tensor) -> Tensor:
     """1 / x."""
@@ -270,51 +257,6 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
     return add(widen(values), _list_dims(values, dim), keepdim=keepdim).to(values.dtype)
 
 
-@rule("mean")
-@_converting(torch.mean)
-def mean(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """The sum over the number of its terms."""
-    dims = _list_dims(values, dim)
-    total = add(widen(values), dims, keepdim=keepdim)
-    return divide_by(total, _count(values, dims)).to(values.dtype)
-
-
-@rule("var")
-def variance(
-    values: Tensor,
-    dim: Sequence[int] | None = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Tensor:
-    """The variance; torch takes standard deviations and means apart."""
-    if isinstance(dim, bool):  # the overload without dimensions
-        dim, unbiased = None, dim
-    wide, dims = widen(values), _list_dims(values, dim)
-    center = divide_by(add(wide, dims), _count(values, dims))
-    total = add(wide, dims, keepdim=keepdim, kind="deviations", center=center)
-    freedom = _count(values, dims) - (unbiased if correction is None else correction)
-    return divide_by(total, max(freedom, 0)).to(values.dtype)
-
-
-@rule("linalg_vector_norm")
-def vector_norm(
-    values: Tensor,
-    ord: float = 2,  # noqa: A002 - torch's
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """The root of the sum of squares; torch takes other norms apart."""
-    if ord != 2:
-        return NotImplemented
-    wide = widen(values.to(dtype or values.dtype))
-    total = add(wide, _list_dims(values, dim), keepdim=keepdim, kind="squares")
-    return find_root(total).to(dtype or values.dtype)
-
-
 @rule("cumsum")
 @along_dim
 @_converting(torch.cumsum)
@@ -354,6 +296,24 @@ def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     return torch.arange(*given, dtype=dtype, **kwargs)
 
 
+@composed("var")
+def variance(
+    values: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Tensor:
+    """The variance; torch takes standard deviations and means apart."""
+    if isinstance(dim, bool):  # the overload without dimensions
+        dim, unbiased = None, dim
+    gaps = values - values.mean(dim, keepdim=True)
+    freedom = math.prod(values.shape[one] for one in _list_dims(values, dim))
+    freedom -= unbiased if correction is None else correction
+    return (gaps * gaps).sum(dim, keepdim=keepdim) / max(freedom, 0)
+
+
 composed("addbmm")(
     lambda start, left, right, **factors: torch.addmm(
         start, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **factors
@@ -361,53 +321,20 @@ composed("addbmm")(
 )
 
 
-def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """Add values to places of a flattened tensor."""
-    out = out.clone(memory_format=torch.contiguous_format)
-    terms = values.expand(places.shape).reshape(-1).to(out.dtype)
-    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
-    return out.add_(0.0)
-
-
-def _number(values: Tensor) -> Tensor:
-    """Return the place of each element: what torch selects from them are the selected places."""
-    return torch.arange(values.numel(), device=values.device).view(values.shape)
-
-
-@rule("scatter_add")
-def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Add to chosen places."""
-    used = source[tuple(slice(size) for size in index.shape)]
-    return _add_at(values, _number(values).gather(dim, index), used)
-
-
-@rule("scatter_reduce")
-def scatter_reduce(
-    values: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """Reduce the terms of each place."""
-    if reduce == "prod":
-        return NotImplemented
-    if reduce in ("amax", "amin"):
-        given = (values, dim, index, src, reduce)
-        return torch.scatter_reduce(*given, include_self=include_self) + 0
-    start = values if include_self else values.scatter(dim, index, 0)
-    total = scatter_add(start, dim, index, src)
-    if reduce == "sum":
-        return total
-    ones = (torch.ones_like(values), dim, index, torch.ones_like(src), "sum")
-    counts = torch.scatter_reduce(*ones, include_self=include_self).clamp(min=1)
-    return torch.div(total, counts)
-
-
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(
     values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
 ) -> Tensor:
-    """Write to, or add to, indexed places."""
+    """Write to, or add to, indexed places: the sums are exact."""
     if not accumulate:
         return torch.index_put(values, list(indices), source)
-    return _add_at(values, torch.ops.aten.index(_number(values), list(indices)), source)
+    # What torch selects from the numbers of all places are those of the indexed ones.
+    numbers = torch.arange(values.numel(), device=values.device).view(values.shape)
+    places = torch.ops.aten.index(numbers, list(indices))
+    out = values.clone(memory_format=torch.contiguous_format)
+    terms = source.expand(places.shape).reshape(-1).to(out.dtype)
+    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
+    return out.add_(0.0)
 
 
 def _pool_backward(
