@@ -52,7 +52,7 @@ SUMS = """{
                              zero, zero, zero};
     d9m_share(product_REAL, &p, (89 + wide_REAL) / wide_REAL, 2);
     mix_REAL(o, 70 * 90);
-    for (long kind = 0; kind < 5; kind++) {
+    for (long kind = 0; kind < 3; kind++) {
         struct row_sums_REAL s = {kind, 90, 1, 0, 90, 1, b, b, a, a, r};
         d9m_share(row_sums_REAL, &s, 300, 2);
         mix_REAL(r, 300);

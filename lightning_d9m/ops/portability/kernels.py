@@ -156,8 +156,8 @@ def add(
         x: The values.
         dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
         keepdim: Whether they remain, with size 1.
-        kind: ``values``, ``squares``, ``deviations`` (squares of x - center), ``products`` (x * y)
-            or ``normalized`` (x * (y - center) * factor).
+        kind: ``values``, ``deviations`` (squares of x - center) or ``normalized``
+            (x * (y - center) * factor).
         y: Of the shape of ``x``.
         center: One number for each sum.
         factor: One number for each sum.

@@ -66,7 +66,7 @@ def _check(library: ctypes.CDLL) -> None:
         for name, count, *given in (
             ("product", 2 - (ctypes.c_long.in_dll(library, f"wide_{kind}").value > 24), 25, 25, 25,
              *matrix, *more),
-            ("row_sums", 20, 4, 30, 1, 0, 30, 1, values, values, out[300:], out[330:], out),
+            ("row_sums", 20, 2, 30, 1, 0, 30, 1, values, values, out[300:], out[330:], out),
             ("tanh", 600, 1, 1, values, out),
         ):  # fmt: skip
             address = ctypes.cast(getattr(library, f"{name}_{kind}"), ctypes.c_void_p).value

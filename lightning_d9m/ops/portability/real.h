@@ -211,9 +211,7 @@ void NAME(row_sums)(const void *given, long begin, long end) {
                     if (s != 1) FILL(g->kind, s);
                     else if (g->kind == 0) FILL(0, 1);
                     else if (g->kind == 1) FILL(1, 1);
-                    else if (g->kind == 2) FILL(2, 1);
-                    else if (g->kind == 3) FILL(3, 1);
-                    else FILL(4, 1);
+                    else FILL(2, 1);
 #undef FILL
                     filled += run;
                     j += run;
@@ -262,9 +260,7 @@ void NAME(column_sums)(const void *given, long begin, long end) {
                 if (g->kind == 0 && width == COLUMNS) ADD(0, COLUMNS);
                 else if (g->kind == 0) ADD(0, width);
                 else if (g->kind == 1) ADD(1, width);
-                else if (g->kind == 2) ADD(2, width);
-                else if (g->kind == 3) ADD(3, width);
-                else ADD(4, width);
+                else ADD(2, width);
 #undef ADD
             }
             for (int half = LANES / 2; half; half /= 2)
