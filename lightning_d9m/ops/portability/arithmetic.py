@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
-from lightning_d9m.ops.portability import kernels
+from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
@@ -40,17 +39,12 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS.keys() - {"normal", "pow", "gelu"}}
 
 
-@rule("gelu")
-def gelu(values: Tensor, *, approximate: str = "none") -> Any:
-    """The Gaussian error linear unit; torch takes its approximation apart."""
-    return NotImplemented if approximate != "none" else evaluate("gelu", values)
+def _evaluate_gelu(name: str, *given: Tensor, approximate: str = "none") -> Any:
+    """Torch takes the approximation apart."""
+    return NotImplemented if approximate != "none" else evaluate(name, *given)
 
 
-@rule("gelu_backward")
-def gelu_backward(gradient: Tensor, values: Tensor, *, approximate: str = "none") -> Any:
-    """The gradient of ``gelu``."""
-    return NotImplemented if approximate != "none" else evaluate("gelu_backward", gradient, values)
-
+RULES |= {name: partial(_evaluate_gelu, name) for name in ("gelu", "gelu_backward")}
 
 # These round once, or not at all; complex numbers are refused.
 _ONE_ROUNDING = "mul abs sgn _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_"
@@ -261,8 +255,9 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
 @along_dim
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
-    """The sum of the values up to each one, in order."""
-    return kernels.add_running(widen(values), dim % values.dim()).to(values.dtype)
+    """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
+    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
+    return add_running(values.double(), dim).to(values.dtype)
 
 
 @rule("cumprod")
@@ -308,10 +303,11 @@ def variance(
     """The variance; torch takes standard deviations and means apart."""
     if isinstance(dim, bool):  # the overload without dimensions
         dim, unbiased = None, dim
-    gaps = values - values.mean(dim, keepdim=True)
-    freedom = math.prod(values.shape[one] for one in _list_dims(values, dim))
+    wide = widen(values)
+    gaps = wide - wide.mean(dim, keepdim=True)
+    freedom: float = math.prod(values.shape[one] for one in _list_dims(values, dim))
     freedom -= unbiased if correction is None else correction
-    return (gaps * gaps).sum(dim, keepdim=keepdim) / max(freedom, 0)
+    return ((gaps * gaps).sum(dim, keepdim=keepdim) / max(freedom, 0)).to(values.dtype)
 
 
 composed("addbmm")(
@@ -335,40 +331,3 @@ def index_put(
     terms = source.expand(places.shape).reshape(-1).to(out.dtype)
     add_rows(out.view(-1), places.reshape(-1), terms, include=True)
     return out.add_(0.0)
-
-
-def _pool_backward(
-    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
-) -> Tensor:
-    """Add the gradients of windows to their places: of each place in the order of the taps."""
-    stride, beside, dilation, _, indices = given
-    kernel, stride, beside, dilation = (
-        [*one] * (dims if len(one) == 1 else 1)
-        for one in (kernel, stride or kernel, beside, dilation)
-    )
-    sizes, counts = values.shape[-dims:], gradient.shape[-dims:]
-    shape = list(zip(kernel, stride, dilation, counts, strict=True))
-    taps: Any = 0  # of each window, the number of the tap that has the maximum
-    for d in range(dims):
-        tap, step, apart, count = shape[d]
-        place = indices // math.prod(sizes[d + 1 :]) % sizes[d] + beside[d]
-        first = torch.arange(count, device=indices.device) * step
-        first = first.view(-1, *[1] * (dims - 1 - d))
-        taps = taps * tap + torch.div(place - first, apart, rounding_mode="floor")
-    taps = taps.to(torch.int32)
-    reach = ((n - 1) * step + (tap - 1) * apart + 1 for tap, step, apart, n in shape)
-    area = [max(s + b, r) for s, b, r in zip(sizes, beside, reach, strict=True)]
-    total = widen(gradient).new_zeros((*values.shape[:-dims], *area))
-    for number, places in enumerate(product(*map(range, kernel))):
-        ranges: list[Any] = [...]
-        ranges += (
-            slice(place * apart, place * apart + (count - 1) * step + 1, step)
-            for place, (_, step, apart, count) in zip(places, shape, strict=True)
-        )
-        total[tuple(ranges)] += torch.where(taps == number, gradient, 0.0)
-    inner: list[Any] = [..., *(slice(b, b + s) for b, s in zip(beside, sizes, strict=True))]
-    return total[tuple(inner)].to(values.dtype).contiguous()
-
-
-for _dims in (2, 3):
-    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)

@@ -30,7 +30,7 @@ def _take_steps(
     step: Callable[..., None] | None,
     params: list[Tensor],
     grads: list[Tensor],
-    *state: list[Tensor],
+    *state: Any,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     **given: Any,
@@ -97,7 +97,8 @@ def steps_replaced() -> Iterator[None]:
     try:
         for name, step in {**steps, "sgd": _step_sgd, "adagrad": None}.items():
             module = sys.modules[f"torch.optim.{name}"]
-            single = getattr(module, f"_single_tensor_{name}", None)  # since 2.9 AdamW is Adam
+            # Since torch 2.9 AdamW is Adam.
+            single: Any = getattr(module, f"_single_tensor_{name}", None)
             loops = ("single_tensor", "multi_tensor", "fused") if step and single else ("fused",)
             for loop in (f"_{one}_{name}" for one in loops if single):
                 saved.append((module, loop, getattr(module, loop)))

@@ -161,15 +161,28 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def _pad(image: Tensor, geometry: Geometry, value: float = 0) -> Tensor:
+    """Return an image with what windows read beside it, at the end as much as the last needs."""
+    beside = list[int]()
+    for size, count, taps, step, before, apart in zip(*geometry, strict=True):
+        after = (count - 1) * step + (taps - 1) * apart + 1 - size - before
+        beside = [before, max(before, after), *beside]
+    return pad(image, beside, value=value) if any(beside) else image
+
+
+def _view_windows(padded: Tensor, geometry: Geometry) -> Tensor:
+    """Return a view of a padded image ``[..., windows, taps]``, by dimension."""
+    first, view = padded.dim() - len(geometry.taps), padded
+    for dim, (_, count, taps, step, _, apart) in enumerate(zip(*geometry, strict=True), first):
+        view = view.unfold(dim, (taps - 1) * apart + 1, step).narrow(dim, 0, count)[..., ::apart]
+    return view
+
+
 def _place_all(
     image: Tensor, weight: Tensor, windows: Tensor, geometry: Geometry, groups: int
 ) -> tuple[_Placed, _Placed, _Placed]:
     """Return a convolution's image, as windows and taps read it, its weight, and its windows."""
-    padding, dims = geometry.padding, len(geometry.taps)
-    beside = [one for one in reversed(padding) for _ in range(2)]
-    view = (pad(image, beside) if any(beside) else image).contiguous()
-    for dim, (_, count, taps, step, _, apart) in enumerate(zip(*geometry, strict=True), 2):
-        view = view.unfold(dim, (taps - 1) * apart + 1, step).narrow(dim, 0, count)[..., ::apart]
+    dims, view = len(geometry.taps), _view_windows(_pad(image, geometry).contiguous(), geometry)
     return (
         _place(view, "ngc" + "w" * dims + "t" * dims, groups),
         _place(weight.contiguous(), "goc" + "t" * dims, groups),
@@ -249,6 +262,25 @@ def convolve_backward(
     )
 
 
+def _differentiate_maxima(
+    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
+) -> Tensor:
+    """Add the gradients of windows to their places: of each place in the order of the taps."""
+    stride, *more, _, indices = given
+    sizes, kernel = values.shape[-dims:], [*kernel] * (dims if len(kernel) == 1 else 1)
+    geometry = _lay_out(sizes, gradient.shape[-dims:], kernel, (stride or kernel, *more))
+    numbers = torch.arange(prod(sizes), device=values.device).view(1, *sizes)
+    places = _view_windows(_pad(numbers, geometry, -1), geometry)[0]
+    total = _pad(torch.zeros_like(widen(values)), geometry)
+    sums = _view_windows(total, geometry)
+    for taps in product(*map(range, kernel)):
+        at: Any = (..., *taps)
+        sums[at] += torch.where(places[at] == indices, gradient, 0.0)
+    for dim, (before, size) in enumerate(zip(geometry.padding, sizes, strict=True), -dims):
+        total = total.narrow(dim, before, size)
+    return total.to(values.dtype).contiguous()
+
+
 @lru_cache(maxsize=256)
 def _read_matrix(size: int, *side: Any) -> Tensor:
     """Return the matrix ``[outputs, inputs]`` of an operation along one dimension."""
@@ -320,3 +352,5 @@ for _dims, _names in _RESIZED.items():
         _register(_dims, _name, partial(_resize, _name), forward=False)
     _register(_dims, f"avg_pool{_dims}d", partial(pool_sides, _dims))
     _register(_dims, f"_adaptive_avg_pool{_dims}d", adaptive_sides)
+for _dims in (2, 3):
+    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_differentiate_maxima, _dims)
