@@ -317,6 +317,14 @@ composed("addbmm")(
 )
 
 
+@rule("scatter_reduce")
+def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more: Any) -> Any:
+    """Choose a term for each place; torch takes sums and means apart."""
+    if given[1] not in ("amax", "amin"):
+        return NotImplemented
+    return torch.scatter_reduce(values, dim, index, *given, **more) + 0
+
+
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(
     values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
