@@ -325,17 +325,27 @@ def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more:
     return torch.scatter_reduce(values, dim, index, *given, **more) + 0
 
 
-@rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def index_put(
-    values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
-) -> Tensor:
-    """Write to, or add to, indexed places: the sums are exact."""
-    if not accumulate:
-        return torch.index_put(values, list(indices), source)
-    # What torch selects from the numbers of all places are those of the indexed ones.
-    numbers = torch.arange(values.numel(), device=values.device).view(values.shape)
-    places = torch.ops.aten.index(numbers, list(indices))
+def _add_at(values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor) -> Tensor:
+    """Add to places, by exact sums: what is found among the numbers of all places."""
+    places = find(torch.arange(values.numel(), device=values.device).view(values.shape))
     out = values.clone(memory_format=torch.contiguous_format)
     terms = source.expand(places.shape).reshape(-1).to(out.dtype)
     add_rows(out.view(-1), places.reshape(-1), terms, include=True)
     return out.add_(0.0)
+
+
+@rule("scatter_add")
+def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Add to chosen places."""
+    used = source[tuple(slice(size) for size in index.shape)]
+    return _add_at(values, lambda numbers: numbers.gather(dim, index), used)
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(
+    values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
+) -> Tensor:
+    """Write to, or add to, indexed places."""
+    if not accumulate:
+        return torch.index_put(values, list(indices), source)
+    return _add_at(values, lambda numbers: torch.ops.aten.index(numbers, list(indices)), source)
