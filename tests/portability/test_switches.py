@@ -153,7 +153,7 @@ def test_an_inner_session_cannot_leave_portable_bits():
     assert not is_portable()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_session_travels_to_workers(method):
     """Also the user's own function still runs, and the loader stays as it was."""
     loader = DataLoader(

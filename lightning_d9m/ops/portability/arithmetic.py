@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from itertools import product
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
-from lightning_d9m.ops.portability import kernels
+from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
-from lightning_d9m.ops.portability.definitions import find_root
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
@@ -41,17 +39,12 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
 RULES |= {name: partial(evaluate, name) for name in FUNCTIONS.keys() - {"normal", "pow", "gelu"}}
 
 
-@rule("gelu")
-def gelu(values: Tensor, *, approximate: str = "none") -> Any:
-    """The Gaussian error linear unit; torch takes its approximation apart."""
-    return NotImplemented if approximate != "none" else evaluate("gelu", values)
+def _evaluate_gelu(name: str, *given: Tensor, approximate: str = "none") -> Any:
+    """Torch takes the approximation apart."""
+    return NotImplemented if approximate != "none" else evaluate(name, *given)
 
 
-@rule("gelu_backward")
-def gelu_backward(gradient: Tensor, values: Tensor, *, approximate: str = "none") -> Any:
-    """The gradient of ``gelu``."""
-    return NotImplemented if approximate != "none" else evaluate("gelu_backward", gradient, values)
-
+RULES |= {name: partial(_evaluate_gelu, name) for name in ("gelu", "gelu_backward")}
 
 # These round once, or not at all; complex numbers are refused.
 _ONE_ROUNDING = "mul abs sgn _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_"
@@ -151,18 +144,6 @@ def _add_scaled(
 for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
     RULES[_name] = partial(_add_scaled, torch.add, _combine)
     RULES[f"{_name}_"] = partial(_add_scaled, Tensor.add_, _combine)
-
-
-@rule("lerp")
-def lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Linear interpolation, from the nearer end."""
-    gap = end - start
-    if isinstance(weight, Tensor):
-        near = start + gap * weight
-        return torch.where(weight.abs() < 0.5, near, end - gap * (1 - weight))
-    if abs(weight) < 0.5:
-        return gap.mul_(weight).add_(start)
-    return end - gap.mul_(1 - weight)
 
 
 @rule("reciprocal")
@@ -270,57 +251,13 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
     return add(widen(values), _list_dims(values, dim), keepdim=keepdim).to(values.dtype)
 
 
-@rule("mean")
-@_converting(torch.mean)
-def mean(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """The sum over the number of its terms."""
-    dims = _list_dims(values, dim)
-    total = add(widen(values), dims, keepdim=keepdim)
-    return divide_by(total, _count(values, dims)).to(values.dtype)
-
-
-@rule("var")
-def variance(
-    values: Tensor,
-    dim: Sequence[int] | None = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Tensor:
-    """The variance; torch takes standard deviations and means apart."""
-    if isinstance(dim, bool):  # the overload without dimensions
-        dim, unbiased = None, dim
-    wide, dims = widen(values), _list_dims(values, dim)
-    center = divide_by(add(wide, dims), _count(values, dims))
-    total = add(wide, dims, keepdim=keepdim, kind="deviations", center=center)
-    freedom = _count(values, dims) - (unbiased if correction is None else correction)
-    return divide_by(total, max(freedom, 0)).to(values.dtype)
-
-
-@rule("linalg_vector_norm")
-def vector_norm(
-    values: Tensor,
-    ord: float = 2,  # noqa: A002 - torch's
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """The root of the sum of squares; torch takes other norms apart."""
-    if ord != 2:
-        return NotImplemented
-    wide = widen(values.to(dtype or values.dtype))
-    total = add(wide, _list_dims(values, dim), keepdim=keepdim, kind="squares")
-    return find_root(total).to(dtype or values.dtype)
-
-
 @rule("cumsum")
 @along_dim
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
-    """The sum of the values up to each one, in order."""
-    return kernels.add_running(widen(values), dim % values.dim()).to(values.dtype)
+    """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
+    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
+    return add_running(values.double(), dim).to(values.dtype)
 
 
 @rule("cumprod")
@@ -354,6 +291,25 @@ def arange(*given: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     return torch.arange(*given, dtype=dtype, **kwargs)
 
 
+@composed("var")
+def variance(
+    values: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Tensor:
+    """The variance; torch takes standard deviations and means apart."""
+    if isinstance(dim, bool):  # the overload without dimensions
+        dim, unbiased = None, dim
+    wide = widen(values)
+    gaps = wide - wide.mean(dim, keepdim=True)
+    freedom: float = math.prod(values.shape[one] for one in _list_dims(values, dim))
+    freedom -= unbiased if correction is None else correction
+    return ((gaps * gaps).sum(dim, keepdim=keepdim) / max(freedom, 0)).to(values.dtype)
+
+
 composed("addbmm")(
     lambda start, left, right, **factors: torch.addmm(
         start, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **factors
@@ -361,43 +317,28 @@ composed("addbmm")(
 )
 
 
-def _add_at(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """Add values to places of a flattened tensor."""
-    out = out.clone(memory_format=torch.contiguous_format)
-    terms = values.expand(places.shape).reshape(-1).to(out.dtype)
+@rule("scatter_reduce")
+def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more: Any) -> Any:
+    """Choose a term for each place; torch takes sums and means apart."""
+    if given[1] not in ("amax", "amin"):
+        return NotImplemented
+    return torch.scatter_reduce(values, dim, index, *given, **more) + 0
+
+
+def _add_at(values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor) -> Tensor:
+    """Add to places, by exact sums: what is found among the numbers of all places."""
+    places = find(torch.arange(values.numel(), device=values.device).view(values.shape))
+    out = values.clone(memory_format=torch.contiguous_format)
+    terms = source.expand(places.shape).reshape(-1).to(out.dtype)
     add_rows(out.view(-1), places.reshape(-1), terms, include=True)
     return out.add_(0.0)
-
-
-def _number(values: Tensor) -> Tensor:
-    """Return the place of each element: what torch selects from them are the selected places."""
-    return torch.arange(values.numel(), device=values.device).view(values.shape)
 
 
 @rule("scatter_add")
 def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """Add to chosen places."""
     used = source[tuple(slice(size) for size in index.shape)]
-    return _add_at(values, _number(values).gather(dim, index), used)
-
-
-@rule("scatter_reduce")
-def scatter_reduce(
-    values: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """Reduce the terms of each place."""
-    if reduce == "prod":
-        return NotImplemented
-    if reduce in ("amax", "amin"):
-        given = (values, dim, index, src, reduce)
-        return torch.scatter_reduce(*given, include_self=include_self) + 0
-    start = values if include_self else values.scatter(dim, index, 0)
-    total = scatter_add(start, dim, index, src)
-    if reduce == "sum":
-        return total
-    ones = (torch.ones_like(values), dim, index, torch.ones_like(src), "sum")
-    counts = torch.scatter_reduce(*ones, include_self=include_self).clamp(min=1)
-    return torch.div(total, counts)
+    return _add_at(values, lambda numbers: numbers.gather(dim, index), used)
 
 
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
@@ -407,41 +348,4 @@ def index_put(
     """Write to, or add to, indexed places."""
     if not accumulate:
         return torch.index_put(values, list(indices), source)
-    return _add_at(values, torch.ops.aten.index(_number(values), list(indices)), source)
-
-
-def _pool_backward(
-    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
-) -> Tensor:
-    """Add the gradients of windows to their places: of each place in the order of the taps."""
-    stride, beside, dilation, _, indices = given
-    kernel, stride, beside, dilation = (
-        [*one] * (dims if len(one) == 1 else 1)
-        for one in (kernel, stride or kernel, beside, dilation)
-    )
-    sizes, counts = values.shape[-dims:], gradient.shape[-dims:]
-    shape = list(zip(kernel, stride, dilation, counts, strict=True))
-    taps: Any = 0  # of each window, the number of the tap that has the maximum
-    for d in range(dims):
-        tap, step, apart, count = shape[d]
-        place = indices // math.prod(sizes[d + 1 :]) % sizes[d] + beside[d]
-        first = torch.arange(count, device=indices.device) * step
-        first = first.view(-1, *[1] * (dims - 1 - d))
-        taps = taps * tap + torch.div(place - first, apart, rounding_mode="floor")
-    taps = taps.to(torch.int32)
-    reach = ((n - 1) * step + (tap - 1) * apart + 1 for tap, step, apart, n in shape)
-    area = [max(s + b, r) for s, b, r in zip(sizes, beside, reach, strict=True)]
-    total = widen(gradient).new_zeros((*values.shape[:-dims], *area))
-    for number, places in enumerate(product(*map(range, kernel))):
-        ranges: list[Any] = [...]
-        ranges += (
-            slice(place * apart, place * apart + (count - 1) * step + 1, step)
-            for place, (_, step, apart, count) in zip(places, shape, strict=True)
-        )
-        total[tuple(ranges)] += torch.where(taps == number, gradient, 0.0)
-    inner: list[Any] = [..., *(slice(b, b + s) for b, s in zip(beside, sizes, strict=True))]
-    return total[tuple(inner)].to(values.dtype).contiguous()
-
-
-for _dims in (2, 3):
-    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_pool_backward, _dims)
+    return _add_at(values, lambda numbers: torch.ops.aten.index(numbers, list(indices)), source)

@@ -6,6 +6,7 @@ other devices, and without a compiler. Each has the arguments of its counterpart
 
 import operator
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -142,12 +143,8 @@ def add_rows(terms: Tensor) -> Tensor:
 
 
 def add_running(x: Tensor, dim: int) -> Tensor:
-    """Return the sum up to each element, in float64 and in order, rounded."""
-    total, sums = x.new_zeros((), dtype=torch.float64), []
-    for one in x.double().unbind(dim):
-        total = total + one
-        sums.append(total)
-    return torch.stack(sums, dim).to(x.dtype)
+    """Return the sum up to each element, in order."""
+    return torch.stack([*accumulate(x.unbind(dim))], dim)
 
 
 def compute(kernel: Kernel, given: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:

@@ -389,9 +389,7 @@ def _silu_backward(g: Any, x: Any) -> Any:
 
 TERMS: dict[str, Callable[..., Any]] = {
     "values": lambda x, *_: x,
-    "squares": lambda x, *_: x * x,
     "deviations": lambda x, _, center, __: (x - center) * (x - center),
-    "products": lambda x, y, *_: x * y,
     "normalized": lambda x, y, center, factor: x * ((y - center) * factor),
 }
 """Terms of sums: of numbers x and y, and two numbers for each sum."""

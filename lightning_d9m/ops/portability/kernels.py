@@ -98,16 +98,9 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> T
         result = definitions.multiply(*factors)
         _flatten(out, of_out)[_number(of_out).flatten()] = result.flatten()
         return out
-    tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms
-    numbers = (
-        *of_left[:2],
-        *of_right[:2],
-        *of_out[:2],
-        of_left.batch,
-        of_right.batch,
-        of_out.batch,
-    )
-    run(kernel, tiles, cost // 16, rows, columns, terms, left, right, out, *numbers)
+    tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms // 16
+    given = (rows, columns, terms, left, right, out)
+    run(kernel, tiles, cost, *given, *of_left, *of_right, *of_out)
     return out
 
 
@@ -156,8 +149,8 @@ def add(
         x: The values.
         dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
         keepdim: Whether they remain, with size 1.
-        kind: ``values``, ``squares``, ``deviations`` (squares of x - center), ``products`` (x * y)
-            or ``normalized`` (x * (y - center) * factor).
+        kind: ``values``, ``deviations`` (squares of x - center) or ``normalized``
+            (x * (y - center) * factor).
         y: Of the shape of ``x``.
         center: One number for each sum.
         factor: One number for each sum.
@@ -228,18 +221,6 @@ def _run_sums(
     (count, step) = results[0] if results else (1, 0)
     terms = [(1, 0)] * (2 - len(terms)) + terms
     run(kernel, count, cost, kind, step, *terms[0], *terms[1], *more)
-
-
-def add_running(x: Tensor, dim: int) -> Tensor:
-    """Return the sum up to each element along a dimension, which is not negative."""
-    kernel = find_kernel("running_sums", x)
-    if kernel is None:
-        return definitions.add_running(x, dim)
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    count, columns = x.shape[dim], prod(x.shape[dim + 1 :])
-    run(kernel, x.numel() // max(count, 1), x.numel(), count, columns, x, out)
-    return out
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -61,12 +61,11 @@ def _check(library: ctypes.CDLL) -> None:
     for kind, values in (("float", x), ("double", x.double() / 3)):
         out = torch.zeros(625, dtype=values.dtype, device="cpu")
         nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
-        matrix = (values, values, out, places * 24, places, places * 24, places, places * 25)
-        more = (places, nothing, nothing, nothing)
+        left, product = (places * 24, places, nothing), (places * 25, places, nothing)
         for name, count, *given in (
             ("product", 2 - (ctypes.c_long.in_dll(library, f"wide_{kind}").value > 24), 25, 25, 25,
-             *matrix, *more),
-            ("row_sums", 20, 4, 30, 1, 0, 30, 1, values, values, out[300:], out[330:], out),
+             values, values, out, *left, *left, *product),
+            ("row_sums", 20, 2, 30, 1, 0, 30, 1, values, values, out[300:], out[330:], out),
             ("tanh", 600, 1, 1, values, out),
         ):  # fmt: skip
             address = ctypes.cast(getattr(library, f"{name}_{kind}"), ctypes.c_void_p).value

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +37,6 @@ def _register_softmax(name: str) -> Callable[..., Tensor]:
 
 softmax = _register_softmax("_softmax")
 _register_softmax("_log_softmax")
-
-
-@rule("_safe_softmax")
-def safe_softmax(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax, which is 0 where all numbers are -inf."""
-    wide = values if dtype is None else values.to(dtype)
-    result = softmax(wide, dim)
-    hidden = wide.amax(dim, keepdim=True) == -torch.inf
-    return result.masked_fill_(hidden, 0.0) if bool(hidden.any()) else result
 
 
 def _flatten(one: Optional) -> Optional:
@@ -96,14 +86,18 @@ def _update(running: Optional, found: Tensor, momentum: float) -> None:
         running.copy_(running * (1 - momentum) + found * momentum)
 
 
-def _normalize_batch(
+@rule("native_batch_norm")
+def batch_norm(
     values: Tensor,
     weight: Optional,
     bias: Optional,
-    *given: Any,
+    running_mean: Optional,
+    running_var: Optional,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize each channel, and update the averages of means and variances in place."""
-    running_mean, running_var, training, momentum, eps = given
     wide = widen(values)
     planes = wide.reshape(*wide.shape[:2], -1)
     if training:
@@ -116,32 +110,13 @@ def _normalize_batch(
         _update(running_var, divide(total, max(count - 1, 0)), momentum)
         saved = means, _scale(variances, eps)
     else:
+        assert running_mean is not None
+        assert running_var is not None
         means, variances = widen(running_mean), widen(running_var)
         saved = (values.new_empty(0), values.new_empty(0))
     more = {"scales": _scale(variances, eps), "weight": _flatten(weight), "bias": _flatten(bias)}
     (out,) = compute("batch_norm", x=planes.flatten(0, 1), means=means, **more)
     return out.view(values.shape).to(values.dtype), *saved
-
-
-@rule("native_batch_norm", "_native_batch_norm_legit")
-def batch_norm(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-    """Batch normalization; without averages it is of one batch alone."""
-    if isinstance(given[0], bool):
-        given = (None, None, *given)
-    return _normalize_batch(values, weight, bias, *given)
-
-
-def _register(name: str, *, training: bool, bytes_too: bool) -> None:
-    @rule(name)
-    def normalize(values: Tensor, weight: Optional, bias: Optional, *given: Any) -> Any:
-        found = _normalize_batch(values, weight, bias, *given[:2], training, *given[2:])
-        # Some return bytes that their gradient does not need.
-        return *found, *[values.new_empty(0, dtype=torch.uint8)][:bytes_too]
-
-
-_register("_native_batch_norm_legit_no_training", training=False, bytes_too=False)
-_register("_batch_norm_with_update", training=True, bytes_too=True)
-_register("_batch_norm_no_update", training=False, bytes_too=True)
 
 
 @rule("native_batch_norm_backward")

@@ -14,10 +14,10 @@ matrix.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,99 +72,73 @@ def _steps(sizes: Sequence[int]) -> list[int]:
     return [prod(sizes[place + 1 :]) for place in range(len(sizes))]
 
 
-class Geometry:
-    """The places that a convolution reads, all but those of its batch.
+class Geometry(NamedTuple):
+    """The sizes of a convolution, without its batch and channels.
 
-    Args:
-        image: The sizes of the side that windows read.
-        windows: The numbers of windows.
-        taps: The sizes of the kernel.
-        stride: The arguments of the operation.
-        padding: As above.
-        dilation: As above.
+    Attributes:
+        image: Of the side that windows read.
+        windows: Their numbers.
+        taps: Of the kernel.
+        stride: The argument of the operation, as are the others.
     """
 
-    def __init__(self, image: Any, windows: Any, taps: Any, *given: Any) -> None:
-        self.image, self.windows, self.taps = image, windows, taps
-        self.stride, self.padding, self.dilation = given
-        # What windows read beside the image, at the end as much as the last one needs.
-        self.padded = [
-            max(size + pad, (count - 1) * step + (tap - 1) * apart + 1)
-            for size, pad, count, step, tap, apart in zip(
-                [s + p for s, p in zip(image, self.padding, strict=True)],
-                self.padding, windows, self.stride, taps, self.dilation, strict=True,
-            )
-        ]  # fmt: skip
-        self.area, self.count = prod(self.padded), prod(windows)
-        steps = _steps(self.padded)
-        starts = (range(0, n * s, s) for n, s in zip(windows, self.stride, strict=True))
-        self.of_windows = _grid(steps, *map(list, starts))
-        reads = (range(0, n * s, s) for n, s in zip(taps, self.dilation, strict=True))
-        self.of_taps = _grid(steps, *map(list, reads))
-
-    def pad(self, image: Tensor) -> Tensor:
-        """Return an image with zeros beside it, contiguous."""
-        sides = [
-            one
-            for size, before, whole in zip(self.image, self.padding, self.padded, strict=True)
-            for one in (whole - size - before, before)
-        ]
-        return pad(image, sides[::-1]).contiguous() if any(sides) else image.contiguous()
-
-    @cached_property
-    def phases(self) -> tuple[list[int], list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
-        """Places for the gradient for the image.
-
-        Zeros before and after the windows of each dimension, for ``pad``; and for each remainder by
-        the strides the numbers of the taps that reach it, and the offsets of windows by tap, of
-        windows by position, and of positions.
-        """
-        shape = zip(self.image, self.windows, self.taps, strict=True)
-        given = zip(self.stride, self.padding, self.dilation, strict=True)
-        sides, lists, wide = list[int](), [], list[int]()
-        for (size, count, taps), (step, before, apart) in zip(shape, given, strict=True):
-            low = max(0, -((before - (taps - 1) * apart) // step))
-            high = max(0, (before + size - 1) // step - (count - 1))
-            sides, wide = [low, high, *sides], [*wide, low + count + high]
-            own = []
-            for rest in range(step):
-                used = [tap for tap in range(taps) if tap * apart % step == rest]
-                first = -((rest - before) // step)
-                turns = range(first, (before + size - 1 - rest) // step + 1)
-                reads = [(rest - tap * apart) // step + low for tap in used]
-                own.append((used, reads, [*turns], [rest + step * t - before for t in turns]))
-            lists.append(own)
-        steps = (_steps(self.taps), _steps(wide), _steps(wide), _steps(self.image))
-        phases = [
-            tuple(_grid(steps[n], *(own[n] for own in phase)) for n in range(4))
-            for phase in product(*lists)
-        ]
-        return sides, [phase for phase in phases if all(map(len, phase))]  # type: ignore[misc]
+    image: tuple[int, ...]
+    windows: tuple[int, ...]
+    taps: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
 
 
 @lru_cache(maxsize=128)
-def _find_geometry(*given: tuple[int, ...]) -> Geometry:
-    return Geometry(*given)
+def _find_phases(geometry: Geometry) -> tuple[list[int], list[list[Tensor]]]:
+    """Return places for the gradient for the image.
+
+    Zeros before and after the windows of each dimension, for ``pad``; and for each remainder by the
+    strides the numbers of the taps that reach it, and the offsets of windows by tap, of windows by
+    position, and of positions.
+    """
+    sides, lists, wide = list[int](), [], list[int]()
+    for size, count, taps, step, before, apart in zip(*geometry, strict=True):
+        low = max(0, -((before - (taps - 1) * apart) // step))
+        high = max(0, (before + size - 1) // step - (count - 1))
+        sides, wide = [low, high, *sides], [*wide, low + count + high]
+        own = []
+        for rest in range(step):
+            used = [tap for tap in range(taps) if tap * apart % step == rest]
+            first = -((rest - before) // step)
+            turns = range(first, (before + size - 1 - rest) // step + 1)
+            reads = [(rest - tap * apart) // step + low for tap in used]
+            own.append((used, reads, [*turns], [rest + step * t - before for t in turns]))
+        lists.append(own)
+    steps = (_steps(geometry.taps), _steps(wide), _steps(wide), _steps(geometry.image))
+    phases = [
+        [_grid(steps[n], *(own[n] for own in phase)) for n in range(4)] for phase in product(*lists)
+    ]
+    return sides, [phase for phase in phases if all(map(len, phase))]
 
 
-Places = dict[str, Tensor]
-"""The offsets in memory of a tensor's indices, by the letter of the dimension.
+_Placed = tuple[Tensor, dict[str, Tensor]]
+"""A tensor, and the offsets in memory of its indices by the letter of the dimension.
 
 n samples, g groups, c channels of a group of the image, o of its windows, t taps, w windows.
 """
 
 
-def _place(step: int, **sizes: int) -> Places:
-    """Return the places of a contiguous tensor, whose last named index takes steps."""
-    found = {}
-    for letter, size in reversed(sizes.items()):
-        found[letter] = count_steps(size, step)
-        step *= size
-    return found
+def _place(tensor: Tensor, letters: str, groups: int, **others: Tensor) -> _Placed:
+    """Name the dimensions of a tensor, of which one is divided into groups and what follows.
+
+    Dimensions of one letter are joined in their order; ``others`` replace the offsets of a letter.
+    """
+    view, found = tensor.unflatten(letters.index("g"), (groups, -1)), dict[str, Tensor]()
+    for letter, size, step in zip(letters, view.shape, view.stride(), strict=True):
+        offsets = count_steps(size, step)
+        found[letter] = _join([found[letter], offsets]) if letter in found else offsets
+    return view, found | others
 
 
-def _contract(letters: str, *tensors: tuple[Tensor, Places]) -> Tensor:
-    """Write products of matrices into a tensor, and return it.
+def _contract(letters: str, *tensors: _Placed) -> None:
+    """Write products of the matrices of two tensors into a third one.
 
     Args:
         letters: The indices of rows, of terms, of columns and of the batch, divided by spaces.
@@ -177,7 +151,7 @@ def _contract(letters: str, *tensors: tuple[Tensor, Places]) -> Tensor:
         for (_, own), pair in zip(tensors, sides, strict=True)
     ]
     left, right, out = (tensor for tensor, _ in tensors)
-    return multiply_at(left, right, out, *places)
+    multiply_at(left, right, out, *places)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
@@ -187,55 +161,69 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def _pad(image: Tensor, geometry: Geometry, value: float = 0) -> Tensor:
+    """Return an image with what windows read beside it, at the end as much as the last needs."""
+    beside = list[int]()
+    for size, count, taps, step, before, apart in zip(*geometry, strict=True):
+        after = (count - 1) * step + (taps - 1) * apart + 1 - size - before
+        beside = [before, max(before, after), *beside]
+    return pad(image, beside, value=value) if any(beside) else image
+
+
+def _view_windows(padded: Tensor, geometry: Geometry) -> Tensor:
+    """Return a view of a padded image ``[..., windows, taps]``, by dimension."""
+    first, view = padded.dim() - len(geometry.taps), padded
+    for dim, (_, count, taps, step, _, apart) in enumerate(zip(*geometry, strict=True), first):
+        view = view.unfold(dim, (taps - 1) * apart + 1, step).narrow(dim, 0, count)[..., ::apart]
+    return view
+
+
 def _place_all(
-    batch: int, shape: Sequence[int], geometry: Geometry, groups: int
-) -> tuple[Places, Places, Places]:
-    """Return the places of a convolution's image, weight and windows."""
-    (rows, c), taps = shape[:2], prod(shape[2:])
-    of_image = _place(geometry.area, n=batch, g=groups, c=c)
+    image: Tensor, weight: Tensor, windows: Tensor, geometry: Geometry, groups: int
+) -> tuple[_Placed, _Placed, _Placed]:
+    """Return a convolution's image, as windows and taps read it, its weight, and its windows."""
+    dims, view = len(geometry.taps), _view_windows(_pad(image, geometry).contiguous(), geometry)
     return (
-        of_image | {"t": geometry.of_taps, "w": geometry.of_windows},
-        _place(1, g=groups, o=rows // groups, c=c, t=taps),
-        _place(1, n=batch, g=groups, o=rows // groups, w=geometry.count),
+        _place(view, "ngc" + "w" * dims + "t" * dims, groups),
+        _place(weight.contiguous(), "goc" + "t" * dims, groups),
+        _place(windows.contiguous(), "ngo" + "w" * dims, groups),
     )
 
 
 def _convolve(image: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
     """Return the sums over the windows of an image."""
-    of_image, of_weight, of_windows = _place_all(len(image), weight.shape, geometry, groups)
     out = image.new_empty((len(image), len(weight), *geometry.windows))
-    left, right = (weight.contiguous(), of_weight), (geometry.pad(image), of_image)
-    return _contract("o ct nw g", left, right, (out, of_windows))
+    right, left, result = _place_all(image, weight, out, geometry, groups)
+    _contract("o ct nw g", left, right, result)
+    return out
 
 
 def _differentiate_by_weight(
     gradient: Tensor, image: Tensor, shape: Sequence[int], geometry: Geometry, groups: int
 ) -> Tensor:
     """Return the gradient for the weight."""
-    of_image, of_weight, of_windows = _place_all(len(image), shape, geometry, groups)
-    left, right = (gradient.contiguous(), of_windows), (geometry.pad(image), of_image)
-    return _contract("o nw ct g", left, right, (gradient.new_empty(tuple(shape)), of_weight))
+    out = gradient.new_empty(tuple(shape))
+    right, result, left = _place_all(image, out, gradient, geometry, groups)
+    _contract("o nw ct g", left, right, result)
+    return out
 
 
 def _convolve_back(gradient: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
     """Return the gradient for the image; also a transposed convolution."""
-    (batch, rows), c = gradient.shape[:2], weight.shape[1]
-    sides, phases = geometry.phases
-    read, weight = pad(gradient, sides).contiguous(), weight.contiguous()
-    of_weight = _place(prod(geometry.taps), g=groups, o=rows // groups, c=c)
-    of_windows = _place(prod(read.shape[2:]), n=batch, g=groups, o=rows // groups)
-    of_image = _place(prod(geometry.image), n=batch, g=groups, c=c)
-    out = gradient.new_zeros((batch, c * groups, *geometry.image))
+    sides, phases = _find_phases(geometry)
+    read, weight = pad(gradient, sides).flatten(2).contiguous(), weight.flatten(2).contiguous()
+    out = gradient.new_zeros((len(gradient), weight.shape[1] * groups, *geometry.image))
     for used, reads, turns, places in phases:
-        left, right = of_weight | {"t": used}, of_windows | {"t": reads, "w": turns}
-        _contract("c ot nw g", (weight, left), (read, right), (out, of_image | {"w": places}))
+        left = _place(weight, "goct", groups, t=used)
+        right = _place(read, "ngow", groups, t=reads, w=turns)
+        _contract("c ot nw g", left, right, _place(out.flatten(2), "ngcw", groups, w=places))
     return out
 
 
 def _lay_out(image: Any, windows: Any, taps: Any, given: Any) -> Geometry:
     dims = len(image)
     given = (tuple(one) * (dims if len(one) == 1 else 1) for one in given[:3])
-    return _find_geometry(tuple(image), tuple(windows), tuple(taps), *given)
+    return Geometry(tuple(image), tuple(windows), tuple(taps), *given)
 
 
 @rule("convolution", "_convolution", "convolution_overrideable")
@@ -272,6 +260,25 @@ def convolve_backward(
         else None,
         add(wide, dims).to(gradient.dtype) if mask[2] else None,
     )
+
+
+def _differentiate_maxima(
+    dims: int, gradient: Tensor, values: Tensor, kernel: Sequence[int], *given: Any
+) -> Tensor:
+    """Add the gradients of windows to their places: of each place in the order of the taps."""
+    stride, *more, _, indices = given
+    sizes, kernel = values.shape[-dims:], [*kernel] * (dims if len(kernel) == 1 else 1)
+    geometry = _lay_out(sizes, gradient.shape[-dims:], kernel, (stride or kernel, *more))
+    numbers = torch.arange(prod(sizes), device=values.device).view(1, *sizes)
+    places = _view_windows(_pad(numbers, geometry, -1), geometry)[0]
+    total = _pad(torch.zeros_like(widen(values)), geometry)
+    sums = _view_windows(total, geometry)
+    for taps in product(*map(range, kernel)):
+        at: Any = (..., *taps)
+        sums[at] += torch.where(places[at] == indices, gradient, 0.0)
+    for dim, (before, size) in enumerate(zip(geometry.padding, sizes, strict=True), -dims):
+        total = total.narrow(dim, before, size)
+    return total.to(values.dtype).contiguous()
 
 
 @lru_cache(maxsize=256)
@@ -345,3 +352,5 @@ for _dims, _names in _RESIZED.items():
         _register(_dims, _name, partial(_resize, _name), forward=False)
     _register(_dims, f"avg_pool{_dims}d", partial(pool_sides, _dims))
     _register(_dims, f"_adaptive_avg_pool{_dims}d", adaptive_sides)
+for _dims in (2, 3):
+    RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_differentiate_maxima, _dims)

@@ -22,8 +22,8 @@ struct NAME(product) {
     long rows, columns, terms;
     const REAL *left, *right;
     REAL *out;
-    const long *left_rows, *left_terms, *right_terms, *right_columns, *out_rows, *out_columns;
-    const long *left_batch, *right_batch, *out_batch;
+    const long *left_rows, *left_terms, *left_batch, *right_terms, *right_columns, *right_batch;
+    const long *out_rows, *out_columns, *out_batch;
 };
 
 /* Pack `columns` columns of a block, WIDE at a time: terms[WIDE] after terms[WIDE]. */
@@ -211,9 +211,7 @@ void NAME(row_sums)(const void *given, long begin, long end) {
                     if (s != 1) FILL(g->kind, s);
                     else if (g->kind == 0) FILL(0, 1);
                     else if (g->kind == 1) FILL(1, 1);
-                    else if (g->kind == 2) FILL(2, 1);
-                    else if (g->kind == 3) FILL(3, 1);
-                    else FILL(4, 1);
+                    else FILL(2, 1);
 #undef FILL
                     filled += run;
                     j += run;
@@ -262,9 +260,7 @@ void NAME(column_sums)(const void *given, long begin, long end) {
                 if (g->kind == 0 && width == COLUMNS) ADD(0, COLUMNS);
                 else if (g->kind == 0) ADD(0, width);
                 else if (g->kind == 1) ADD(1, width);
-                else if (g->kind == 2) ADD(2, width);
-                else if (g->kind == 3) ADD(3, width);
-                else ADD(4, width);
+                else ADD(2, width);
 #undef ADD
             }
             for (int half = LANES / 2; half; half /= 2)
@@ -272,23 +268,6 @@ void NAME(column_sums)(const void *given, long begin, long end) {
                     for (long j = 0; j < COLUMNS; j++) lane[i][j] += lane[i + half][j];
             for (long j = 0; j < width; j++) out[j] = done ? out[j] + lane[0][j] : lane[0][j];
         }
-    }
-}
-
-/* The sum up to each element, in float64, rounded to REAL where it is stored. */
-struct NAME(running_sums) {
-    long count, columns;
-    const REAL *x;
-    REAL *out;
-};
-
-void NAME(running_sums)(const void *given, long begin, long end) {
-    const struct NAME(running_sums) *g = given;
-    for (long r = begin; r < end; r++) {
-        long at = r / g->columns * g->count * g->columns + r % g->columns;
-        double total = 0;
-        for (long i = 0; i < g->count; i++, at += g->columns)
-            g->out[at] = (REAL)(total += (double)g->x[at]);
     }
 }
 
