@@ -1,7 +1,7 @@
 """SHA-256 of values: what a proof commits to.
 
-XXH3 finds accidents at the speed of memory, and whoever wants to can make two tensors with one
-XXH3. SHA-256 takes about twenty times as long, so it is for runs that record a proof.
+XXH3 finds accidents at the speed of memory, and an attacker can make two tensors with one XXH3.
+SHA-256 takes about twenty times as long, so it is for runs that are recorded for a proof.
 """
 
 from collections.abc import Iterable

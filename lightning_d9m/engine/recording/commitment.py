@@ -1,6 +1,6 @@
-"""What a run commits to with ``provable``: its data, its state and its program, by SHA-256.
+"""SHA-256 of the data, the state and the program of a run, with the option ``provable``.
 
-``d9m prove`` writes one file from it, see ``tools.proof``.
+``d9m prove`` writes one file from them, see ``tools/proof``.
 """
 
 import os

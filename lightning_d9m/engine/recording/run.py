@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
@@ -74,7 +75,6 @@ from lightning_d9m.engine.ledger.stack import (
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, Watched
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.commitment import chain_batch, find_sources, hash_state
 from lightning_d9m.engine.recording.drift import (
     RankAgreement,
     Reference,
@@ -204,7 +204,7 @@ class Run:
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
         self.data = ""
-        self._commits = False
+        self._commitment: Any = None  # the module, if the run commits to what it does
         self.probes = Probes()
 
     def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
@@ -321,7 +321,8 @@ class Run:
             header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
         self.folder = make_folder()
         self._header, self._used_options = header, options or self.options
-        self._commits = self._used_options.provable
+        if self._used_options.provable:  # loaded by runs that commit
+            self._commitment = import_module("lightning_d9m.engine.recording.commitment")
         if not ranks.is_alone and replicated is not None:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
@@ -495,11 +496,12 @@ class Run:
 
     def take_data(self, batch: object) -> None:
         """Take the batch that is trained next, if the run commits to its data."""
-        if self._commits:
-            self.data = chain_batch(self.data, batch)
+        if self._commitment is not None:
+            self.data = self._commitment.chain_batch(self.data, batch)
 
     def _commit(self) -> dict[str, str]:
-        return hash_state(self._training, self.data) if self._commits else {}
+        own = self._commitment
+        return {} if own is None else own.hash_state(self._training, self.data)
 
     def _read(
         self,
@@ -646,8 +648,8 @@ class Run:
                 if self.is_open:
                     self._write_held()
                 self.probes.close()
-                if self._commits and self.ranks.rank == 0:
-                    self.append(find_sources())
+                if self._commitment is not None and self.ranks.rank == 0:
+                    self.append(self._commitment.find_sources())
         finally:
             writer, reference = self._writer, self._reference
             if self._check is not None:

@@ -2,7 +2,7 @@
 
 It is a statement of in-toto (version 1) about files: the ledger, the checkpoints, and models with
 the final weights. docs/proof.md describes its predicate. The part ``run`` follows from the ledger
-alone, so whoever has the ledger can make it again; ``packages`` is read where the proof is made.
+alone, so a check makes it again; ``packages`` is read where the proof is made.
 """
 
 import json
@@ -256,7 +256,7 @@ def compare_here(proof: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
     Returns:
         Sentences on what contradicts the proof: other files of the program, or other content of
-        the same version of a package. And on what may lead to other bits: the stack.
+        the same version of a package. And on what may change results: the stack.
     """
     predicate = proof["predicate"]
     run, problems, notes = predicate["run"], [], []

@@ -37,14 +37,14 @@ class Signer:
     provider: str | None = None
 
     def find_problem(self, path: Path) -> str:
-        """Return why a file is not signed by this signer; empty if it is, or none is asked for."""
+        """Return why this signer has not signed a file; empty if it has, or none is given."""
         if self.key is None and self.identity is None:
             return ""
         return verify(path, self.key, self.identity or "", self.provider or "")
 
     @property
     def note(self) -> str:
-        """A sentence if no signer is asked for."""
+        """A sentence if the signer is not given."""
         return "" if self.key or self.identity else _UNSIGNED
 
 
