@@ -1,4 +1,4 @@
-"""What a proof costs: the share of a fit, its size for 1,000 epochs, and the time to write it.
+"""The cost of a proof: the share of a fit, the size for 1,000 epochs, and the time to write it.
 
 The share is the time within the functions that commit, over that of the fit, so that the noise of
 whole fits does not count. Run it alone on the machine:

@@ -251,3 +251,24 @@ def test_what_is_not_a_proof(d9m, stranger, tmp_path):
     assert "Name the proof" in d9m("verify", "verdict.json")[2]
     said = " ".join(d9m("verify", "verdict.json", "proof.json")[1].split())
     assert "is not a verdict of d9m check" in said
+
+
+def test_two_who_disagree_find_the_first_operation(prove, d9m, forking_python, monkeypatch):
+    """The publisher's machine scales the loss from step 25 on; the stranger's does not."""
+    prove(wrong="loss")
+    command = ("--", forking_python, "train.py", "again")
+
+    def compare_both(name, *words):
+        ledgers = []
+        for who, wrong in (("publisher", "loss"), ("stranger", "")):
+            monkeypatch.setenv("WRONG", wrong)
+            found = d9m(*words, "-o", f"{name}-{who}", *command)
+            assert found[0] in (0, 1), found
+            ledgers.append(next(Path(f"{name}-{who}").rglob("rank-0.jsonl")))
+        return json.loads(d9m("compare", *ledgers, "--json")[1])["ranks"][0]["divergence"]
+
+    with monkeypatch.context() as patch:
+        patch.setenv("LIGHTNING_D9M_PROBES", "weight,loss")
+        assert compare_both("segment", "check", "proof.json", "--only", "1")["step"] == 25
+    first = compare_both("step", "goto", "25", "run", "--trace")
+    assert (first["step"], first["kind"], first["name"]) == (25, "op", "(model)::aten.mul.Tensor")
