@@ -181,21 +181,15 @@ def take_partial_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    parameters, buffers, names = ModelTensors(model).look()
-    # Group, name, name of the parameter, and value.
-    listed: list[tuple[str, str, str, object]] = [
-        (group, name, name, tensor)
-        for group, named in (("weights", parameters), ("buffers", buffers))
-        for name, tensor in named.items()
-    ]
-    for number, optimizer in enumerate(optimizers):
-        for name, value in optimizer_state(optimizer, names, f"{number}."):
-            given = _choose_settings(value, optimizer, switches=switches)
-            listed.append(("optimizers", name, name.split(".", 2)[2], given))
+    _, _, names = ModelTensors(model).look()
     divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
-    for group, name, parameter, value in listed:
+    for group, name, value in list_state(model, optimizers, schedulers, switches=switches):
+        if group == "schedulers":
+            taken.groups[group][name] = _digest_settings(value)
+            continue
+        parameter = name.split(".", 2)[2] if group == "optimizers" else name
         layout = None if group == "buffers" else divided.get(parameter)
         if layouts is not None and taken.divide((group, name), value, layout):
             continue
@@ -205,9 +199,6 @@ def take_partial_snapshot(
             taken.groups[group][name] = digest_value(type(value))
         else:
             whole[group, name] = value
-    for number, scheduler in enumerate(schedulers):
-        given = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
-        taken.groups["schedulers"][str(number)] = _digest_settings(given)
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     if sketches:
@@ -215,6 +206,25 @@ def take_partial_snapshot(
             {name: own for (g, name), own in whole.items() if g == "weights"}
         )
     return taken
+
+
+def list_state(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    *,
+    switches: bool = True,
+) -> Iterable[tuple[str, str, object]]:
+    """Yield (group, name, value) of all state; see ``take_partial_snapshot``."""
+    parameters, buffers, names = ModelTensors(model).look()
+    for group, named in (("weights", parameters), ("buffers", buffers)):
+        yield from ((group, name, tensor) for name, tensor in named.items())
+    for number, optimizer in enumerate(optimizers):
+        for name, value in optimizer_state(optimizer, names, f"{number}."):
+            yield "optimizers", name, _choose_settings(value, optimizer, switches=switches)
+    for number, own in enumerate(schedulers):
+        settings = _choose_settings(own.state_dict(), own, switches=switches)
+        yield "schedulers", str(number), settings
 
 
 def _choose_settings(value: object, owner: object, *, switches: bool) -> object:

@@ -22,7 +22,7 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
 )
 from lightning_d9m.engine.ledger.keys import Item, describe_record
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, PROBE_KINDS
+from lightning_d9m.engine.ledger.kinds import COMMITTED, EXCEPTION, FINAL, PROBE_KINDS
 from lightning_d9m.engine.ledger.stack import MISSING, same_logical_ranks, table_differences
 from lightning_d9m.text import cut_digests, describe_names
 
@@ -353,28 +353,30 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group: the digests, or the fields that are compared."""
     if isinstance(expected, StepDigests) and isinstance(actual, StepDigests):
-        names = dict.fromkeys((*GROUPS, *expected.totals, *actual.totals))
-        pairs = ((expected.totals.get(name), actual.totals.get(name)) for name in names)
+        here, there = _choose_totals(expected, actual), _choose_totals(actual, expected)
+        names = dict.fromkeys((*GROUPS, *here, *there))
+        pairs = ((here.get(name), there.get(name)) for name in names)
         return {
             name: ({_TOTAL: one} if one else {}, {_TOTAL: other} if other else {})
             for name, (one, other) in zip(names, pairs, strict=True)
         }
     if not isinstance(expected, Digests) or not isinstance(actual, Digests):
         fields: list[dict[str, Json]] = [{}, {}]
-        for record, own in zip((expected, actual), fields, strict=True):
+        for record, table in zip((expected, actual), fields, strict=True):
             for name, value in record.as_record().items():
                 if name not in record.uncompared:
                     inner = value if isinstance(value, Mapping) else {}
-                    own.update({f"{name}.{key}": entry for key, entry in inner.items()})
-                    own.update({} if isinstance(value, Mapping) else {name: value})
+                    table.update({f"{name}.{key}": entry for key, entry in inner.items()})
+                    table.update({} if isinstance(value, Mapping) else {name: value})
         return {expected.kind: (fields[0], fields[1])}
     both = (expected, actual)
+    chosen = [_choose_totals(expected, actual), _choose_totals(actual, expected)]
     groups = dict.fromkeys(GROUPS)
-    for digests in both:
-        groups |= dict.fromkeys((*digests.groups, *digests.totals))
+    for digests, own in zip(both, chosen, strict=True):
+        groups |= dict.fromkeys((*digests.groups, *own))
     tables: dict[str, tuple[Table, Table]] = {}
     for group in groups:
-        totals = [{_TOTAL: r.totals[group]} if group in r.totals else {} for r in both]
+        totals = [{_TOTAL: own[group]} if group in own else {} for own in chosen]
         if (group in expected.groups) != (group in actual.groups) and all(totals):
             tables[group] = totals[0], totals[1]  # one record has no names
             continue
@@ -389,6 +391,13 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
         "scalars": (expected.scalars, actual.scalars),
         "step": ({"global step": str(expected.step)}, {"global step": str(actual.step)}),
     }
+
+
+def _choose_totals(
+    record: Digests | StepDigests, other: Digests | StepDigests
+) -> Mapping[str, str]:
+    """Return the totals without those of a proof that the other run was not recorded for."""
+    return {n: t for n, t in record.totals.items() if n in other.totals or n not in COMMITTED}
 
 
 def batch_difference(expected: Batch, actual: Batch) -> Divergence:

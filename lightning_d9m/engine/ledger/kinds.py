@@ -24,6 +24,9 @@ WRITTEN = STATE | {"gradient"}
 FINAL, EXCEPTION = ENDS = ("final", "exception")
 # The group of what a saved file holds, and the beginning of its moment, which its name ends.
 SAVED = "saved"
+# The groups of runs that commit to them: SHA-256 of all batches so far, of the weights, and of the
+# other state.
+DATA, WEIGHTS_HASH, STATE_HASH = COMMITTED = ("data", "weights_sha256", "state_sha256")
 ALL = "all"
 # What the module that holds everything is called; its own name is empty.
 ROOT = "(model)"

@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from lightning_d9m.engine.control.settings import (
     read_path,
     read_variable,
     validate_choice,
+    validate_switch,
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest, digest_value
@@ -103,6 +105,7 @@ class OptionArguments(TypedDict, total=False):
     probe_steps: str | None
     probe_ranks: int | Sequence[int] | None
     on_inexact_resume: Literal["raise", "warn"]
+    provable: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class RunOptions(ProbeSettings):
             ``"warn"`` or ``"ignore"``.
         on_inexact_resume: What to do if a resumed run does not continue the one that saved the
             checkpoint: ``"raise"`` or ``"warn"``.
+        provable: Record SHA-256 of the data, the state and the program, which ``d9m prove`` needs.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -125,6 +129,7 @@ class RunOptions(ProbeSettings):
     on_drift: Literal["raise", "warn"] = "raise"
     on_stack_difference: Literal["raise", "warn", "ignore"] = "raise"
     on_inexact_resume: Literal["raise", "warn"] = "raise"
+    provable: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,6 +138,7 @@ class RunOptions(ProbeSettings):
         allowed = ("raise", "warn", "ignore")
         validate_choice("on_stack_difference", self.on_stack_difference, allowed)
         validate_choice("on_inexact_resume", self.on_inexact_resume, ("raise", "warn"))
+        validate_switch("provable", self.provable)
 
     def overridden(self, environment: Mapping[str, str]) -> "Self":
         """Return the options with the values of variables, which take precedence.
@@ -140,10 +146,12 @@ class RunOptions(ProbeSettings):
         Raises:
             SettingError: If a variable's value is not allowed.
         """
-        name = variable_of("on_inexact_resume")
-        action = read_variable(name, environment, Literal["raise", "warn"])
-        options = super().overridden(environment)
-        return options if action is None else dataclass_replace(options, on_inexact_resume=action)
+        given: dict[str, Any] = {
+            name: read_variable(variable_of(name), environment, kind)
+            for name, kind in (("on_inexact_resume", Literal["raise", "warn"]), ("provable", bool))
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return dataclass_replace(super().overridden(environment), **given)
 
 
 class Run:
@@ -157,6 +165,7 @@ class Run:
         ranks: The ranks of the training.
         probes: The probes of the open ledger.
         loss: The last loss, on its device; None without one.
+        data: The hash of all batches so far, if the run commits to them; see ``commitment``.
         held: Records that wait for the next digests, after which they are written. If both differ,
             the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
@@ -194,6 +203,8 @@ class Run:
         self._training = Training(torch.nn.Module())
         self.ranks = Ranks(0)
         self.loss: torch.Tensor | None = None
+        self.data = ""
+        self._commitment: Any = None  # the module, if the run commits to what it does
         self.probes = Probes()
 
     def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
@@ -264,13 +275,15 @@ class Run:
         loss: str | None,
         report: Callable[[str], None],
         held: Iterable[dict[str, Json]] = (),
+        data: str = "",
     ) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
-        ``loss`` and ``held`` are the ``loss_text`` and the waiting records of that run. ``report``
-        is called with the difference, the same on all ranks, if this run does not continue it.
+        ``loss``, ``data`` and ``held`` are the ``loss_text``, the ``data`` and the waiting records
+        of that run. ``report`` is called with the difference, the same on all ranks, if this run
+        does not continue it.
         """
-        self._parent, self.held[:], self._report = parent, held, report
+        self._parent, self.held[:], self._report, self.data = parent, held, report, data
         if loss is not None:
             self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64, device="cpu")
 
@@ -300,7 +313,7 @@ class Run:
         parent, self._parent = self._parent, None
         self.digest = None
         if parent is None:
-            self.loss = None
+            self.loss, self.data = None, ""
             self.held.clear()
         self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
@@ -308,6 +321,8 @@ class Run:
             header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
         self.folder = make_folder()
         self._header, self._used_options = header, options or self.options
+        if self._used_options.provable:  # loaded by runs that commit
+            self._commitment = import_module("lightning_d9m.engine.recording.commitment")
         if not ranks.is_alone and replicated is not None:
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
@@ -468,12 +483,25 @@ class Run:
             moment=moment,
             epoch=epoch,
             step=step,
-            totals=totals | {k: digest_value(sorted(v.items())) for k, v in gradients.items()},
+            totals={
+                **totals,
+                **{k: digest_value(sorted(v.items())) for k, v in gradients.items()},
+                **self._commit(),
+            },
             groups=snapshot.groups | gradients,
             loss=self.loss_text,
             scalars=scalars,
             sketches=snapshot.sketches,
         )
+
+    def take_data(self, batch: object) -> None:
+        """Take the batch that is trained next, if the run commits to its data."""
+        if self._commitment is not None:
+            self.data = self._commitment.chain_batch(self.data, batch)
+
+    def _commit(self) -> dict[str, str]:
+        own = self._commitment
+        return {} if own is None else own.hash_state(self._training, self.data)
 
     def _read(
         self,
@@ -572,6 +600,7 @@ class Run:
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
         record = digest_step(epoch, step, groups)
+        record = replace(record, totals={**record.totals, **self._commit()})
         self.probes.collector.close()  # the probes of this step come before it
         self.append(record)
         check = self._check
@@ -619,6 +648,8 @@ class Run:
                 if self.is_open:
                     self._write_held()
                 self.probes.close()
+                if self._commitment is not None and self.ranks.rank == 0:
+                    self.append(self._commitment.find_sources())
         finally:
             writer, reference = self._writer, self._reference
             if self._check is not None:

@@ -117,6 +117,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         accepted_unknown: Paths of objects that nothing can read, such as an open database, and that
             the training does not depend on; patterns, too. A fit that resumes is else refused if
             it cannot be compared with the steps after the checkpoint.
+        provable: Record SHA-256 of the data, the state and the program, which ``d9m prove`` needs.
         probes: Kinds of values whose digests are recorded in every batch, such as ``"weight"``,
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
@@ -154,6 +155,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         ignored_metrics: Sequence[str] = (),
         on_inexact_resume: Literal["raise", "warn"] = "raise",
         accepted_unknown: str | Sequence[str] = (),
+        provable: bool = False,
         probes: str | Sequence[str] = (),
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,

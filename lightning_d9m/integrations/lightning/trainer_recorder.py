@@ -199,6 +199,7 @@ class TrainerRecorder:
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
         self._step = trainer.global_step
+        self.run.take_data(batch)
         if self._replay is None and self.run.probes.are_idle:
             return
         self._replayed.close()

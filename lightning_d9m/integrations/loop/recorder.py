@@ -66,7 +66,7 @@ _FORMAT = 1
 # What `Recorder.state_dict` returns.
 _STATE = {
     *("format", "rank", "world_size", "seed", "fit", "epoch", "step", "batch", "rng", "samplers"),
-    *("loss", "scalars", "folder", "check"),
+    *("loss", "data", "scalars", "folder", "check"),
 }
 _CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."
 _STAGE = "train"
@@ -446,6 +446,7 @@ class Recorder:
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed["batch"]
         point = ProbePoint(self.next_epoch, self.global_step, self._batch)
+        self._run.take_data(batch)
         self._run.probes.start(point, batch)
         self._batch += 1
 
@@ -580,6 +581,7 @@ class Recorder:
             "rng": encode_rng(capture_rng()),
             "samplers": self._loaders.capture_samplers(_STAGE, within=self._batch > 0),
             "loss": self._run.loss_text,
+            "data": self._run.data,
             "scalars": _to_hex(self._scalars),
             **(self._run.ledger_position or {"folder": "", "check": ""}),
         }
@@ -620,7 +622,7 @@ class Recorder:
         self._resumed = saved
         place = {name: saved[name] for name in ("epoch", "step", "batch")}
         parent = Resume(parent=saved["folder"], parent_check=saved["check"], **place)
-        self._run.resume(parent, saved["loss"], self._report)
+        self._run.resume(parent, saved["loss"], self._report, data=saved["data"])
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
         self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}

@@ -1,4 +1,4 @@
-"""``d9m check``: run parts of a training again, and compare them with its ledger."""
+"""``d9m check``: run parts of a training again, and compare them with its ledger or its proof."""
 
 import argparse
 import json
@@ -15,6 +15,9 @@ from lightning_d9m.tools.launch.jobs import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
+from lightning_d9m.tools.proof.signature import sign
+from lightning_d9m.tools.proof.statement import choose_seed, write_statement
+from lightning_d9m.tools.proof.verification import Proof, Signer, make_verdict, open_proof
 from lightning_d9m.tools.segments.check import (
     REPORT,
     CheckedSegment,
@@ -26,7 +29,8 @@ from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
 _DEFAULT = 3
 ARGUMENTS = f"""
-ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
+ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one; or a proof
+    that d9m prove has written
 --segments COUNT  how many segments to run, which are the parts of a run between its checkpoints,
     chosen at random; or all (default: {_DEFAULT})
 | --only NUMBERS  run the segments with these numbers, such as 2,5
@@ -34,6 +38,12 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 --choose SEED  choose the segments that an earlier check with this seed has chosen
 --jobs N  how many segments run at once, each in its own process (default: 1)
 | --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
+--public-key FILE  the key (PEM) whose signature the proof must have
+| --identity TEXT  the person or job whose signature by Sigstore the proof must have
+--provider URL  the service that confirms the identity
+--anyway  run the segments even if the proof does not hold without them
+--verdict FILE  write the result on a proof, as a statement that a third party can check
+--key FILE  private key (PEM, of an elliptic curve) that signs the verdict
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 {COMMAND}"""
 EXAMPLE = "d9m check logs/d9m/fit-000 --segments 5 -- python train.py"
@@ -64,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all chosen segments are equal, 1 if some differ, 3 if none differs but some failed.
     """
     command = get_command(arguments)
-    recorded = RecordedRun(arguments.ledger)
+    proof = _open_proof(arguments)
+    recorded = RecordedRun(arguments.ledger) if proof is None else proof.recorded
     choice, numbers = _choose(arguments, recorded)
     if arguments.print_commands:
         for number in numbers:
@@ -73,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     report = CheckReport(str(recorded.ledger.path), str(output), choice)
     runs = Runs(command, output, arguments.timeout, evaluations=False)
+    report.problems = [] if proof is None else proof.problems
+    numbers = numbers if arguments.anyway or not report.problems else []
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
         title = f"segment {number}{place}"
@@ -93,10 +106,49 @@ def run(arguments: argparse.Namespace) -> int:
                     break
     finally:
         # What was checked before an interruption is shown, too.
-        if report.checked:
-            report.write(recorded, name_other_command(recorded, command), left_out)
-            _print_report(report, arguments)
+        if report.checked or report.problems:
+            report.notes = [name_other_command(recorded, command), left_out]
+            _finish(report, recorded, proof, arguments)
     return _STATUS[report.verdict]
+
+
+def _finish(
+    report: CheckReport,
+    recorded: RecordedRun,
+    proof: Proof | None,
+    arguments: argparse.Namespace,
+) -> None:
+    """Write the result, and the verdict on a proof, and print the result."""
+    notes = [] if proof is None else proof.notes
+    report.write(recorded, *notes, *report.notes)
+    if proof is not None and arguments.verdict is not None:
+        write_statement(make_verdict(proof, report), arguments.verdict)
+        if arguments.key is not None:
+            sign(arguments.verdict, arguments.key)
+    _print_report(report, arguments)
+
+
+def _open_proof(arguments: argparse.Namespace) -> Proof | None:
+    """Return the proof that is checked, whose ledger becomes the argument; None for a ledger.
+
+    Raises:
+        SettingError: If an option is for a proof, and a ledger is given.
+    """
+    arguments.proof = None
+    path, names = arguments.ledger, ("public_key", "identity", "anyway", "verdict", "key")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+    if not path.is_file() or path.suffix == ".jsonl":
+        if given:
+            raise SettingError(
+                f"{given[0]} is for a proof, and {path} is not one. d9m prove writes one."
+            )
+        return None
+    signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
+    proof = open_proof(path, signer)
+    for text in (*proof.problems, *proof.notes):
+        print("\n".join(wrap(printable(text))), file=sys.stderr)
+    arguments.proof, arguments.ledger = path, proof.recorded.ledger.path
+    return proof
 
 
 def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int | None, list[int]]:
@@ -125,7 +177,9 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     if not is_drawn:
         return None, arguments.only or there
     seed = SystemRandom().randrange(10**6) if seed is None else seed
-    return seed, sorted(Random(seed).sample(there, count))  # noqa: S311 - it can be repeated
+    # Who makes a proof cannot know the choice before the proof is made.
+    drawn = seed if arguments.proof is None else choose_seed(arguments.proof, seed)
+    return seed, sorted(Random(drawn).sample(there, count))  # noqa: S311 - it can be repeated
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
@@ -172,7 +226,9 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
         Column("verdict", lambda own: own.verdict, has_meaning=True),
         Column("first difference", lambda own: own.where),
     ]
-    lines = [*format_table(columns, report.checked).splitlines(), ""]
+    lines = [line for text in report.problems for line in wrap(printable(text))]
+    if report.checked:
+        lines += [*format_table(columns, report.checked).splitlines(), ""]
     for own in report.checked:
         if own.reason:
             until = f"Equal until step {own.equal_until:,}. " if own.where else ""
@@ -187,6 +243,8 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
         f"{report.verdict}: {len(report.equal)} of {pluralize(report.segments, 'segment')} "
         f"({share:.1%} of {pluralize(report.last_step, 'step')}) are what the program computes."
     )
+    if report.problems and not report.checked:
+        verdict = "different: the proof does not hold, so nothing was run; --anyway runs it."
     if report.verdict == "equal" and report.missed:
         verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
     verdict = f"{verdict} {describe_varying(report.varying_ops)}".rstrip()

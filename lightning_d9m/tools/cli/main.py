@@ -29,6 +29,7 @@ _GROUPS = {
         "repeat": "run a command several times and compare the runs bit for bit",
         "compare": "compare two ledgers and name the first divergence",
         "check": "run parts of a training again and compare them with its ledger",
+        "prove": "write one file with which a stranger can check a training",
         "ls": "list ledgers, each compared with the one before it",
         "verify": "check that a checkpoint is whole and find it in a ledger",
     },

@@ -4,6 +4,8 @@ It runs on the CPU and loads only plain values, unless ``--allow-objects`` is gi
 ``damaged``; ``whole`` if all that was saved is as it was; ``found`` or ``not found`` if its weights
 were searched for in a ledger; ``between records`` if the ledger has no record of that step, but all
 records before it.
+
+``d9m verify VERDICT PROOF`` checks that a verdict of ``d9m check --verdict`` is one on that proof.
 """
 
 import argparse
@@ -17,18 +19,25 @@ from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
 from lightning_d9m.text import describe_moment, describe_names, pluralize
+from lightning_d9m.tools.cli.arguments import whole_number
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap_on_terminal
 
 ARGUMENTS = """
 checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
-    .safetensors) or under the key state_dict
-ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists)
+    .safetensors) or under the key state_dict; or a verdict of d9m check (.json)
+ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists); or
+    the proof that the verdict is on
+--public-key FILE  the key (PEM) whose signature the verdict must have
+| --identity TEXT  the person or job whose signature by Sigstore the verdict must have
+--provider URL  the service that confirms the identity
+--choose SEED  the number with which the segments of the verdict must have been chosen
 --allow-objects  also load Python objects, which can run code from the file: use it only for files
     that you trust
 --json  print the result as one JSON object
 """
 EXAMPLE = "d9m verify checkpoints/last.ckpt"
+SETTINGS: dict[str, dict[str, object]] = {"choose": {"type": whole_number(0)}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
             "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{path} whole.pt`, and give that."
         )
+    if path.suffix == ".json":
+        return _verify_verdict(arguments)
     from lightning_d9m.integrations.lightning.resume.saved_run import read_state
     from lightning_d9m.integrations.lightning.saved_state import check_checkpoint, load_checkpoint
 
@@ -87,6 +98,22 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {"ok": is_ok, **facts, "lines": lines}
     print_result(arguments.format, facts, wrap_on_terminal(lines))
     return 0 if is_ok else 1
+
+
+def _verify_verdict(arguments: argparse.Namespace) -> int:
+    from lightning_d9m.tools.proof.verification import Signer, check_verdict
+
+    path, proof = arguments.checkpoint, arguments.ledger
+    if proof is None:
+        raise SettingError(f"Name the proof that {path} is on: d9m verify {path} proof.json")
+    signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
+    problems = check_verdict(path, proof, signer, arguments.choose)
+    lines = [signer.note] if signer.note else []
+    facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "problems": problems}
+    said = f"{path} is a verdict that {proof} holds."
+    lines = [*(problems or [said]), *lines]
+    print_result(arguments.format, facts, wrap_on_terminal(lines))
+    return int(bool(problems))
 
 
 def _describe(checkpoint: Mapping[str, Any], state: Any, facts: dict[str, Any]) -> list[str]:

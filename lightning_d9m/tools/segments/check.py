@@ -94,7 +94,8 @@ class CheckReport:
     """The result of a check of a run, whose ledger is ``run``, in the folder ``output``.
 
     ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
-    ``segments`` is their number in the run, whose settings name the ``varying_ops``.
+    ``segments`` is their number in the run, whose settings name the ``varying_ops``. ``problems``
+    are sentences on what contradicts a proof.
     """
 
     run: str
@@ -105,6 +106,7 @@ class CheckReport:
     varying_ops: tuple[str, ...] = ()
     checked: list[CheckedSegment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def equal(self) -> list[CheckedSegment]:
@@ -115,7 +117,7 @@ class CheckReport:
     def verdict(self) -> str:
         """``"equal"``, ``"different"``, or ``"incomplete"`` if a command failed."""
         verdicts = {own.verdict for own in self.checked}
-        if verdicts <= {"equal", "failed"}:
+        if verdicts <= {"equal", "failed"} and not self.problems:
             return "equal" if verdicts == {"equal"} else "incomplete"
         return "different"
 

@@ -20,6 +20,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Resume,
     StepDigests,
 )
+from lightning_d9m.engine.ledger.kinds import STATE_HASH
 from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, MARK, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
@@ -27,6 +28,7 @@ from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, c
 from lightning_d9m.tools.launch.run import Run, Runs
 
 _HASH_SEED = "PYTHONHASHSEED"
+_PROVABLE = "LIGHTNING_D9M_PROVABLE"
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,14 @@ class _Outline:
         step: The global step of the last record of the state.
         ends_within: Whether a run must begin the step after it to repeat that record.
         end: The record that ends the ledger, if it is there.
+        is_provable: Whether the run was recorded for a proof.
     """
 
     saved: list[SavedPoint] = field(default_factory=list)
     step: int = 0
     ends_within: bool = True
     end: End | None = None
+    is_provable: bool = False
 
 
 class RecordedRun:
@@ -174,6 +178,7 @@ class RecordedRun:
                     elif isinstance(record, Digests | StepDigests) and record.step >= found.step:
                         # Digests are taken after what follows a step, such as the end of an epoch.
                         found.step, found.ends_within = record.step, isinstance(record, Digests)
+                        found.is_provable = STATE_HASH in record.totals
         return found
 
     @cached_property
@@ -209,7 +214,8 @@ class RecordedRun:
     def variables(self) -> dict[str, str]:
         """The variables that a part of the run needs to compute what the run has computed."""
         seed = self.ledger.header.stack.get(f"variable.{_HASH_SEED}")
-        return {_HASH_SEED: str(seed or "random")}  # Python's default
+        variables = {_HASH_SEED: str(seed or "random")}  # Python's default
+        return variables | ({_PROVABLE: "1"} if self._outline.is_provable else {})
 
     def find_start(self, step: int) -> SavedPoint | None:
         """Return the last checkpoint at or before a step that is there; None for the beginning."""

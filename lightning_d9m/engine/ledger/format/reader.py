@@ -38,6 +38,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Record,
     Resume,
     RunFacts,
+    Sources,
     StepDigests,
     chain_record,
     decode_record,
@@ -105,10 +106,12 @@ class RankReader(AbstractContextManager["RankReader"]):
         """Yield each record after the header, with batches in place of records of probes.
 
         With ``lines_only`` it leaves out batches, and the state after the steps that follow a save.
-        It leaves out checkpoints, see ``list_checkpoints``.
+        It leaves out checkpoints and sources, which no comparison reads.
         """
         for record in self.read_lines():
-            if isinstance(record, Checkpoint) or (lines_only and isinstance(record, StepDigests)):
+            if isinstance(record, Checkpoint | Sources) or (
+                lines_only and isinstance(record, StepDigests)
+            ):
                 continue
             if not isinstance(record, ProbesRecord):
                 yield record

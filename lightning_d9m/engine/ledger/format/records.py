@@ -78,6 +78,10 @@ HexFloats: TypeAlias = Annotated[
     Mapping[Name, Name], _describe("an object of texts that float.hex() gives")
 ]
 Digests32: TypeAlias = Mapping[Name, Annotated[str, _sized(DIGEST_DIGITS)]]
+Hashes: TypeAlias = Annotated[
+    Mapping[Name, Annotated[str, _sized(64)]],
+    _describe("an object of hashes of 64 hex digits"),
+]
 Scalars: TypeAlias = Annotated[
     Mapping[Name, Name | int | float | bool | None],
     _describe("an object of short texts, finite numbers, booleans and nulls"),
@@ -490,6 +494,25 @@ class Checkpoint(Entry, frozen=True, tag="checkpoint", kw_only=True):
     manifest: Text = ""
 
 
+class Sources(Entry, frozen=True, tag="sources", kw_only=True):
+    """The program of a run that commits to it, when the run ends; on rank 0.
+
+    ``d9m prove`` and ``d9m check`` read it, and no comparison of two ledgers.
+
+    Attributes:
+        program: SHA-256 of each file of the program that is loaded, by its path from the working
+            folder.
+        named: SHA-256 of each file that the command names.
+        packages: The version of each installed package.
+        used: The names of the loaded modules outside of packages.
+    """
+
+    program: Hashes
+    named: Hashes
+    packages: Annotated[Mapping[Name, Name], _describe("an object of texts")]
+    used: Annotated[tuple[Name, ...], _describe("a list of short texts")]
+
+
 class Resume(Entry, frozen=True, tag="resume", kw_only=True):
     """The ledger that a resumed run continues.
 
@@ -534,6 +557,7 @@ Record: TypeAlias = (
     | ReplayDrift
     | StepDigests
     | Checkpoint
+    | Sources
     | Resume
     | End
 )

@@ -471,6 +471,7 @@ class ResumableFit(Fit):
             pending.get("loss"),
             lambda problem: self.report([problem]),
             pending.get("evaluations", ()),
+            pending.get("data", ""),
         )
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:

@@ -69,13 +69,13 @@ class Ledger(Part):
 
 
 class Pending(Part):
-    """Parts of the next record: the last loss, as ``float.hex()``, and evaluations."""
+    """Parts of the next record: the last loss, as ``float.hex()``, evaluations, and the data."""
 
     name = "pending"
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         run = self.fit.recorder.run
-        return {"loss": run.loss_text, "evaluations": [*run.held]}
+        return {"loss": run.loss_text, "evaluations": [*run.held], "data": run.data}
 
 
 class Inexact(Part):

@@ -1,0 +1,117 @@
+"""The cost of a proof: the share of a fit, the size for 1,000 epochs, and the time to write it.
+
+The share is the time within the functions that commit, over that of the fit, so that the noise of
+whole fits does not count. Run it alone on the machine:
+
+    python benchmarks/proof.py [--epochs 20]
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from measurement import describe_machine, keep
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_d9m import DeterminismCallback
+from lightning_d9m.engine.recording import commitment
+from lightning_d9m.tools.cli.main import main
+
+MODELS = {
+    # Inputs, width and samples: a network for digits, and a perceptron with 10 million weights.
+    "digits": (64, 128, 1797),
+    "10M": (1024, 2048, 4096),
+    "short epochs": (64, 128, 128),
+}
+
+
+class Net(L.LightningModule):
+    """A perceptron that is trained with Adam."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        hidden = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), hidden)
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def fit(name: str, epochs: int, folder: Path, every: int = 1) -> dict[str, float]:
+    """Train, and return the seconds of the fit and of each function that commits."""
+    inputs, width, samples = MODELS[name]
+    spent = {"chain_batch": 0.0, "hash_state": 0.0, "find_sources": 0.0}
+    original = {function: getattr(commitment, function) for function in spent}
+
+    def timed(function: str) -> Any:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original[function](*args)
+            finally:
+                spent[function] += time.perf_counter() - start
+
+        return call
+
+    for function in spent:
+        setattr(commitment, function, timed(function))
+    L.seed_everything(1)
+    data = TensorDataset(torch.randn(samples, inputs), torch.randint(10, (samples,)))
+    callbacks = [
+        DeterminismCallback(ledger_dir=folder, provable=True),
+        ModelCheckpoint(folder / "saved", save_top_k=-1, every_n_epochs=every),
+    ]
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **off)
+    start = time.perf_counter()
+    try:
+        trainer.fit(Net(inputs, width), DataLoader(data, 64, shuffle=True))
+    finally:
+        for function, own in original.items():
+            setattr(commitment, function, own)
+    return {"fit": time.perf_counter() - start, **spent}
+
+
+def run(epochs: int) -> dict[str, Any]:
+    """Return the figures."""
+    found: dict[str, Any] = {}
+    # First, because d9m prove takes the first fit of a program.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        fit("short epochs", 1000, path / "run", every=10)
+        start = time.perf_counter()
+        assert main(["prove", str(path / "run/fit-000"), "-o", str(path / "proof.json")]) == 0
+        found["prove"] = {
+            "seconds": round(time.perf_counter() - start, 2),
+            "bytes for 1,000 epochs and 100 checkpoints": (path / "proof.json").stat().st_size,
+        }
+    for name in ("digits", "10M"):
+        with tempfile.TemporaryDirectory() as folder:
+            fit(name, 1, Path(folder) / "warm")
+            seconds = fit(name, epochs, Path(folder) / "run")
+            parts = {own: round(seconds[own], 4) for own in seconds}
+            committing = sum(seconds.values()) - seconds["fit"]
+            found[name] = {"seconds": parts, "share": round(committing / seconds["fit"], 4)}
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=20)
+    arguments = parser.parse_args()
+    results = Path(__file__).parent / "results/proof.json"
+    keep(results, {"machine": describe_machine(), **run(arguments.epochs)})

@@ -1,0 +1,64 @@
+"""``d9m prove``: write one file that commits to everything that decides a training's result."""
+
+import argparse
+from pathlib import Path
+
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.text import printable
+from lightning_d9m.tools.output.columns import print_result
+from lightning_d9m.tools.output.terminal import wrap
+from lightning_d9m.tools.proof.signature import sign
+from lightning_d9m.tools.proof.statement import make_proof, write_statement
+from lightning_d9m.tools.segments.segment import RecordedRun
+
+ARGUMENTS = """
+ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
+-o, --output FILE  the proof to write (default: proof.json)
+--model FILE ...  a file with the final weights, which the proof is about, too; may be given
+    several times
+--key FILE  private key (PEM, of an elliptic curve) that signs the proof, in FILE.sig beside it
+| --sigstore  sign it without a key, as a person or a job that Sigstore knows
+--json  print the result as one JSON object
+"""
+EXAMPLE = "d9m prove logs/d9m/fit-000 --model model.ckpt -o proof.json"
+SETTINGS: dict[str, dict[str, object]] = {
+    "ledger": {"type": Path},
+    "output": {"default": Path("proof.json")},
+    "model": {"default": []},
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the proof; return 0.
+
+    Raises:
+        LedgerError: If the ledger cannot be read, or the proof cannot be written or exists already.
+        SettingError: If the run has not finished, or something has changed since.
+    """
+    output: Path = arguments.output
+    if output.exists():
+        raise LedgerError(
+            f"{output} exists already, so no proof was written. Give another file with --output, "
+            "or remove it."
+        )
+    recorded = RecordedRun(arguments.ledger)
+    proof = make_proof(recorded, arguments.model, output.absolute().parent)
+    write_statement(proof, output)
+    predicate = proof["predicate"]
+    program, packages = len(predicate["run"]["files"]), len(predicate["packages"])
+    lines = [
+        f"files that it is about: {len(proof['subject'])}",
+        f"files of the program: {program}; packages: {packages}",
+        "It does not commit to:",
+        *(f"  {own['what']}: {own['why']}" for own in predicate["uncommitted"]),
+    ]
+    facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": None}
+    if arguments.key is not None or arguments.sigstore:
+        facts["signature"] = str(sign(output, arguments.key))
+        lines.append(f"signature: {facts['signature']}")
+    else:
+        lines.append("It is not signed: give --key or --sigstore.")
+    shown = [line for text in lines for line in wrap(printable(text))]
+    verdict = f"{output} commits to {recorded.ledger.path} and what decided its result."
+    print_result(arguments.format, {**facts, **predicate}, shown, verdict)
+    return 0

@@ -1,0 +1,297 @@
+"""A proof: one file that commits to everything that decides the result of a training.
+
+It is a statement of in-toto (version 1) about files: the ledger, the checkpoints, and models with
+the final weights. docs/proof.md describes its predicate. The part ``run`` follows from the ledger
+alone, so a check makes it again; ``packages`` is read where the proof is made.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from importlib.metadata import Distribution, distribution, packages_distributions
+from pathlib import Path
+from typing import Any
+
+from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.engine.ledger.folder import Ledger
+from lightning_d9m.engine.ledger.format.records import Sources
+from lightning_d9m.engine.ledger.kinds import COMMITTED, WEIGHTS_HASH
+from lightning_d9m.errors import LedgerError, SettingError, file_errors, written_whole
+from lightning_d9m.text import describe_names, escape, pluralize
+from lightning_d9m.tools.segments.segment import RecordedRun
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+TRAINING = "urn:lightning-d9m:training:1"
+_MOST_BYTES = 64 * 2**20
+# What pip writes beside the files of a package, and what Python makes of them.
+_NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
+_NEVER = {
+    "validation data": "only the batches of training are hashed",
+    "other files": "of the files that the program reads, those that its command names are hashed",
+}
+
+
+def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> dict[str, Any]:
+    """Return the proof of a run, whose subjects have paths relative to ``folder``.
+
+    Args:
+        recorded: The run, which has finished.
+        models: Files that hold its final weights.
+        folder: The folder that will have the proof.
+
+    Raises:
+        SettingError: If a model has other weights, or a package has changed since the training.
+    """
+    ledger = recorded.ledger
+    if not recorded.is_finished:
+        raise SettingError(
+            f"The fit of {ledger.path} has not finished, so it has no result to prove. Prove a "
+            "training that ended."
+        )
+    sources = find_sources(ledger)
+    for model in models:
+        check_model(ledger, model)
+    there = [point.path for point in recorded.points if point.is_there]
+    files = {file for path in [*there, *models] for file in _list_files(path)}
+    subjects = [*ledger.files.values(), *sorted(files)]
+    packages, unread = _hash_packages(sources)
+    left_out = {**_NEVER, **unread, **_list_uncommitted(recorded, sources)}
+    return {
+        "_type": STATEMENT,
+        "subject": [
+            {"name": os.path.relpath(file, folder), "digest": {"sha256": hash_file(file)}}
+            for file in subjects
+        ],
+        "predicateType": TRAINING,
+        "predicate": {
+            "run": describe_run(recorded),
+            "models": [os.path.relpath(model, folder) for model in models],
+            "packages": packages,
+            "uncommitted": [{"what": what, "why": why} for what, why in left_out.items()],
+        },
+    }
+
+
+def describe_run(recorded: RecordedRun) -> dict[str, Any]:
+    """Return what follows from the ledger of a run."""
+    ledger, header = recorded.ledger, recorded.ledger.header
+    sources = find_sources(ledger)
+    finals = {rank: ledger.outcome(rank).final for rank in ledger.files}
+    return {
+        "package": header.package,
+        "created": header.created,
+        "program": dict(header.program),
+        "seed": header.seed,
+        "ranks": header.world_size,
+        "settings": dict(header.settings),
+        "stack": dict(header.stack),
+        "steps": recorded.last_step,
+        "checkpoints": [point.step for point in recorded.points],
+        "files": {} if sources is None else dict(sources.program),
+        "named": {} if sources is None else dict(sources.named),
+        "final": {str(rank): dict(own.totals) if own else {} for rank, own in finals.items()},
+    }
+
+
+def find_sources(ledger: Ledger) -> Sources | None:
+    """Return the record of the program that a run has left; None without one."""
+    with ledger.open(min(ledger.files)) as reader:
+        found = (record for record in reader.read_lines() if isinstance(record, Sources))
+        return next(found, None)
+
+
+def check_model(ledger: Ledger, model: Path) -> None:
+    """Raise a ``SettingError`` unless a file holds the final weights of a run."""
+    from lightning_d9m.engine.recording.commitment import hash_weights
+    from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
+
+    final = ledger.outcome(min(ledger.files)).final
+    expected = "" if final is None else final.totals.get(WEIGHTS_HASH, "")
+    if final is None or not expected:
+        raise SettingError(
+            f"{ledger.path} has no SHA-256 of its final weights, so no model can be proved. Train "
+            "with DeterminismCallback(provable=True), on whole weights."
+        )
+    weights = find_weights(load_checkpoint(model))
+    names = final.groups.get("weights", {}).keys()  # a model has buffers, too
+    if hash_weights({name: weights.get(name) for name in names}) != expected:
+        raise SettingError(
+            f"{escape(str(model))} does not hold the final weights of {ledger.path}. Name a file "
+            "that the training has saved at its end."
+        )
+
+
+def _list_files(path: Path) -> Iterator[Path]:
+    """Yield a file, or the files of a checkpoint that is a folder."""
+    if path.is_dir():
+        yield from (own.resolve() for own in path.rglob("*") if own.is_file())
+    else:
+        yield path.resolve()
+
+
+def _list_uncommitted(recorded: RecordedRun, sources: Sources | None) -> dict[str, str]:
+    """Return what a proof of a run does not commit to, with the reason."""
+    missing = [point.step for point in recorded.points if not point.is_there]
+    final = recorded.ledger.outcome(min(recorded.ledger.files)).final
+    totals: Mapping[str, str] = {} if final is None else final.totals
+    found: dict[str, str] = {}
+    why = "the run was not recorded with provable=True"
+    if not totals.keys() >= {*COMMITTED}:
+        found |= {"training data": why, "state": f"{why}: its digests are XXH3, and can be forged"}
+    if sources is None:
+        found["program"] = why
+    if missing:
+        named = describe_names([f"step {step}" for step in missing[:3]], len(missing))
+        found[pluralize(len(missing), "checkpoint")] = f"removed or replaced since: {named}"
+    return found
+
+
+def _hash_packages(sources: Sources | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return version and hash of the packages of a run, and which have no hash, and why.
+
+    Raises:
+        SettingError: If one has another version here.
+    """
+    if sources is None:
+        return {}, {"packages": "the run was not recorded with provable=True"}
+    packages: dict[str, Any] = {}
+    unread = {}
+    used = list_used(sources)
+    for name, version in sorted(sources.packages.items()):
+        packages[name] = {"version": version}
+        if name not in used:
+            continue
+        here = distribution(name) if name in used else None
+        if here is None or here.version != version:
+            raise SettingError(
+                f"The training used {name} {version}, and here is "
+                f"{'none' if here is None else here.version}. Prove it in the environment of the "
+                "training."
+            )
+        digest = hash_package(here)
+        if digest is None:
+            unread[f"package {name}"] = "it lists no files, as one that is installed from a folder"
+        else:
+            packages[name]["sha256"] = digest
+    return packages, unread
+
+
+def list_used(sources: Sources) -> set[str]:
+    """Return the names of the packages here that have modules which a run had loaded."""
+    of_module = packages_distributions()
+    return {name for module in sources.used for name in of_module.get(module, ())}
+
+
+def hash_package(package: Distribution) -> str | None:
+    """Return the SHA-256 of the files of a package; None if it does not list them."""
+    hasher = sha256()
+    files = sorted(package.files or (), key=str)
+    content = [
+        file
+        for file in files
+        # Scripts, which are outside, name the path of the interpreter.
+        if file.name not in _NOT_CONTENT and file.suffix != ".pyc" and ".." not in file.parts
+    ]
+    if not any(file.suffix in (".py", ".so", ".pyd") for file in content):
+        return None
+    for file in content:
+        path = Path(str(file.locate()))
+        own = hash_file(path) if path.is_file() else "missing"
+        hasher.update(f"{file} {own}\n".encode())
+    return hasher.hexdigest()
+
+
+def write_statement(statement: Mapping[str, Any], path: Path) -> None:
+    """Write a statement; on an error, ``path`` stays as it was.
+
+    Raises:
+        LedgerError: If it cannot be written.
+    """
+    with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
+        part.write_text(json.dumps(statement, indent=1) + "\n", encoding="utf-8")
+
+
+def read_statement(path: Path) -> dict[str, Any]:
+    """Read a statement of in-toto.
+
+    Raises:
+        LedgerError: If the file cannot be read, or is none.
+    """
+    with file_errors(LedgerError, f"{path} cannot be read"):
+        size = path.stat().st_size
+        text = path.read_bytes() if size <= _MOST_BYTES else b""
+    try:
+        found = json.loads(text)
+        is_statement = found["_type"] == STATEMENT and isinstance(found["predicate"], dict)
+        names = [(own["name"], own["digest"]["sha256"]) for own in found["subject"]]
+        is_statement &= all(isinstance(word, str) for pair in names for word in pair)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_statement = False
+    if not is_statement:
+        raise LedgerError(
+            f"{path} is not a statement of in-toto. Give a file that d9m prove or d9m check "
+            "--verdict has written."
+        )
+    return dict(found)
+
+
+def list_changed(statement: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return sentences on the files that are not as a statement about them says.
+
+    They are found from the folder of the statement.
+    """
+    problems = []
+    for subject in statement["subject"]:
+        path, shown = folder / subject["name"], escape(subject["name"], 200)
+        if not path.is_file():
+            problems.append(f"{shown} is not there.")
+        elif hash_file(path) != subject["digest"]["sha256"]:
+            problems.append(f"{shown} has been changed since.")
+    return problems
+
+
+def compare_here(proof: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Compare program, packages and stack of a proof with those here, without training.
+
+    Returns:
+        Sentences on what contradicts the proof: other files of the program, or other content of
+        the same version of a package. And on what may change results: the stack.
+    """
+    predicate = proof["predicate"]
+    run, problems, notes = predicate["run"], [], []
+    for path, expected in {**run["files"], **run["named"]}.items():
+        file = Path(path)
+        if not file.is_file():
+            problems.append(f"The program's file {escape(path, 200)} is not here.")
+        elif hash_file(file) != expected:
+            problems.append(f"The program's file {escape(path, 200)} has other content here.")
+    for name, known in predicate["packages"].items():
+        if "sha256" not in known:
+            continue
+        found = [own for own in Distribution.discover(name=name) if own.version]
+        if not found or found[0].version != known["version"]:
+            here = found[0].version if found else "not installed"
+            notes.append(f"{escape(name)}: {escape(known['version'])} there, {here} here")
+        elif hash_package(found[0]) not in (None, known["sha256"]):
+            problems.append(
+                f"The package {escape(name)} {escape(known['version'])} has other files here."
+            )
+    return problems, [*notes, *_compare_stack(run["stack"])]
+
+
+# A session sets them, and a process without one has others.
+_OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.")
+
+
+def _compare_stack(expected: Mapping[str, Any]) -> Iterator[str]:
+    from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
+
+    for name, there, here in stack_differences(expected, capture_stack({})):
+        if not name.startswith(_OF_SESSION) and not name.startswith("package."):
+            yield f"{name}: {escape(there)} there, {escape(here)} here"
+
+
+def choose_seed(proof: Path, number: int) -> int:
+    """Return the seed with which segments are chosen: nobody knows it before the proof exists."""
+    return int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)

@@ -1,0 +1,28 @@
+"""SHA-256 of values is that of hashlib over the bytes that docs/digest.md defines."""
+
+import hashlib
+
+import torch
+
+from lightning_d9m.engine.hashing.sha256 import hash_values
+
+
+def test_a_tensor_is_hashed_with_its_header_in_row_major_order():
+    header = b"d9m-digest-1 float32 [2,3]\n"
+    x = torch.arange(6.0).reshape(3, 2).t()
+    expected = hashlib.sha256(b"start" + header + x.contiguous().numpy().tobytes()).hexdigest()
+    assert hash_values([x], "start") == expected
+
+
+def test_types_shapes_and_bits_count():
+    values = (
+        *(1, 1.0, True, "1", None, [1], (1,), {"a": 1}, torch.ones(2), torch.ones(1, 2)),
+        *(torch.zeros(1), -torch.zeros(1), torch.ones(2, dtype=torch.int32), torch.eye(2)),
+        *(torch.eye(2).to_sparse(), torch.tensor(1j).conj(), torch.ones(2, dtype=torch.bfloat16)),
+    )
+    assert len({hash_values([value]) for value in values}) == len(values)
+    assert hash_values([torch.ones(2), 1]) != hash_values([1, torch.ones(2)])
+
+
+def test_of_an_object_without_bytes_the_type_counts():
+    assert hash_values([object()]) == hash_values([object()]) != hash_values([lambda: 0])

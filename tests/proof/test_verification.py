@@ -1,0 +1,274 @@
+"""A stranger accepts the proof of an honest training, and each lie is rejected with its place.
+
+Signatures are verified by the command of another package, too.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from ledger_runs import write_lines
+
+from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.tools.proof.statement import hash_package
+from lightning_d9m.tools.proof.verification import CHECK
+
+PROGRAM = Path(__file__).parents[1] / "support/checked_training.py"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Return a private key and its public key, made by another package."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
+
+    folder, key = tmp_path_factory.mktemp("keys"), ec.generate_private_key(ec.SECP256R1())
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (folder / "private.pem").write_bytes(private)
+    (folder / "public.pem").write_bytes(public)
+    return folder / "private.pem", folder / "public.pem"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hashed_once():
+    """Read the files of each installed package once for all tests: torch has 700 MB."""
+    known = {}
+
+    def hash_once(package):
+        if package.name not in known:
+            known[package.name] = hash_package(package)
+        return known[package.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_d9m.tools.proof.statement.hash_package", hash_once)
+        found = cache(packages_distributions)
+        patch.setattr("lightning_d9m.tools.proof.statement.packages_distributions", found)
+        yield
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, forking_python):
+    """Return a function that returns a folder with program and run, in which one thing is wrong."""
+    made = tmp_path_factory.mktemp("published")
+
+    def train(wrong=""):
+        folder = made / (wrong.replace(" ", "-") or "honest")
+        if not folder.exists():
+            folder.mkdir()
+            shutil.copy(PROGRAM, folder / "train.py")
+            given = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "LIGHTNING_D9M_PROVABLE": "1"}
+            words = [forking_python, "train.py", "run"]
+            variables = {**os.environ, **given, "WRONG": wrong}
+            subprocess.run(words, cwd=folder, env=variables, check=True, capture_output=True)
+        return folder
+
+    return train
+
+
+@pytest.fixture
+def stranger(published, tmp_path, monkeypatch):
+    """Return a function that copies what is published to the working folder of a stranger."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def receive(wrong=""):
+        shutil.copytree(published(wrong), tmp_path, dirs_exist_ok=True)
+
+    return receive
+
+
+@pytest.fixture
+def prove(d9m, stranger):
+    """Return a function that proves a run in the working folder."""
+
+    def run(*options, wrong=""):
+        stranger(wrong)
+        status, _, errors = d9m("prove", "run", "--model", "run/saved/step=60.ckpt", *options)
+        assert status == 0, errors
+        return json.loads(Path("proof.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def check(d9m, forking_python):
+    """Return a function that checks the proof with the program in the working folder."""
+
+    def run(*options):
+        command = ("--json", "--", forking_python, "train.py", "again")
+        status, out, errors = d9m("check", "proof.json", *options, *command)
+        assert out, errors
+        return status, json.loads(out)
+
+    return run
+
+
+def edit(proof, path="proof.json"):
+    Path(path).write_text(json.dumps(proof))
+
+
+def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check, d9m, keys):
+    private, public = keys
+    prove("--key", private)
+    other = [sys.executable, "-m", "model_signing", "verify", "key", "proof.json"]
+    other += ["--signature", "proof.json.sig", "--public_key", str(public)]
+    subprocess.run(other, check=True, capture_output=True)
+    options = ("--segments", "1", "--choose", "7", "--verdict", "verdict.json", "--key", private)
+    status, found = check("--public-key", public, *options)
+    assert (status, found["problems"], found["choice"]) == (0, [], 7)
+    assert [own["verdict"] for own in found["checked"]] == ["equal"]
+
+    def verify(*words):
+        return d9m("verify", "verdict.json", "proof.json", *words)[:2]
+
+    assert verify("--public-key", public, "--choose", "7")[0] == 0
+    verdict = json.loads(Path("verdict.json").read_text())
+    assert verdict["predicate"]["properties"] == ["LIGHTNING_D9M_SEGMENTS_EQUAL_1_OF_4"]
+    # A replayed verdict: one of another check, on another proof, edited, or without its signature.
+    status, said = verify("--choose", "8")
+    assert status == 1
+    assert "chosen with 7, not 8" in said
+    verdict["predicate"][CHECK]["choice"] = 8
+    edit(verdict, "verdict.json")
+    status, said = verify("--public-key", public, "--choose", "8")
+    assert status == 1
+    assert "is not a signature of verdict.json" in " ".join(said.split())
+    edit(json.loads(Path("proof.json").read_text()))  # the same statement in other bytes
+    assert "another proof" in verify("--choose", "8")[1]
+    Path("verdict.json.sig").unlink()
+    assert "has no signature" in verify("--public-key", public)[1]
+
+
+def test_a_proof_of_a_training_with_another_label_is_rejected_by_its_segment(prove, check):
+    prove(wrong="label")
+    status, found = check("--only", "0")
+    assert status == 1
+    (segment,) = found["checked"]
+    assert (segment["verdict"], segment["equal_until"]) == ("persistent", 0)
+    assert "step 16" in segment["where"]
+
+
+def add_a_sample(text):
+    return text.replace("20 * BATCH, 16", "20 * BATCH + 1, 16")
+
+
+def train_further(path):
+    import torch
+
+    checkpoint = torch.load(path, weights_only=True)
+    next(iter(checkpoint["state_dict"].values())).view(-1)[0] += 1e-3
+    torch.save(checkpoint, path)
+
+
+def test_lies_are_told_before_anything_is_trained(prove, check, published):
+    proof = prove()
+
+    def reject(words, undo):
+        status, found = check()
+        undo()
+        assert status == 1
+        assert not found["checked"]
+        assert words in found["problems"][0]
+
+    program, ledger = Path("train.py"), Path("run/fit-000/rank-0.jsonl")
+    honest, records = program.read_text(), ledger.read_bytes()
+    program.write_text(add_a_sample(honest))  # other code with the same commit
+    reject("train.py has other content here", lambda: program.write_text(honest))
+    program.unlink()
+    reject("train.py is not here", lambda: program.write_text(honest))
+    edited = records.replace(b'"step":60', b'"step":61').splitlines()
+    bodies = [json.loads(line) for line in edited]
+    write_lines(ledger, [{k: own[k] for k in own if k != "check"} for own in bodies])
+    reject("rank-0.jsonl has been changed since", lambda: ledger.write_bytes(records))
+
+    model = Path("run/saved/step=60.ckpt")
+    weights = model.read_bytes()
+    train_further(model)
+    reject("step=60.ckpt has been changed since", lambda: model.write_bytes(weights))
+    # Whoever makes the statement anew for changed files has to make it about another run.
+    other = published("label") / "run/fit-000/rank-0.jsonl"
+    ledger.write_bytes(other.read_bytes())
+    subject = next(own for own in proof["subject"] if own["name"].endswith("jsonl"))
+    was = dict(subject["digest"])
+    subject["digest"]["sha256"] = hash_file(ledger)
+    edit(proof)
+    subject["digest"] = was
+
+    def restore():
+        ledger.write_bytes(records)
+        edit(proof)
+
+    reject("does not hold the final weights", restore)
+
+
+def test_a_package_that_was_changed_in_place_is_named(prove, check):
+    proof = prove()
+    package = proof["predicate"]["packages"]["numpy"]
+    package["sha256"] = "0" * 64
+    edit(proof)
+    status, found = check()
+    assert status == 1
+    assert f"numpy {package['version']} has other files here" in found["problems"][0]
+    status, found = check("--anyway", "--segments", "1")
+    assert status == 1
+    assert found["checked"][0]["verdict"] == "equal"
+    package["version"] = "0.1"  # which is no lie, but may lead to other bits
+    edit(proof)
+    status, found = check("--segments", "1")
+    assert status == 0
+    assert "numpy: 0.1 there" in " ".join(found["notes"])
+
+
+def test_what_is_not_a_proof(d9m, stranger, tmp_path):
+    stranger()
+    train = ("--", "python", "train.py")
+    Path("proof.json").write_text("[" * 10_000)
+    status, _, errors = d9m("check", "proof.json", *train)
+    assert status == 2
+    assert "is not a statement of in-toto" in " ".join(errors.split())
+    statement = {"_type": "https://in-toto.io/Statement/v1", "subject": [], "predicate": {}}
+    edit({**statement, "predicateType": "other"})
+    assert "is not a proof of a training" in d9m("check", "proof.json", *train)[2]
+    edit({**statement, "predicateType": "urn:lightning-d9m:training:1"})
+    assert "is not where it says" in " ".join(d9m("check", "proof.json", *train)[2].split())
+    subject = [{"name": "run/fit-000/rank-0.jsonl", "digest": {"sha256": "0" * 64}}]
+    edit({**statement, "predicateType": "urn:lightning-d9m:training:1", "subject": subject})
+    assert "has not the form" in " ".join(d9m("check", "proof.json", *train)[2].split())
+    assert "--anyway is for a proof" in d9m("check", "run", "--anyway", *train)[2]
+    edit({**statement, "predicateType": "other"}, "verdict.json")
+    assert "Name the proof" in d9m("verify", "verdict.json")[2]
+    said = " ".join(d9m("verify", "verdict.json", "proof.json")[1].split())
+    assert "is not a verdict of d9m check" in said
+
+
+def test_two_who_disagree_find_the_first_operation(prove, d9m, forking_python, monkeypatch):
+    """The publisher's machine scales the loss from step 25 on; the stranger's does not."""
+    prove(wrong="loss")
+    command = ("--", forking_python, "train.py", "again")
+
+    def compare_both(name, *words):
+        ledgers = []
+        for who, wrong in (("publisher", "loss"), ("stranger", "")):
+            monkeypatch.setenv("WRONG", wrong)
+            found = d9m(*words, "-o", f"{name}-{who}", *command)
+            assert found[0] in (0, 1), found
+            ledgers.append(next(Path(f"{name}-{who}").rglob("rank-0.jsonl")))
+        return json.loads(d9m("compare", *ledgers, "--json")[1])["ranks"][0]["divergence"]
+
+    with monkeypatch.context() as patch:
+        patch.setenv("LIGHTNING_D9M_PROBES", "weight,loss")
+        assert compare_both("segment", "check", "proof.json", "--only", "1")["step"] == 25
+    first = compare_both("step", "goto", "25", "run", "--trace")
+    assert (first["step"], first["kind"], first["name"]) == (25, "op", "(model)::aten.mul.Tensor")
