@@ -214,7 +214,8 @@ class TrainerRecorder:
         idle = self._replay is None and self.run.probes.are_idle
         if not idle:
             self._replayed.close()
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # Lightning gives a dict. In each batch, `Mapping` would ask an abstract class.
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss
