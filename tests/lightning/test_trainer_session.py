@@ -1,5 +1,7 @@
 """How a callback's run meets sessions, other callbacks that fail, metrics of time, and ranks."""
 
+import subprocess
+import textwrap
 import time
 from types import SimpleNamespace
 
@@ -168,3 +170,25 @@ def test_a_gather_without_the_other_ranks_says_so_and_hides_no_error_of_the_prog
         ranks.raise_on_all(lambda: None)
     with pytest.raises(KeyError, match="of the program"):
         ranks.raise_on_all(lambda: {}["of the program"])
+
+
+def test_a_callback_alone_counts_fits_from_the_last_seed(forking_python):
+    """The first seed comes before the callback, and a fit without one has numbers of its own."""
+    code = """
+        import lightning.pytorch as lightning
+        from lightning_d9m import DeterminismCallback
+        from trainings import QUIET, make_loader, make_model
+
+        weights = []
+        for seed in (7, None, 7, 8, 7):
+            if seed is not None:
+                lightning.seed_everything(seed, verbose=False)
+            model, determinism = make_model(), DeterminismCallback(seed=1)
+            trainer = lightning.Trainer(callbacks=[determinism], **QUIET | {"max_epochs": 1})
+            trainer.fit(model, make_loader())
+            weights.append(determinism.digest)
+        print([weights.index(digest) for digest in weights])
+    """
+    words = [forking_python, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[0, 1, 0, 3, 0]"
