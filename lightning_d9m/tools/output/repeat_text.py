@@ -93,6 +93,24 @@ def list_run_columns(rows: Sequence[Row], *, verbose: bool = False) -> list[Colu
     return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
 
 
+_MISSED = 0.05  # the probability that equal runs leave
+
+
+def describe_power(runs: int, option: str, size: int = 1) -> str:
+    """Return how rare a difference may be that so many equal runs show with 95%.
+
+    If one run in ``1 / q`` ends otherwise, n runs all agree with the probability ``(1 - q) ** n``.
+    ``size`` is the number of runs that one unit of the option adds.
+
+    >>> describe_power(4, "--tries", 2)
+    'A difference in more than 53% of the runs would have shown with 95%; --tries 15 shows 10%.'
+    """
+    rate, rare = 1 - _MISSED ** (1 / runs), 0.1
+    count = math.ceil(math.log(_MISSED) / math.log(1 - rare) / size)
+    more = f"; {option} {count} shows {rare:.0%}" if rate > rare else ""
+    return f"A difference in more than {rate:.0%} of the runs would have shown with 95%{more}."
+
+
 @dataclass(frozen=True)
 class FitOutcome:
     """One fit of one run, compared with the same fit of run 1.
@@ -227,6 +245,9 @@ class RepeatReport:
             )
         if self.verdict == "different":
             said += filter(None, [self._advise()])
+        # Two runs are a look at the program; more of them ask about a race.
+        elif self.verdict == "equal" and len(self._runs) > _SEVERAL and not self._is_varied:
+            said.append(describe_power(len(self._runs), "-n"))
         for sentence in said:
             yield from (*wrap(printable(sentence)), "")
 
@@ -271,10 +292,15 @@ class RepeatReport:
     def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
         return {entry.row["run"] for entry in entries}
 
+    @property
+    def _is_varied(self) -> bool:
+        """Whether runs differ by design: some resume, or have other numbers of processes."""
+        return self._resumed or bool(self._counts)
+
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
         compared, differing = len(self._runs) - 1, len(self._list_runs(self._differing))
-        if self._resumed or self._counts or not differing or compared < _SEVERAL:
+        if self._is_varied or not differing or compared < _SEVERAL:
             return ""
         if differing < compared:
             return f"{differing} of {compared} pairs differ, so one pair of runs may miss it."
