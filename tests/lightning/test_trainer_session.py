@@ -176,16 +176,17 @@ def test_a_callback_alone_counts_fits_from_the_last_seed(forking_python):
     """The first seed comes before the callback, and a fit without one has numbers of its own."""
     code = """
         import lightning.pytorch as lightning
+        from lightning.pytorch.demos.boring_classes import BoringModel
         from lightning_d9m import DeterminismCallback
-        from trainings import QUIET, make_loader, make_model
+        from trainings import QUIET
 
         weights = []
         for seed in (7, None, 7, 8, 7):
             if seed is not None:
                 lightning.seed_everything(seed, verbose=False)
-            model, determinism = make_model(), DeterminismCallback(seed=1)
+            model, determinism = BoringModel(), DeterminismCallback(seed=1, summary=False)
             trainer = lightning.Trainer(callbacks=[determinism], **QUIET | {"max_epochs": 1})
-            trainer.fit(model, make_loader())
+            trainer.fit(model)
             weights.append(determinism.digest)
         print([weights.index(digest) for digest in weights])
     """

@@ -305,7 +305,7 @@ class Failing(Base):
 
 def fit(model, folder):
     """Train, validate and train again; return the weights, buffers and logged values."""
-    session._fits = 0
+    session.restart_fits()
     plain = PROCESSES == 4
     trainer = L.Trainer(
         default_root_dir=folder,

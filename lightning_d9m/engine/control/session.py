@@ -350,13 +350,25 @@ def set_fits(number: int) -> None:
     _count_fits(lambda _: number)
 
 
+def restart_fits() -> None:
+    """Forget all fits, in the active session or else in the process: the next one is the first."""
+    with _lock:
+        counted = _find_count()
+        counted.next = counted.unused = 0
+        counted.first.clear()
+
+
 def _count_fits(change: Callable[[int], int]) -> int:
     """Change the number of fits in the active session or else in the process; return the old."""
     with _lock:
-        session = active_session()
-        counted = _of_process if session is None else session.fits
+        counted = _find_count()
         before, counted.next = counted.next, change(counted.next)
         return before
+
+
+def _find_count() -> FitCount:
+    session = active_session()
+    return _of_process if session is None else session.fits
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Deep(pl.LightningModule):
 
 def train(number):
     """Train as a run of its own would."""
-    session._fits = 0
+    session.restart_fits()
     strategy = PortedStrategy()
     strategy.fuses = number % 2 == 1
     words = {"strategy": strategy, "devices": 1, "callbacks": [DeterminismCallback(seed=5)]}
