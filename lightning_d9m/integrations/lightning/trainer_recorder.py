@@ -53,9 +53,10 @@ from lightning_d9m.text import cut_digests, escape, pluralize
 _NAME = "d9m"
 _LOCAL = ("file", "local")
 _LONGEST = 4096
-# What a program may not expect that seeds again before its second fit.
+# What a program may not expect that starts its second fit like the first.
 _SECOND_FIT = (
-    ". This second fit drew other numbers than the first; to repeat a fit, train within `with "
+    ". This second fit drew other numbers than the first; to repeat a fit, call seed_everything() "
+    "with the same number before each, or train within `with "
     "lightning_d9m.deterministic(seed={seed}):`."
 )
 
