@@ -33,10 +33,10 @@ from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width,
 
 _VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
-Row: TypeAlias = Mapping[str, Any]
+RunRow: TypeAlias = Mapping[str, Any]
 
 
-def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> Row:
+def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> RunRow:
     """Return the row of a fit: its digest of weights, its seed and its last training loss.
 
     The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
@@ -68,23 +68,23 @@ def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: obje
     }
 
 
-def list_run_columns(rows: Sequence[Row], *, verbose: bool = False) -> list[Column[Row]]:
+def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[Column[RunRow]]:
     """Return the columns of a table of these runs; losses are never cut."""
     named = [row["weights"] or "none" for row in rows]
     cut = dict(zip(named, named if verbose else cut_digests(named), strict=True))
 
-    def field(name: str) -> Column[Row]:
+    def field(name: str) -> Column[RunRow]:
         return Column(name, lambda row: escape(row[name]), is_number=True)
 
-    def show_loss(row: Row) -> str:
+    def show_loss(row: RunRow) -> str:
         return repr(float.fromhex(row["loss_hex"])) if row["loss_hex"] else "none"
 
     columns = [field("run")]
     if len({row["fit"] for row in rows}) > 1:
         columns.append(field("fit"))
-    weights: Column[Row] = Column("weights", lambda row: cut[row["weights"] or "none"])
+    weights: Column[RunRow] = Column("weights", lambda row: cut[row["weights"] or "none"])
     if any(row["processes"] is not None for row in rows):
-        time = Column[Row]("time", lambda row: f"{row['seconds'] or 0.0:.1f} s", is_number=True)
+        time = Column[RunRow]("time", lambda row: f"{row['seconds'] or 0.0:.1f} s", is_number=True)
         columns += [field("processes"), time, field("records"), weights]
     else:
         columns += [field("seed"), weights, Column("final loss", show_loss)]
@@ -125,7 +125,7 @@ class FitOutcome:
     name: str
     ledger: Ledger
     comparison: Comparison
-    row: Row
+    row: RunRow
 
 
 class RepeatReport:
@@ -171,7 +171,7 @@ class RepeatReport:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
         self._fits = len(names)
         first = runs[1].fits
-        self.rows: list[Row] = []
+        self.rows: list[RunRow] = []
         self._compared: list[FitOutcome] = []
         for number, run in runs.items():
             for name, ledger in run.fits.items():
