@@ -184,8 +184,9 @@ def _describe_lines(found: SearchResult, named: Sequence[Finding]) -> Iterator[s
 
 
 def _describe_fit(pair: RunPair) -> str:
-    before = pluralize(pair.equal_fits, "fit")
-    equal = f"; the {before} before it agree" if pair.equal_fits else ""
+    count = pair.equal_fits
+    some = "the fit before it agrees" if count == 1 else f"the {count} fits before it agree"
+    equal = f"; {some}" if count else ""
     return f"{escape(pair.fit)}, one of {pair.fits}{equal}"
 
 
