@@ -16,7 +16,7 @@ from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
-from lightning_d9m.text import escape, pluralize, printable
+from lightning_d9m.text import escape, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON
 from lightning_d9m.tools.launch.run import Runs, make_output
