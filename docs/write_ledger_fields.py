@@ -26,7 +26,8 @@ _HEAD = """# Ledger fields
 
 Each field of each record of [the ledger](ledger.md), in the order in which they are written. A
 field with its default is left out. A reader refuses a record with a value that is not allowed,
-without a required field, or with an unknown one.
+without a required field, or with an unknown one. A comparison reads every field but those that are
+never compared, and those that pair records and are therefore equal.
 """
 
 
