@@ -12,7 +12,13 @@ from typing import get_args
 from msgspec import Meta
 from msgspec.structs import FieldInfo, fields
 
-from lightning_d9m.engine.ledger.format.records import RECORD_TYPES, LoaderFacts, Part, RankDrift
+from lightning_d9m.engine.ledger.format.records import (
+    RECORD_TYPES,
+    LoaderFacts,
+    RankDrift,
+    RecordPart,
+    find_uncompared,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "ledger-fields.md"
@@ -20,7 +26,8 @@ _HEAD = """# Ledger fields
 
 Each field of each record of [the ledger](ledger.md), in the order in which they are written. A
 field with its default is left out. A reader refuses a record with a value that is not allowed,
-without a required field, or with an unknown one.
+without a required field, or with an unknown one. A comparison reads every field but those that are
+never compared, and those that pair records and are therefore equal.
 """
 
 
@@ -31,7 +38,7 @@ def format_page() -> str:
     return "\n".join([_HEAD, *(_format_entry(*part) for part in parts.items())])
 
 
-def _format_entry(title: str, entry: type[Part]) -> str:
+def _format_entry(title: str, entry: type[RecordPart]) -> str:
     text = inspect.getdoc(entry) or ""
     rows = [
         f"| `{part.name}` | {_name_values(part)} | {_describe(part, entry)} | {meaning} |"
@@ -45,13 +52,13 @@ def _format_entry(title: str, entry: type[Part]) -> str:
 def _name_values(part: FieldInfo) -> str:
     """Return the description of the outermost annotation."""
     metas = [meta for meta in get_args(part.type) if isinstance(meta, Meta)]
-    return str(metas[-1].description)
+    return [meta.description for meta in metas if meta.description][-1]
 
 
-def _describe(part: FieldInfo, entry: type[Part]) -> str:
+def _describe(part: FieldInfo, entry: type[RecordPart]) -> str:
     is_required = part.required or part.name == "schema"
     presence = "required" if is_required else "may be missing"
-    return presence + (", never compared" if part.name in entry.uncompared else "")
+    return ", ".join([presence, *filter(None, [find_uncompared(entry).get(part.name)])])
 
 
 def _read_meaning(text: str, name: str) -> str:

@@ -103,7 +103,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 def pytest_runtest_setup() -> None:
     """Count fits from 0 in each test, so that its draws do not depend on the tests before it."""
     if (session := sys.modules.get("lightning_d9m.engine.control.session")) is not None:
-        session.set_fits(0)
+        session.restart_fits()
 
 
 @pytest.fixture(autouse=True)

@@ -180,7 +180,7 @@ def new_process(monkeypatch):
     """Let each fit count as the first of its process, as it would in a run of its own."""
     from lightning_d9m.engine.control import session
 
-    start = lambda: monkeypatch.setattr(session, "_fits", 0)  # noqa: E731
+    start = lambda: monkeypatch.setattr(session, "_of_process", session.FitCount())  # noqa: E731
     start()
     return start
 

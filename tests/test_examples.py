@@ -27,7 +27,7 @@ def graph(tmp_path, monkeypatch):
 
 def weights(graph, monkeypatch, *, plain):
     """Train in what counts as a run of its own, and return the digests of the weights."""
-    monkeypatch.setattr(session, "_fits", 0)
+    monkeypatch.setattr(session, "_of_process", session.FitCount())
     model = graph.train(epochs=2, plain=plain, **({} if plain else {"ledger_dir": "ledgers"}))
     return tuple(digest(parameter) for parameter in model.parameters())
 

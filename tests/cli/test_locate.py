@@ -7,6 +7,7 @@ import subprocess
 from functools import partial
 from itertools import cycle, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forking_python import ForkingPython, shared_python
@@ -245,6 +246,15 @@ def test_two_runs_that_exist(locate, tmp_path):
     assert status == 1
     assert "0 agree with the reference and 0 with the other run. They agree" in found["agreement"]
     assert locate("clock", pair[0], pair[0], run=run_once)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("equal", "said"),
+    [(0, ""), (1, "; the fit before it agrees"), (2, "; the 2 fits before it agree")],
+)
+def test_a_fit_is_named_with_those_before_it(equal, said):
+    pair = SimpleNamespace(fit="fit-002", fits=3, equal_fits=equal)
+    assert locate_module._describe_fit(pair) == f"fit-002, one of 3{said}"
 
 
 def test_the_order_of_a_set(locate):

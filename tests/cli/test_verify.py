@@ -23,7 +23,7 @@ def saved(tmp_path_factory):
 
     found = {}
     for name, at in {"epoch": {"hook": "on_train_epoch_end"}, "batch": {"batch": 3}}.items():
-        fits = Fits(tmp_path_factory.mktemp(name), lambda: setattr(session, "_fits", 0))
+        fits = Fits(tmp_path_factory.mktemp(name), session.restart_fits)
         found[name] = (fits.interrupt(at=at), fits.checkpoint)
     return found
 

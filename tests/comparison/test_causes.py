@@ -8,7 +8,7 @@ import pytest
 from lightning_d9m.engine.ledger.differences import Divergence, PlaceDifference
 from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.tools.comparison.causes import earliest_divergences, find_cause
-from lightning_d9m.tools.comparison.ledgers import Side
+from lightning_d9m.tools.comparison.ledgers import RunSide
 
 
 def divergence(kind, name="a", *, rank=0, step=3, moment="batch", others=(), position=0, batch=0):
@@ -31,7 +31,8 @@ def comparison(
 ):
     """Return a comparison with one rank for each divergence, None for a rank that agrees."""
     ranks = [
-        SimpleNamespace(divergence=entry, expected=Side(), actual=Side()) for entry in divergences
+        SimpleNamespace(divergence=entry, expected=RunSide(), actual=RunSide())
+        for entry in divergences
     ]
     return SimpleNamespace(
         portable=False,
@@ -143,7 +144,7 @@ def test_of_what_ranks_compute_the_first_goes_first():
 
 @pytest.mark.parametrize(("counts", "kind"), [((2, 0), "length"), ((0, 0), "unknown")])
 def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
-    one, other = (Side(count) for count in counts)
+    one, other = (RunSide(count) for count in counts)
     rank = SimpleNamespace(divergence=None, expected=one, actual=other)
     runs = SimpleNamespace(ranks=[rank], refusals=(), stack=(), divergences=[], logged=None)
     assert find_cause(runs).kind == kind

@@ -166,11 +166,11 @@ def test_a_second_thread_is_refused_although_enable_opened_the_innermost_session
         for call in (enable, next_fit):
             with pytest.raises(SettingError, match="is open in thread 'MainThread', so thread"):
                 pool.submit(call).result()
-        assert (outer.fits, inner.fits) == (0, 0)
+        assert (outer.fits.next, inner.fits.next) == (0, 0)
 
 
 def test_a_session_counts_its_own_fits(monkeypatch):
-    monkeypatch.setattr(session, "_fits", 5)
+    monkeypatch.setattr(session, "_of_process", session.FitCount(5))
     for _ in range(2):
         with deterministic(seed=1):
             assert [next_fit(), next_fit()] == [0, 1]
@@ -178,7 +178,7 @@ def test_a_session_counts_its_own_fits(monkeypatch):
 
 
 def test_a_new_process_takes_over_session_and_fits(monkeypatch):
-    monkeypatch.setattr(session, "_fits", 5)
+    monkeypatch.setattr(session, "_of_process", session.FitCount(5))
     outside = capture_session()
     with deterministic(seed=1) as opened:
         opened.seed_is_default = True
@@ -187,7 +187,7 @@ def test_a_new_process_takes_over_session_and_fits(monkeypatch):
         with session_inherited(outside):
             assert active_session() is opened  # one that is open stays
             assert next_fit() == 5
-    monkeypatch.setattr(session, "_fits", 0)
+    monkeypatch.setattr(session, "_of_process", session.FitCount())
     with session_inherited(within):
         assert capture_session() == within
         assert next_fit() == 1

@@ -1,12 +1,31 @@
 """Traces of probes are compared place by place: aligned, ordered, counted, in bounded memory."""
 
 import tracemalloc
+from collections.abc import Mapping
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_runs import write_rank
+from ledger_runs import make_digests, make_facts, make_header, write_rank
+from msgspec.structs import replace
 
+from lightning_d9m.engine.ledger.differences import (
+    find_difference,
+    header_differences,
+    run_refusals,
+)
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.engine.ledger.format.records import (
+    End,
+    Evaluation,
+    Header,
+    RankDrift,
+    ReplayDrift,
+    RunFacts,
+    StepDigests,
+    list_compared,
+)
+from lightning_d9m.engine.ledger.stack import stack_differences
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 PLACES = [
@@ -18,6 +37,23 @@ PLACES = [
     ("gradient", "layers.1.weight", 0),
     ("gradient", "layers.0.weight", 0),
 ]
+
+
+ZERO, ONE, TWO = "1" * 32, (1.0).hex(), (2.0).hex()
+DRIFT = RankDrift(moment="epoch", epoch=0, step=1, rank=1, group="weights", name="a")
+COMPARED = (
+    make_header(world_size=2),
+    make_facts(),
+    make_digests("epoch", 0, loss=ONE, scalars={"a": ONE}, sketches={"a": "1" * 128}),
+    Evaluation(
+        name="test", epoch=0, step=1, batches=2, outputs=ZERO, problem="a", scalars={"a": ONE}
+    ),
+    ReplayDrift(
+        epoch=0, step=1, batch=2, place=("op", "a", 0), expected=ZERO, actual=ZERO, count=1, total=2
+    ),
+    StepDigests(epoch=0, step=1, totals={"weights": ZERO}, entries={"weights": b"abcd"}),
+    End(status="finished", error="a", drift=DRIFT, reason="b"),
+)
 
 
 def digest_of(place, batch):
@@ -178,3 +214,34 @@ def test_long_traces_are_streamed(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 2**20
+
+
+def change(value):
+    """Return another value of the same type."""
+    if isinstance(value, Mapping):
+        return {key: change(own) for key, own in value.items()}
+    if isinstance(value, tuple):
+        return ("op", "b", 0) if value[0] == "op" else (*value, value[-1])
+    if isinstance(value, RankDrift):
+        return replace(value, step=value.step + 1)
+    if isinstance(value, int):
+        return not value if isinstance(value, bool) else value + 1
+    known = {"finished": "failed", ONE: TWO, ZERO: "0" * 32, None: ONE, b"abcd": b"abce"}
+    return known.get(value) or f"{int(value[0] == '0')}{value[1:]}"
+
+
+@pytest.mark.parametrize("record", COMPARED, ids=lambda record: record.kind)
+def test_each_field_is_compared_unless_it_says_that_it_is_not(record):
+    """A field that a later version adds is compared without another line of code."""
+    seen = []
+    for name in record.__struct_fields__:
+        changed = replace(record, **{name: change(getattr(record, name))})
+        if isinstance(record, Header):
+            stacks = stack_differences(record.stack, changed.stack)
+            found = stacks or any(header_differences(record, changed))
+        elif isinstance(record, RunFacts):
+            found = run_refusals(record, changed)
+        else:
+            found = find_difference(record, changed)
+        seen += [name] if found else []
+    assert seen == list_compared(type(record))

@@ -59,7 +59,7 @@ def test_a_search_for_a_learning_rate_counts_as_no_fit(make_trainer, monkeypatch
     models = [RememberingModel() for _ in range(3)]
     for model in models[:2]:
         make_trainer(controlled=True, seed=3).fit(model)
-    session._fits = 0
+    session.restart_fits()
     make_trainer(controlled=True, seed=3).fit(models[2])
     trained = [model.seen["train"] for model in models]
     assert trained[0] == trained[2] != trained[1]

@@ -8,7 +8,7 @@ import pytest
 from lightning_d9m.engine.ledger.differences import Divergence, FieldDifference, PlaceDifference
 from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.tools.cli.locate import describe
-from lightning_d9m.tools.comparison.ledgers import RankComparison, Side
+from lightning_d9m.tools.comparison.ledgers import RankComparison, RunSide
 from lightning_d9m.tools.locate import search as search_module
 from lightning_d9m.tools.locate.cause_lines import find_cause_lines, find_program
 from lightning_d9m.tools.locate.op_evidence import find_patch
@@ -231,8 +231,8 @@ def test_a_different_stack_is_shown_and_ends_the_search():
 
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
-    alone = Side(9, "epoch 2", complete=True)
-    rank = RankComparison(0, expected=Side(complete=True), actual=alone)
+    alone = RunSide(9, "epoch 2", complete=True)
+    rank = RankComparison(0, expected=RunSide(complete=True), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
     longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()
     found, looks = search(longer)

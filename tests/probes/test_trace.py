@@ -16,7 +16,7 @@ from lightning_d9m.engine.probes.trace import (
     ProbeCollector,
     ProbePoint,
     Trace,
-    find_difference,
+    compare_traces,
     monitor,
     monitors_heard,
 )
@@ -164,13 +164,13 @@ def test_the_first_difference_of_traces_is_found(values, data):
         actual.add_leaves(
             "output", [(f"m{value}", torch.tensor([-1 if number == place else number]))]
         )
-    difference = find_difference(expected, actual)
+    difference = compare_traces(expected, actual)
     assert difference is not None
     assert (difference[0], difference[3]) == (expected.places[place], 1)
-    assert find_difference(expected, expected) is None
+    assert compare_traces(expected, expected) is None
     actual.add_leaves("loss", [("only here", 1)])
-    found = find_difference(actual, expected)
+    found = compare_traces(actual, expected)
     assert (found[0], found[3]) == (expected.places[place], 2)
     only = Trace()
     only.add_leaves("loss", [("a", 1)])
-    assert find_difference(Trace(), only) == (("loss", "a", 0), None, digest_value(1), 1)
+    assert compare_traces(Trace(), only) == (("loss", "a", 0), None, digest_value(1), 1)

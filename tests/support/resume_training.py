@@ -41,7 +41,7 @@ class Ending(L.Callback):
 
 def fit(what):
     """Train as a run of its own would."""
-    session._fits = 0
+    session.restart_fits()
     what, _, workers = what.partition("+")
     workers = {"num_workers": 2, "persistent_workers": True} if workers else {}
     callbacks = [DeterminismCallback(seed=5, ledger_dir=Path(folder, what))]

@@ -564,7 +564,7 @@ class Runs:
 
     def train(self, name, **words):
         """Train as a run of its own would."""
-        session._fits = 0
+        session.restart_fits()
         return self.fit(name, **words)
 
     def attempt(self, name, **words):

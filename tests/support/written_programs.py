@@ -431,7 +431,7 @@ def write(kind, place, hook="Steering, 'on_train_batch_start'"):
 
 def train(source, folder, resume=None, **words):
     """Train as a process of its own would; return the bytes of the weights."""
-    session._fits = 0
+    session.restart_fits()
     program = sys.modules["written"] = ModuleType("written")
     program.__file__ = __file__
     exec(source, vars(program))  # noqa: S102 - the program of this test

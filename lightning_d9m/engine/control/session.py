@@ -7,8 +7,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +36,31 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _open: list["Session"] = []
-_fits = 0
 # Held while a session opens or closes: flags, variables and generators belong to the process.
 _lock = threading.RLock()
+
+
+@dataclass
+class FitCount:
+    """The numbers of fits, of a session or of the process.
+
+    Attributes:
+        next: Number of the next fit.
+        unused: A number that no fit before the last seeding had.
+        first: The number of the first fit after each seed that the program gave.
+    """
+
+    next: int = 0
+    unused: int = 0
+    first: dict[int, int] = field(default_factory=dict)
+
+    def note_seed(self, seed: int) -> None:
+        """Number the next fit as the first after an earlier call with this seed, or as new."""
+        self.unused = max(self.unused, self.next)
+        self.next = self.first.setdefault(seed, self.unused)
+
+
+_of_process = FitCount()
 
 
 class Session:
@@ -46,9 +68,7 @@ class Session:
 
     Attributes:
         settings: The settings.
-        fits: Number of the next fit that begins while it is the active session.
-        unused_fit: A number that no fit before the last seeding had.
-        first_fits: The number of the first fit after each seed that the program gave.
+        fits: The numbers of the fits that begin while it is the active session.
         thread: The thread that opened it.
         scopes: How many ``with`` blocks hold it open.
         in_trainer: Whether a Trainer opened it for a run.
@@ -62,9 +82,7 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.fits = 0
-        self.unused_fit = 0
-        self.first_fits: dict[int, int] = {}
+        self.fits = FitCount()
         self.in_trainer = False
         self.seed_is_default = False
         self.thread = threading.current_thread()
@@ -294,14 +312,28 @@ def next_fit() -> int:
 
 
 def _note_seed(seed: int) -> None:
-    """Number the next fit as the first after an earlier call with this seed, or as a new one.
+    """Let a call of the program that seeds torch's generators number the next fit.
 
     Within a Trainer's run a program may seed as it likes: the run has its number.
     """
     session = active_session()
-    if session is not None and not session.in_trainer and session.settings.repeat_fits:
-        session.unused_fit = max(session.unused_fit, session.fits)
-        session.fits = session.first_fits.setdefault(seed, session.unused_fit)
+    if session is None:
+        _of_process.note_seed(seed)
+    elif not session.in_trainer and session.settings.repeat_fits:
+        session.fits.note_seed(seed)
+
+
+@cache
+def note_seeds() -> None:
+    """Note the seeds of the program from now on, where no session is open either.
+
+    The first callback of a process calls this. A program mostly seeds before it makes a callback:
+    torch knows the last seed. The calls are noted until the process ends, because the number of a
+    fit must not depend on when a callback is freed.
+    """
+    seed_calls.install(_note_seed)
+    if active_session() is None:
+        _note_seed(torch.initial_seed())
 
 
 def give_back_fit(number: int) -> None:
@@ -318,16 +350,25 @@ def set_fits(number: int) -> None:
     _count_fits(lambda _: number)
 
 
+def restart_fits() -> None:
+    """Forget all fits, in the active session or else in the process: the next one is the first."""
+    with _lock:
+        counted = _find_count()
+        counted.next = counted.unused = 0
+        counted.first.clear()
+
+
 def _count_fits(change: Callable[[int], int]) -> int:
     """Change the number of fits in the active session or else in the process; return the old."""
-    global _fits
     with _lock:
-        session = active_session()
-        if session is None:
-            before, _fits = _fits, change(_fits)
-        else:
-            before, session.fits = session.fits, change(session.fits)
+        counted = _find_count()
+        before, counted.next = counted.next, change(counted.next)
         return before
+
+
+def _find_count() -> FitCount:
+    session = active_session()
+    return _of_process if session is None else session.fits
 
 
 @dataclass(frozen=True)
@@ -347,9 +388,9 @@ def capture_session() -> InheritedSession:
     """Return what a process that is started now takes over."""
     session = active_session()
     if session is None:
-        return InheritedSession(None, _fits, portable=is_portable())
+        return InheritedSession(None, _of_process.next, portable=is_portable())
     return InheritedSession(
-        session.settings, session.fits, session.seed_is_default, portable=is_portable()
+        session.settings, session.fits.next, session.seed_is_default, portable=is_portable()
     )
 
 

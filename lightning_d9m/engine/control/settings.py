@@ -58,7 +58,7 @@ class Settings:
         repeat_fits: A fit after a call of ``torch.manual_seed`` or ``seed_everything`` draws the
             numbers that the fit after an earlier call with the same seed drew, as without this
             package; otherwise each fit of a process draws its own. Calls are seen while a session
-            is open.
+            is open, and after the first ``DeterminismCallback`` was made.
         portable: Compute every operation so that the bits are the same on every machine, up to
             twice as slow; see ``docs/portable.md``. The default is True if the variables
             ``LIGHTNING_D9M`` and ``LIGHTNING_D9M_PORTABLE`` are 1.

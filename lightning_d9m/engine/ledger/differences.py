@@ -16,10 +16,13 @@ from lightning_d9m.engine.ledger.format.records import (
     Digests,
     Header,
     Json,
+    LoaderFacts,
     ProbeKey,
     Record,
     RunFacts,
     StepDigests,
+    find_uncompared,
+    list_compared,
 )
 from lightning_d9m.engine.ledger.keys import Item, describe_record
 from lightning_d9m.engine.ledger.kinds import COMMITTED, EXCEPTION, FINAL, PROBE_KINDS
@@ -246,9 +249,11 @@ def header_differences(
     """Return the fields that make the runs of two headers incomparable, and other settings."""
     any_processes = same_logical_ranks(expected.stack, actual.stack)
     refusals, settings = [], []
-    for name in ("seed", "fit", *(() if any_processes else ("world_size",))):
-        if getattr(expected, name) != getattr(actual, name):
-            values = getattr(expected, name), getattr(actual, name)
+    # `stack_differences` compares the stacks, which a policy of the user judges.
+    apart = {"settings", "stack", *(("world_size",) if any_processes else ())}
+    for name in list_compared(Header):
+        values = getattr(expected, name), getattr(actual, name)
+        if name not in apart and values[0] != values[1]:
             refusals.append(FieldDifference(name, *values))
     for name, *both in table_differences(expected.settings, actual.settings):
         if name not in INFORMATIONAL_SETTINGS:
@@ -286,16 +291,18 @@ def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
 def _run_table(facts: RunFacts) -> dict[str, Json]:
     """Return the facts by the names under which differences are reported, causes first."""
     table: dict[str, Json] = {"model": f"{facts.model} ({facts.parameters} parameters)"}
-    for name, unit in (
-        ("samples", "samples"),
-        ("batch_size", "samples a batch"),
-        ("batches", "batches an epoch"),
-    ):
+    units = {"batch_size": "samples a batch", "batches": "batches an epoch"}
+    for name in list_compared(LoaderFacts):
         # In one value, so that a different number of dataloaders shows too.
         values = [getattr(loader, name) for loader in facts.train]
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
-        table["dataset" if name == "samples" else name] = f"{counted or 'no'} {unit}"
-    table |= {f"trainer.{name}": value for name, value in facts.trainer.items()}
+        title = "dataset" if name == "samples" else name
+        table[title] = f"{counted or 'no'} {units.get(name, name)}"
+    for name in list_compared(RunFacts):
+        value = getattr(facts, name)
+        if name not in ("model", "parameters", "train"):
+            inner = value if isinstance(value, Mapping) else {"": value}
+            table |= {f"{name}.{key}".rstrip("."): own for key, own in inner.items()}
     return table
 
 
@@ -352,45 +359,48 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
 
 def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
     """Return the contents of two records by group: the digests, or the fields that are compared."""
-    if isinstance(expected, StepDigests) and isinstance(actual, StepDigests):
-        here, there = _choose_totals(expected, actual), _choose_totals(actual, expected)
-        names = dict.fromkeys((*GROUPS, *here, *there))
-        pairs = ((here.get(name), there.get(name)) for name in names)
-        return {
-            name: ({_TOTAL: one} if one else {}, {_TOTAL: other} if other else {})
-            for name, (one, other) in zip(names, pairs, strict=True)
-        }
-    if not isinstance(expected, Digests) or not isinstance(actual, Digests):
-        fields: list[dict[str, Json]] = [{}, {}]
-        for record, table in zip((expected, actual), fields, strict=True):
-            for name, value in record.as_record().items():
-                if name not in record.uncompared:
-                    inner = value if isinstance(value, Mapping) else {}
-                    table.update({f"{name}.{key}": entry for key, entry in inner.items()})
-                    table.update({} if isinstance(value, Mapping) else {name: value})
-        return {expected.kind: (fields[0], fields[1])}
-    both = (expected, actual)
+    if isinstance(expected, Digests | StepDigests) and isinstance(actual, Digests | StepDigests):
+        tables = _group_tables(expected, actual)
+        # The step comes last: two runs whose steps differ mostly differ in what they trained.
+        for name in sorted(list_compared(type(expected)), key="step".__eq__):
+            if name not in ("totals", "groups"):
+                values = (getattr(own, name, None) for own in (expected, actual))
+                one, other = (_as_table(name, value) for value in values)
+                tables[name] = one, other
+        return tables
+    fields: list[dict[str, Json]] = [{}, {}]
+    for record, own in zip((expected, actual), fields, strict=True):
+        for name, value in record.as_record().items():
+            if name not in find_uncompared(type(record)):
+                inner = value if isinstance(value, Mapping) else {}
+                own.update({f"{name}.{key}": entry for key, entry in inner.items()})
+                own.update({} if isinstance(value, Mapping) else {name: value})
+    return {expected.kind: (fields[0], fields[1])}
+
+
+def _as_table(name: str, value: Json) -> Table:
+    if isinstance(value, Mapping):
+        return value
+    shown = {"step": "global step"}.get(name, name)
+    return {} if value is None else {shown: str(value)}
+
+
+def _group_tables(
+    expected: Digests | StepDigests, actual: Digests | StepDigests
+) -> dict[str, tuple[Table, Table]]:
+    """Return the digests of two records by group."""
+    named = [getattr(record, "groups", {}) for record in (expected, actual)]
     chosen = [_choose_totals(expected, actual), _choose_totals(actual, expected)]
-    groups = dict.fromkeys(GROUPS)
-    for digests, own in zip(both, chosen, strict=True):
-        groups |= dict.fromkeys((*digests.groups, *own))
     tables: dict[str, tuple[Table, Table]] = {}
-    for group in groups:
+    for group in dict.fromkeys((*GROUPS, *named[0], *chosen[0], *named[1], *chosen[1])):
         totals = [{_TOTAL: own[group]} if group in own else {} for own in chosen]
-        if (group in expected.groups) != (group in actual.groups) and all(totals):
+        one, other = (groups.get(group, {}) for groups in named)
+        if (group in named[0]) != (group in named[1]) and all(totals):
             tables[group] = totals[0], totals[1]  # one record has no names
-            continue
-        named = [r.groups.get(group, {}) for r in both]
         # Equal totals of groups without entries say nothing.
-        if any(named) or group not in expected.groups or totals[0] != totals[1]:
-            tables[group] = {**named[0], **totals[0]}, {**named[1], **totals[1]}
-    losses = [{} if own.loss is None else {"loss": own.loss} for own in both]
-    return {
-        **tables,
-        "loss": (losses[0], losses[1]),
-        "scalars": (expected.scalars, actual.scalars),
-        "step": ({"global step": str(expected.step)}, {"global step": str(actual.step)}),
-    }
+        elif one or other or group not in named[0] or totals[0] != totals[1]:
+            tables[group] = {**one, **totals[0]}, {**other, **totals[1]}
+    return tables
 
 
 def _choose_totals(

@@ -204,7 +204,7 @@ class ProbeCollector:
                 self._write(record)
 
 
-def find_difference(
+def compare_traces(
     expected: Trace, actual: Trace
 ) -> tuple[ProbeKey, str | None, str | None, int] | None:
     """Compare two traces of the same batch by place, in any order.

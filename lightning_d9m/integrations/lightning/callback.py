@@ -24,6 +24,7 @@ from lightning_d9m.engine.control.environment import EarlyVariables, control_is_
 from lightning_d9m.engine.control.session import (
     InheritedSession,
     capture_session,
+    note_seeds,
     session_inherited,
     set_fits,
 )
@@ -166,6 +167,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         arguments = dict(locals())
         _serve_packages()
         _serve_launches(self)
+        note_seeds()
         super().__init__()
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
         validate_switch("summary", summary)

@@ -22,7 +22,7 @@ from lightning_d9m.engine.ledger.format.records import ProbeKey, ReplayDrift
 from lightning_d9m.engine.ledger.kinds import ROOT
 from lightning_d9m.engine.probes.module_hooks import hook_model
 from lightning_d9m.engine.probes.settings import ProbeSettings
-from lightning_d9m.engine.probes.trace import Leaves, Trace, find_difference
+from lightning_d9m.engine.probes.trace import Leaves, Trace, compare_traces
 from lightning_d9m.engine.probes.training import ProbePoint
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.state import Watch
@@ -128,7 +128,7 @@ class Replay:
                 with silenced():
                     self._check_weights(first.weights)
                     second = self._repeat(first, gradients, rng, differentiate)
-                self._report(point, find_difference(first.trace, second), len(second.places))
+                self._report(point, compare_traces(first.trace, second), len(second.places))
                 return result
 
             replace_method(stack, self._module, "training_step", first_step)
@@ -167,7 +167,7 @@ class Replay:
 
     def _check_weights(self, before: Trace) -> None:
         """Refuse a step that writes to weights: they are not kept, so it would do so twice."""
-        written = find_difference(before, self._trace_weights())
+        written = compare_traces(before, self._trace_weights())
         if written is not None:
             raise SettingError(
                 f"replay_every is on and the weight {written[0][1]!r} changes within a training "

@@ -53,9 +53,10 @@ from lightning_d9m.text import cut_digests, escape, pluralize
 _NAME = "d9m"
 _LOCAL = ("file", "local")
 _LONGEST = 4096
-# What a program may not expect that seeds again before its second fit.
+# What a program may not expect that starts its second fit like the first.
 _SECOND_FIT = (
-    ". This second fit drew other numbers than the first; to repeat a fit, train within `with "
+    ". This second fit drew other numbers than the first; to repeat a fit, call seed_everything() "
+    "with the same number before each, or train within `with "
     "lightning_d9m.deterministic(seed={seed}):`."
 )
 
@@ -215,7 +216,8 @@ class TrainerRecorder:
         idle = self._replay is None and self.run.probes.are_idle
         if not idle:
             self._replayed.close()
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        # Lightning gives a dict. In each batch, `Mapping` would ask an abstract class.
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss

@@ -31,7 +31,7 @@ import torch
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.session import active_session
 from lightning_d9m.engine.control.settings import Settings
-from lightning_d9m.engine.hashing.digest import digest, digest_value
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
@@ -101,13 +101,13 @@ class SavedFiles:
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
             return
-        if self._run is None:
-            self._run = _open()
         moment = f"{SAVED} {_VARIES.sub('#', name)}"
-        named = {
-            path or "value": digest(leaf) if isinstance(leaf, torch.Tensor) else digest_value(leaf)
-            for path, leaf in _list_data(value)
-        }
+        data = {path or "value": leaf for path, leaf in _list_data(value)}
+        queue = DigestQueue()
+        queue.add_leaves(data.values())
+        named = dict(zip(data, queue.fetch(), strict=True))
+        if self._run is None:  # after all that may fail: an empty ledger would prove nothing
+            self._run = _open()
         totals = {SAVED: digest_value(sorted(named.items()))}
         number = self._numbers[moment]
         self._numbers[moment] += 1
@@ -138,7 +138,9 @@ def _open() -> Run:
 def _list_data(value: Any) -> Iterator[tuple[str, object]]:
     """Yield the tensors and arrays in what is saved, with their paths."""
     for path, leaf in list_pytree_leaves(value):
-        if isinstance(leaf, torch.Tensor | np.ndarray):
+        if isinstance(leaf, np.ndarray) and leaf.dtype == object:  # such as names
+            yield path, leaf.tolist()
+        elif isinstance(leaf, torch.Tensor | np.ndarray):
             yield path, leaf
         elif isinstance(leaf, torch.nn.Module):
             prefix = f"{path}." if path else ""

@@ -8,7 +8,6 @@ divergence that does not occur again in a narrower look is reported as far as it
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
-from lightning_d9m.text import escape, pluralize, printable
+from lightning_d9m.text import escape, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON
 from lightning_d9m.tools.launch.run import Runs, make_output
@@ -27,6 +26,7 @@ from lightning_d9m.tools.locate.runner import Runner, RunPair
 from lightning_d9m.tools.locate.search import Search, SearchResult, describe_place
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_field, list_one_sided
+from lightning_d9m.tools.output.repeat_text import describe_power
 from lightning_d9m.tools.output.terminal import make_table, measure, print_lines, render, wrap
 from lightning_d9m.tools.segments.segment import RecordedRun
 
@@ -39,7 +39,6 @@ _INDENT = " " * 10
 _MOST_ULPS = 2**16
 _EXAMPLES = 3
 _PAIR = 2
-_MISSED = 0.05
 # A line of the program, with its file's path, is shown in full.
 _LONGEST = 400
 ARGUMENTS = f"""
@@ -106,7 +105,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
     """Yield the lines of the report: the cause, where it is, the evidence, the advice."""
     if found.cause is None:
         yield "equal: no two runs differ." if found.looks else "equal: the runs do not differ."
-        yield from wrap(describe_power(2 * found.tries))
+        yield from wrap(describe_power(2 * found.tries, "--tries", 2))
         if determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
     else:
@@ -129,20 +128,6 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _label("advice", found.advice)
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)
-
-
-def describe_power(runs: int) -> str:
-    """Return how rare a difference may be that so many equal runs show with 95%.
-
-    If one run in ``1 / q`` ends otherwise, n runs all agree with the probability ``(1 - q) ** n``.
-
-    >>> describe_power(4)
-    'A difference in more than 53% of the runs would have shown with 95%; --tries 15 shows 10%.'
-    """
-    rate, rare = 1 - _MISSED ** (1 / runs), 0.1
-    tries = math.ceil(math.log(_MISSED) / math.log(1 - rare) / 2)
-    more = f"; --tries {tries} shows {rare:.0%}" if rate > rare else ""
-    return f"A difference in more than {rate:.0%} of the runs would have shown with 95%{more}."
 
 
 def _label(label: str, text: str) -> Iterator[str]:
@@ -199,8 +184,9 @@ def _describe_lines(found: SearchResult, named: Sequence[Finding]) -> Iterator[s
 
 
 def _describe_fit(pair: RunPair) -> str:
-    before = pluralize(pair.equal_fits, "fit")
-    equal = f"; the {before} before it agree" if pair.equal_fits else ""
+    count = pair.equal_fits
+    some = "the fit before it agrees" if count == 1 else f"the {count} fits before it agree"
+    equal = f"; {some}" if count else ""
     return f"{escape(pair.fit)}, one of {pair.fits}{equal}"
 
 

@@ -15,7 +15,7 @@ from lightning_d9m.text import cut_digests, escape, pluralize, printable
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
-from lightning_d9m.tools.output.repeat_text import Row
+from lightning_d9m.tools.output.repeat_text import RunRow
 from lightning_d9m.tools.output.terminal import terminal_width
 
 _COMMIT = 6
@@ -88,7 +88,7 @@ def _has_ended(ledger: Ledger) -> bool:
         return False
 
 
-def _make_row(entry: FoundLedger, before: FoundLedger | None) -> Row:
+def _make_row(entry: FoundLedger, before: FoundLedger | None) -> RunRow:
     """Read a ledger and compare it with the one before.
 
     The row says under ``problem`` why the ledger cannot be read; its ``status`` is ``"finished"``,
@@ -144,7 +144,7 @@ def _name_program(command: str) -> str:
     return PurePath(words[0]).name if words else ""
 
 
-def _format_rows(rows: Sequence[Row], width: int) -> list[str]:
+def _format_rows(rows: Sequence[RunRow], width: int) -> list[str]:
     """Lay out the rows below their folders, in columns that are as wide in each folder.
 
     If the width is too small, the least important columns are left out.
@@ -162,15 +162,17 @@ def _format_rows(rows: Sequence[Row], width: int) -> list[str]:
     return [lines[0], *chain.from_iterable(shown)]
 
 
-def _list_columns(rows: Sequence[Row]) -> list[Column[Row]]:
+def _list_columns(rows: Sequence[RunRow]) -> list[Column[RunRow]]:
     digests = [row["weights"] or "none" for row in rows]
     cut = dict(zip(digests, cut_digests(digests), strict=True))
     words = {"different": "differs", "not comparable": "other"}
 
-    def column(title: str, cell: Callable[[Row], str], *, is_number: bool = False) -> Column[Row]:
+    def column(
+        title: str, cell: Callable[[RunRow], str], *, is_number: bool = False
+    ) -> Column[RunRow]:
         return Column(title, lambda row: "" if row["problem"] else cell(row), is_number)
 
-    def describe_verdict(row: Row) -> str:
+    def describe_verdict(row: RunRow) -> str:
         return "invalid" if row["problem"] else words.get(row["verdict"], row["verdict"] or "")
 
     return [

@@ -14,7 +14,7 @@ from lightning_d9m.tools.comparison.timeline import Timeline
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.launch.run import Run, read_runs
-from lightning_d9m.tools.output.html_page import GENERATOR, ComparedRuns, render_page
+from lightning_d9m.tools.output.html_page import GENERATOR_TAG, ComparedRuns, render_page
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.output.terminal import print_lines
 
@@ -93,7 +93,7 @@ def check_output(path: Path, *, force: bool) -> None:
     if force or not path.exists():
         return
     with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
-        ours = GENERATOR.encode() in file.read(1024)
+        ours = GENERATOR_TAG.encode() in file.read(1024)
     if not ours:
         raise LedgerError(
             f"{path} exists and is not a report of lightning_d9m, so it was left unchanged. Name "

@@ -66,7 +66,7 @@ RecordObserver: TypeAlias = Callable[[int, Item | None, Item | None, Divergence 
 
 
 @dataclass(slots=True)
-class Side:
+class RunSide:
     """One of two runs: what only its file of a rank has, and how the file ends.
 
     Attributes:
@@ -143,8 +143,8 @@ class RankComparison:
     digests: int = 0
     epochs: int = 0
     differing: int = 0
-    expected: Side = field(default_factory=Side)
-    actual: Side = field(default_factory=Side)
+    expected: RunSide = field(default_factory=RunSide)
+    actual: RunSide = field(default_factory=RunSide)
     batches: int = 0
     differing_batches: int = 0
     uncompared_batches: int = 0
@@ -478,7 +478,7 @@ def _compare_rank(
     return result, refusals
 
 
-def _set_aside(side: Side, alone: list[Item], item: Item, *, keeps: bool) -> None:
+def _set_aside(side: RunSide, alone: list[Item], item: Item, *, keeps: bool) -> None:
     """Count a record that only one run has; keep it, if it may follow the end of a segment."""
     alone.append(item)
     if not keeps:  # all records of a longer run would be kept

@@ -37,7 +37,7 @@ _OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "w
 
 ValuePair: TypeAlias = tuple[int, float | None, float | None]
 # A rank, or the path of a module.
-Row: TypeAlias = int | str
+TableRow: TypeAlias = int | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class StepTable:
         last: The last step.
     """
 
-    rows: dict[Row, dict[int, list[int]]] = field(default_factory=dict)
+    rows: dict[TableRow, dict[int, list[int]]] = field(default_factory=dict)
     width: int = 1
     first: int = 2**63
     last: int = 0
@@ -237,7 +237,7 @@ class StepTable:
         """The columns from the first step to the last."""
         return range(self.first // self.width, self.last // self.width + 1)
 
-    def add(self, row: Row, step: int, differing: int = 0, alone: int = 0) -> None:
+    def add(self, row: TableRow, step: int, differing: int = 0, alone: int = 0) -> None:
         """Count a step of a row."""
         self.first, self.last = min(self.first, step), max(self.last, step)
         while self.last // self.width - self.first // self.width >= MAX_COLUMNS:
@@ -247,7 +247,7 @@ class StepTable:
                     self._count(name, column // 2, *counts)
         self._count(row, step // self.width, differing, alone)
 
-    def _count(self, row: Row, column: int, differing: int, alone: int) -> None:
+    def _count(self, row: TableRow, column: int, differing: int, alone: int) -> None:
         cell = self.rows.setdefault(row, {}).setdefault(column, [0, 0])
         cell[0] += differing
         cell[1] += alone

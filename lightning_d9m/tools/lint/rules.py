@@ -101,7 +101,7 @@ torch.use_deterministic_algorithms(True).
 
 
 @dataclass(frozen=True)
-class Rule:
+class LintRule:
     """One rule.
 
     Attributes:
@@ -120,15 +120,15 @@ class Rule:
     fix: str
 
 
-def _read_rules() -> Iterator[Rule]:
+def _read_rules() -> Iterator[LintRule]:
     for block in _TEXT.split("\n\n"):
         head, _, text = block.partition("\n")
         rule, severity, name = head.split()
         reason, _, fix = " ".join(text.split()).partition(" Fix: ")
-        yield Rule(rule, cast(Severity, severity), name, reason, fix)
+        yield LintRule(rule, cast(Severity, severity), name, reason, fix)
 
 
-RULES: dict[str, Rule] = {rule.id: rule for rule in _read_rules()}
+RULES: dict[str, LintRule] = {rule.id: rule for rule in _read_rules()}
 
 
 @dataclass(frozen=True, order=True, kw_only=True)

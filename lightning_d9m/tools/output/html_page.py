@@ -37,7 +37,7 @@ from lightning_d9m.tools.comparison.timeline import (
 )
 from lightning_d9m.tools.history.bundle import find_excerpt
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.tools.output.repeat_text import RepeatReport, Row, list_run_columns
+from lightning_d9m.tools.output.repeat_text import RepeatReport, RunRow, list_run_columns
 from lightning_d9m.tools.output.terminal import find_command
 from lightning_d9m.version import __version__
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-GENERATOR = '<meta name="generator" content="lightning_d9m'
+GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_LINES = 1_000
@@ -202,7 +202,7 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
-def _list_runs(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _list_runs(rows: Sequence[RunRow]) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the cells of the table of runs."""
     columns = list_run_columns(rows)
     titles = [column.title for column in columns]
@@ -265,7 +265,7 @@ def _make_environment() -> "Environment":
         keep_trailing_newline=True,
     )
     environment.globals |= {
-        "generator": GENERATOR,
+        "generator": GENERATOR_TAG,
         "version": __version__,
         "standard_error": f"{STANDARD_ERROR:.0%}",
         "draw_key": draw_key,

@@ -33,10 +33,10 @@ from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width,
 
 _VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
-Row: TypeAlias = Mapping[str, Any]
+RunRow: TypeAlias = Mapping[str, Any]
 
 
-def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> Row:
+def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> RunRow:
     """Return the row of a fit: its digest of weights, its seed and its last training loss.
 
     The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
@@ -68,29 +68,47 @@ def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: obje
     }
 
 
-def list_run_columns(rows: Sequence[Row], *, verbose: bool = False) -> list[Column[Row]]:
+def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[Column[RunRow]]:
     """Return the columns of a table of these runs; losses are never cut."""
     named = [row["weights"] or "none" for row in rows]
     cut = dict(zip(named, named if verbose else cut_digests(named), strict=True))
 
-    def field(name: str) -> Column[Row]:
+    def field(name: str) -> Column[RunRow]:
         return Column(name, lambda row: escape(row[name]), is_number=True)
 
-    def show_loss(row: Row) -> str:
+    def show_loss(row: RunRow) -> str:
         return repr(float.fromhex(row["loss_hex"])) if row["loss_hex"] else "none"
 
     columns = [field("run")]
     if len({row["fit"] for row in rows}) > 1:
         columns.append(field("fit"))
-    weights: Column[Row] = Column("weights", lambda row: cut[row["weights"] or "none"])
+    weights: Column[RunRow] = Column("weights", lambda row: cut[row["weights"] or "none"])
     if any(row["processes"] is not None for row in rows):
-        time = Column[Row]("time", lambda row: f"{row['seconds'] or 0.0:.1f} s", is_number=True)
+        time = Column[RunRow]("time", lambda row: f"{row['seconds'] or 0.0:.1f} s", is_number=True)
         columns += [field("processes"), time, field("records"), weights]
     else:
         columns += [field("seed"), weights, Column("final loss", show_loss)]
         if verbose:
             columns.append(Column("", lambda row: row["loss_hex"] or ""))
     return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
+
+
+_MISSED = 0.05  # the probability that equal runs leave
+
+
+def describe_power(runs: int, option: str, size: int = 1) -> str:
+    """Return how rare a difference may be that so many equal runs show with 95%.
+
+    If one run in ``1 / q`` ends otherwise, n runs all agree with the probability ``(1 - q) ** n``.
+    ``size`` is the number of runs that one unit of the option adds.
+
+    >>> describe_power(4, "--tries", 2)
+    'A difference in more than 53% of the runs would have shown with 95%; --tries 15 shows 10%.'
+    """
+    rate, rare = 1 - _MISSED ** (1 / runs), 0.1
+    count = math.ceil(math.log(_MISSED) / math.log(1 - rare) / size)
+    more = f"; {option} {count} shows {rare:.0%}" if rate > rare else ""
+    return f"A difference in more than {rate:.0%} of the runs would have shown with 95%{more}."
 
 
 @dataclass(frozen=True)
@@ -107,7 +125,7 @@ class FitOutcome:
     name: str
     ledger: Ledger
     comparison: Comparison
-    row: Row
+    row: RunRow
 
 
 class RepeatReport:
@@ -153,7 +171,7 @@ class RepeatReport:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
         self._fits = len(names)
         first = runs[1].fits
-        self.rows: list[Row] = []
+        self.rows: list[RunRow] = []
         self._compared: list[FitOutcome] = []
         for number, run in runs.items():
             for name, ledger in run.fits.items():
@@ -227,6 +245,9 @@ class RepeatReport:
             )
         if self.verdict == "different":
             said += filter(None, [self._advise()])
+        # Two runs are a look at the program; more of them ask about a race.
+        elif self.verdict == "equal" and len(self._runs) > _SEVERAL and not self._is_varied:
+            said.append(describe_power(len(self._runs), "-n"))
         for sentence in said:
             yield from (*wrap(printable(sentence)), "")
 
@@ -272,10 +293,15 @@ class RepeatReport:
     def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
         return {entry.row["run"] for entry in entries}
 
+    @property
+    def _is_varied(self) -> bool:
+        """Whether runs differ by design: some resume, or have other numbers of processes."""
+        return self._resumed or bool(self._counts)
+
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
         compared, differing = len(self._runs) - 1, len(self._list_runs(self._differing))
-        if self._resumed or self._counts or not differing or compared < _SEVERAL:
+        if self._is_varied or not differing or compared < _SEVERAL:
             return ""
         if differing < compared:
             return f"{differing} of {compared} pairs differ, so one pair of runs may miss it."

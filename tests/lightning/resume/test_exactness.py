@@ -235,7 +235,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """Train, save in the middle of an epoch, between two micro-batches, and resume exactly."""
-    fits = Fits(tmp_path_factory.mktemp("pieces"), lambda: setattr(session, "_fits", 0))
+    fits = Fits(tmp_path_factory.mktemp("pieces"), session.restart_fits)
     fits.check({"batch": 5}, **RUN)
     return fits
 

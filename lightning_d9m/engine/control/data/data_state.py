@@ -27,7 +27,7 @@ CHANGES, UNSAVED = "sampler", "unsaved"
 # that were filled, and what changes in a loader itself.
 DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
 # The paths of what nothing can read, such as an open database.
-UNKNOWN = "unknown"
+UNKNOWN_DATA = "unknown"
 
 LOADER = "loader"
 """The name of a loader among the objects."""
@@ -82,15 +82,15 @@ class DataState:
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
         states: dict[str, Any] = {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
-        states |= {CHANGES: {}, UNSAVED: [], UNKNOWN: []}
+        states |= {CHANGES: {}, UNSAVED: [], UNKNOWN_DATA: []}
         for number, (_, changes) in self.samplers.items():
             found, unknown = changes.capture()
             states[CHANGES] |= {f"{number}.{path}": pack_bytes(own) for path, own in found.items()}
             states[UNSAVED] += [f"{number}.{path}" for path in unknown]
-            states[UNKNOWN] += [f"sampler.{path}" for path in changes.unknown]
+            states[UNKNOWN_DATA] += [f"sampler.{path}" for path in changes.unknown]
         for name, (_, changes) in self.data.items():
             found, unknown = changes.capture()
-            states[UNKNOWN] += changes.unknown
+            states[UNKNOWN_DATA] += changes.unknown
             if name == LOADER:
                 states[LOGGED_DATA] += [*found, *unknown]
                 continue

@@ -25,7 +25,7 @@ from lightning_d9m.engine.control.data.data_state import (
     DATA,
     LOADER,
     LOGGED_DATA,
-    UNKNOWN,
+    UNKNOWN_DATA,
     UNSAVED_DATA,
     DataState,
     WorkerWatch,
@@ -203,7 +203,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
-_OF_DATA = (UNKNOWN, DATA, UNSAVED_DATA, LOGGED_DATA)
+_OF_DATA = (UNKNOWN_DATA, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 class ReachedPosition(NamedTuple):

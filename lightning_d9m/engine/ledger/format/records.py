@@ -10,6 +10,7 @@ A kind or a field that this version does not know is refused: a later version wr
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from math import isfinite
 from typing import Annotated, Any, ClassVar, TypeAlias, cast, get_args
@@ -20,7 +21,7 @@ from msgspec.json import Decoder, Encoder
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import quote
 
-SCHEMA = 3
+SCHEMA = 1
 MAX_RANKS = 65_536
 MAX_NAME = 4096
 MAX_WHOLE = 2**63 - 1
@@ -92,6 +93,19 @@ Place: TypeAlias = Annotated[
 ]
 
 
+_UNCOMPARED = "uncompared"
+
+
+def _uncompared(why: str) -> Meta:
+    """Mark a field that the comparison of two ledgers leaves out; it compares every other one."""
+    return Meta(extra={_UNCOMPARED: why})
+
+
+_NEVER = _uncompared("never compared")
+# Counterparts are equal in these.
+_PAIRS = _uncompared("pairs records")
+
+
 def _check_floats(field: str, texts: Iterable[str | None]) -> None:
     """Check that each text is what ``float.hex`` gives, so that equal texts mean equal bits."""
     for text in texts:
@@ -118,16 +132,14 @@ class FieldError(ValueError):
         super().__init__(f"field {quote(field)} {problem}")
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True):
+class RecordPart(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a record. Fields are written in the order of the class.
 
     Attributes:
         cut: Fields whose texts are cut to ``MAX_NAME`` characters.
-        uncompared: Fields that are never compared.
     """
 
     cut: ClassVar[tuple[str, ...]] = ()
-    uncompared: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in self.cut:
@@ -136,7 +148,7 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True):
                 structs.force_setattr(self, name, text[:MAX_NAME])
 
 
-class Entry(Part, frozen=True, tag_field="kind", omit_defaults=True):
+class Entry(RecordPart, frozen=True, tag_field="kind", omit_defaults=True):
     """A record. Fields that have their default are left out."""
 
     @property
@@ -150,6 +162,26 @@ class Entry(Part, frozen=True, tag_field="kind", omit_defaults=True):
         return {
             name: [*value] if isinstance(value, tuple) else value for name, value in plain.items()
         }
+
+
+@cache
+def find_uncompared(entry: type[RecordPart]) -> Mapping[str, str]:
+    """Return the fields of a record that the comparison of two ledgers leaves out, and why."""
+    metas = {
+        part.name: [meta.extra or {} for meta in get_args(part.type) if isinstance(meta, Meta)]
+        for part in structs.fields(entry)
+    }
+    return {
+        name: extra[_UNCOMPARED]
+        for name, extras in metas.items()
+        for extra in extras
+        if _UNCOMPARED in extra
+    }
+
+
+def list_compared(entry: type[RecordPart]) -> list[str]:
+    """Return the fields of a record that are compared, in order."""
+    return [name for name in entry.__struct_fields__ if name not in find_uncompared(entry)]
 
 
 def kind_of(entry: type[Entry]) -> str:
@@ -184,17 +216,16 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
     """
 
-    uncompared: ClassVar[tuple[str, ...]] = ("package", "created", "program")
     schema: Annotated[
-        int, Meta(ge=1, le=MAX_WHOLE, description="a whole number from 1 to 2^63 - 1")
+        int, Meta(ge=1, le=MAX_WHOLE, description="a whole number from 1 to 2^63 - 1"), _PAIRS
     ] = field(default_factory=lambda: SCHEMA)  # unlike another default, always written
-    package: Text
-    rank: Annotated[int, _bounded(0, MAX_RANKS - 1)]
+    package: Annotated[Text, _NEVER]
+    rank: Annotated[int, _bounded(0, MAX_RANKS - 1), _PAIRS]
     world_size: Annotated[int, _bounded(1, MAX_RANKS)]
     fit: Whole
     seed: Whole
-    created: Text
-    program: Scalars = {}
+    created: Annotated[Text, _NEVER]
+    program: Annotated[Scalars, _NEVER] = {}
     settings: Scalars
     stack: Scalars
 
@@ -204,7 +235,7 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
         structs.force_setattr(self, "settings", _name_floats(self.settings))
 
 
-class LoaderFacts(Part, frozen=True):
+class LoaderFacts(RecordPart, frozen=True):
     """The size of a training dataloader; None where it is unknown, as of an iterable dataset.
 
     Attributes:
@@ -252,9 +283,8 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         sketches: Sketch by name of a weight, see ``hashing.training_state``.
     """
 
-    uncompared: ClassVar[tuple[str, ...]] = ("sketches",)
-    moment: Text
-    epoch: Whole
+    moment: Annotated[Text, _PAIRS]
+    epoch: Annotated[Whole, _PAIRS]
     step: Whole
     totals: Annotated[Digests32, _describe(f"an object of digests of {DIGEST_DIGITS} hex digits")]
     groups: Annotated[Mapping[Name, Digests32], _describe("an object of objects of digests")]
@@ -263,6 +293,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     sketches: Annotated[
         Mapping[Name, Annotated[str, _sized(SKETCH_DIGITS)]],
         _describe(f"an object of sketches of {SKETCH_DIGITS} hex digits"),
+        _NEVER,
     ] = {}
 
     def list_values(self) -> dict[str, float]:
@@ -336,7 +367,7 @@ class ReplayDrift(Entry, frozen=True, tag="replay", kw_only=True):
     total: Whole
 
 
-class RankDrift(Part, frozen=True, kw_only=True):
+class RankDrift(RecordPart, frozen=True, kw_only=True):
     """The difference between ranks that ended a fit.
 
     Attributes:
@@ -368,7 +399,6 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
     """
 
     cut: ClassVar[tuple[str, ...]] = ("error", "reason")
-    uncompared: ClassVar[tuple[str, ...]] = ("error", "drift", "reason")
     status: Annotated[
         str,
         Meta(
@@ -376,9 +406,9 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
             description="'finished', 'failed' or 'stopped'",
         ),
     ]
-    error: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
-    drift: Annotated[RankDrift | None, _describe("an object: RankDrift")] = None
-    reason: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
+    error: Annotated[Name | None, _describe(f"{_text.description}, or null"), _NEVER] = None
+    drift: Annotated[RankDrift | None, _describe("an object: RankDrift"), _NEVER] = None
+    reason: Annotated[Name | None, _describe(f"{_text.description}, or null"), _NEVER] = None
 
     @classmethod
     def failed(cls, error: BaseException) -> "End":
@@ -468,10 +498,10 @@ class StepDigests(Entry, frozen=True, tag="step", kw_only=True):
         entries: The first 4 bytes of the digest of each entry of a group, sorted by name.
     """
 
-    epoch: Whole
-    step: Whole
+    epoch: Annotated[Whole, _PAIRS]
+    step: Annotated[Whole, _PAIRS]
     totals: Annotated[Digests32, _describe(f"an object of digests of {DIGEST_DIGITS} hex digits")]
-    entries: Annotated[Mapping[Name, bytes], _describe("an object of base64 texts")]
+    entries: Annotated[Mapping[Name, bytes], _describe("an object of base64 texts"), _NEVER]
 
 
 class Checkpoint(Entry, frozen=True, tag="checkpoint", kw_only=True):

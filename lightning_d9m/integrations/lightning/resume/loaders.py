@@ -12,7 +12,7 @@ from lightning_d9m.engine.control.data.data_state import (
     CHANGES,
     DATA,
     LOGGED_DATA,
-    UNKNOWN,
+    UNKNOWN_DATA,
     list_paths,
     list_unsaved,
 )
@@ -93,7 +93,7 @@ class Samplers(Part):
         found = control.capture_samplers("train", within=within, at_end=at_end)
         others = control.capture_samplers("validate", within=phase == "validation")
         found |= {f"{_VALIDATION}{number}": states for number, states in others.items()}
-        self.fit.unknown += list_paths(found, UNKNOWN)
+        self.fit.unknown += list_paths(found, UNKNOWN_DATA)
         self.fit.inexact += list_unsaved(found)
         self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED_DATA)]
         return found

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.errors import SettingError
 
-Call: TypeAlias = Callable[[], Tensor | tuple[Tensor, ...]]
-Scalar: TypeAlias = str | int | float | bool
+MeasuredCall: TypeAlias = Callable[[], Tensor | tuple[Tensor, ...]]
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 # For ops that torch does not have in half precision.
@@ -111,7 +111,7 @@ class Case:
         shape = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{self.op}({shape}) {dtype}"
 
-    def make(self, inputs: Inputs) -> Call:
+    def make(self, inputs: Inputs) -> MeasuredCall:
         """Draw the inputs and return the measured call.
 
         It runs within the condition, because some ops select their kernel in the forward pass.
@@ -434,7 +434,7 @@ def _resize(given: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Line:
+class DocumentedLine:
     """One op of one line of the docstring of ``torch.use_deterministic_algorithms``.
 
     Attributes:
@@ -452,13 +452,13 @@ class Line:
     modes: tuple[str, ...] = ()
 
 
-def read_documentation(docstring: str) -> tuple[Line, ...]:
+def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
     """Read both lists of the docstring of ``torch.use_deterministic_algorithms``.
 
     Raises:
         SettingError: A list is missing.
     """
-    lines: list[Line] = []
+    lines: list[DocumentedLine] = []
     kinds: tuple[Literal["switches", "raises"], ...] = ("switches", "raises")
     # The text before the first list, and both of them.
     parts = re.split(r"will (?:act|throw)\s[^*]*?when ``mode=True``:", docstring)
@@ -472,7 +472,7 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
                 )
                 modes = tuple(re.findall(r"- ``(\w+)``", text))
                 names = re.findall(_NAME, head[0])
-                lines += [Line(kind, name, text, devices, modes) for name in names]
+                lines += [DocumentedLine(kind, name, text, devices, modes) for name in names]
     if {line.kind for line in lines} != {*kinds}:
         raise SettingError(
             "The docstring of torch.use_deterministic_algorithms does not have its two lists in "
@@ -483,8 +483,8 @@ def read_documentation(docstring: str) -> tuple[Line, ...]:
 
 
 def find_documented_lines(
-    lines: Iterable[Line], names: Iterable[str], device: str
-) -> tuple[Line, ...]:
+    lines: Iterable[DocumentedLine], names: Iterable[str], device: str
+) -> tuple[DocumentedLine, ...]:
     """Return the lines about an op, by its names and words of the line, on a type of device."""
     wanted = [name.partition(" ") for name in names]
     return tuple(

@@ -31,9 +31,9 @@ from lightning_d9m.engine.control.environment import (
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.ops.patches.registration import patches_applied
 from lightning_d9m.tools.audit.ops.cases import (
-    Call,
     Case,
     Inputs,
+    MeasuredCall,
     find_documented_lines,
     list_cases,
     plan_cases,
@@ -244,7 +244,7 @@ def measure_case(case: Case, device: str, dtype: str, runs: int, seconds: float)
 
 
 def _measure(
-    call: Call, device: str, runs: int, seconds: float
+    call: MeasuredCall, device: str, runs: int, seconds: float
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Return the first outputs, and the figures of all."""
     meter = SpreadMeter()
