@@ -1,13 +1,19 @@
 """Segments of runs: which wrong runs `d9m check` rejects, and what it costs.
 
     python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
+    python benchmarks/segments.py honest [COUNT]      runs that the program itself has made
+    python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
+    python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 50 --segments 3              the time of a check
+    python benchmarks/segments.py honest [COUNT]      runs that the program itself has made
+    python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
+    python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 500 --segments all --jobs 2
     python benchmarks/segments.py locate first|step|validation      the time of a search
     python benchmarks/segments.py records             the cost of the records of checkpoints
 
-The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
-``cost`` are not: their starts count, and are shown.
+The programs of the first four are forks of a process that has imported torch and Lightning. Those
+of ``cost`` are not: their starts count, and are shown.
 """
 
 import json
@@ -143,11 +149,11 @@ def train(python: str, folder: Path, **variables: str) -> None:
     subprocess.run(words, env=environment, check=True, capture_output=True)
 
 
-def check(python: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Check a run with the honest program."""
+def check(python: str, folder: Path, *options: str, **variables: str) -> dict[str, Any]:
+    """Check a run with the honest program, or the one that the variables choose."""
     command = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options, "--json"]
     words = ["-o", str(folder.with_name(f"{folder.name}-check")), "--", python, str(PROGRAM)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         [*command, *words, str(folder.with_name("again"))],
         env=environment,
@@ -187,6 +193,126 @@ def measure_kinds(names: list[str]) -> int:
                     place = f"steps {own['first']} to {own['last']}"
                     print(f"  {own['verdict']}, {place}: {own['where'] or own['reason'][-300:]}")
     return int(accepted > 0)
+
+
+def measure_honest(count: str = "50") -> int:
+    """Check runs of different programs with the program that has made them; return 1 if one fails.
+
+    Each program is one of ``kinds``, whose change is right here, and keeps all checkpoints or one.
+    """
+    sys.path.insert(0, str(SUPPORT))
+    from forking_python import shared_python
+
+    python, accepted, made = shared_python(), 0, 0
+    programs = [(name, kept) for kept in ("-1", "1") for name in ("", *TRAINED)][: int(count)]
+    with tempfile.TemporaryDirectory() as root:
+        for made, (name, kept) in enumerate(programs, start=1):
+            folder = Path(root, f"run-{made}")
+            train(python, folder, WRONG=name, KEPT=kept)
+            found = check(python, folder, "--segments", "all", WRONG=name, KEPT=kept)
+            accepted += found["verdict"] == "equal"
+            if found["verdict"] != "equal":
+                print(f"{name or 'honest'}, {kept} kept: {found}", flush=True)
+    print(f"{accepted} of {made} honest runs are equal")
+    return int(accepted < made)
+
+
+# Saves after every EVERY steps. With FLIPS, a bit is flipped in each part between checkpoints, in a
+# step and at a place that are drawn, and the steps are printed.
+FLIPPED = """
+import os, sys
+from random import Random
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_d9m import DeterminismCallback
+
+folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+random = Random(int(os.environ["FLIPS"])) if "FLIPS" in os.environ else None
+places = ("weight", "gradient", "state", "batch", "generator")
+flips = {}
+for begin in range(0, steps, every) if random else ():
+    flips[begin + random.randrange(every)] = random.choice(places) if begin else "weight"
+
+def flip(module, place, tensor):
+    if flips.get(module.trainer.global_step) == place:
+        # A bit of the mantissa that no rounding hides.
+        tensor.detach().view(torch.int32).view(-1)[random.randrange(tensor.numel())] ^= (
+            1 << random.randrange(12, 23)
+        )
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
+        )
+    def training_step(self, batch, _):
+        step = self.trainer.global_step
+        if flips.get(step) == "generator":
+            torch.rand(1)
+        flip(self, "batch", batch)
+        return self.layers(batch).square().mean()
+    def on_before_optimizer_step(self, optimizer):
+        flip(self, "gradient", self.layers[0].weight.grad)
+        if optimizer.state:
+            flip(self, "state", optimizer.state[self.layers[0].weight]["exp_avg"])
+    def on_before_zero_grad(self, _):
+        flip(self, "weight", self.layers[0].weight)
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+L.seed_everything(1)
+saving = ModelCheckpoint(f"{folder}/saved", "{step}", save_top_k=-1, every_n_train_steps=every)
+options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+callbacks = [DeterminismCallback(ledger_dir=folder), saving]
+trainer = L.Trainer(max_steps=steps, accelerator="cpu", callbacks=callbacks, **options)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(400, 8), 4, shuffle=True))
+print(*(f"{step}:{place}" for step, place in flips.items()))
+"""
+
+
+def check_steps(steps: int, every: int, **variables: str) -> tuple[str, dict[str, Any], float]:
+    """Train, check all segments; return what the training printed, the result, and the seconds."""
+    sys.path.insert(0, str(SUPPORT))
+    from forking_python import shared_python
+
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as root:
+        script = Path(root, "train.py")
+        script.write_text(FLIPPED)
+        words = [shared_python(), str(script), f"{root}/run", str(steps), str(every)]
+        start = time.monotonic()
+        printed = subprocess.run(
+            words, env=environment | variables, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        command = [sys.executable, "-m", "lightning_d9m", "check", f"{root}/run", "--json"]
+        command += ["--segments", "all", "-o", f"{root}/check", "--", *words]
+        done = subprocess.run(
+            command, env=environment, check=False, stdout=subprocess.PIPE, text=True
+        )
+        return printed, json.loads(done.stdout), time.monotonic() - start
+
+
+def measure_flips(count: str) -> int:
+    """Print how many flipped bits are found at their step; return 1 if one is not."""
+    every = 3  # as many steps after a checkpoint are recorded
+    printed, found, seconds = check_steps(every * int(count), every, FLIPS="1")
+    flips = dict(word.split(":") for word in printed.split()[-int(count) :])
+    missed = 0
+    for (step, place), own in zip(flips.items(), found["checked"], strict=True):
+        right = own["verdict"] == "persistent" and own["equal_until"] == int(step)
+        missed += not right
+        if not right:
+            print(f"{place} in step {step}: {own['verdict']}, {own['where']}")
+    print(f"{len(flips) - missed} of {len(flips)} flips found at their step, {seconds:.0f} s")
+    return int(missed > 0)
+
+
+def measure_steps(count: str) -> int:
+    """Check a run without a difference; return 1 for a false alarm."""
+    _, found, seconds = check_steps(int(count), int(count) // 20)
+    print(f"{found['verdict']}: {found['steps']:,} of {found['last_step']:,}, {seconds:.0f} s")
+    return int(found["verdict"] != "equal" or found["steps"] != int(count))
 
 
 def measure_cost(every: str, *options: str) -> int:
@@ -285,6 +411,9 @@ if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["kinds"]
     parts = {
         "cost": measure_cost,
+        "flips": measure_flips,
+        "honest": measure_honest,
+        "steps": measure_steps,
         "locate": measure_locate,
         "kinds": lambda *n: measure_kinds([*n]),
     }
