@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
@@ -217,28 +218,23 @@ def measure_honest(count: str = "50") -> int:
     return int(accepted < made)
 
 
-# Saves after every EVERY steps. With FLIPS, a bit is flipped in each part between checkpoints, in a
-# step and at a place that are drawn, and the steps are printed.
+PLACES_OF_BITS = ("weight", "gradient", "state", "batch", "generator")
+# Saves after every EVERY steps. FLIPS has by step the place of a bit that is flipped, and its
+# number: of the mantissa, so that no rounding hides it.
 FLIPPED = """
-import os, sys
-from random import Random
+import json, os, sys
 import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_d9m import DeterminismCallback
 
 folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-random = Random(int(os.environ["FLIPS"])) if "FLIPS" in os.environ else None
-places = ("weight", "gradient", "state", "batch", "generator")
-flips = {}
-for begin in range(0, steps, every) if random else ():
-    flips[begin + random.randrange(every)] = random.choice(places) if begin else "weight"
 
 def flip(module, place, tensor):
-    if flips.get(module.trainer.global_step) == place:
-        # A bit of the mantissa that no rounding hides.
-        tensor.detach().view(torch.int32).view(-1)[random.randrange(tensor.numel())] ^= (
-            1 << random.randrange(12, 23)
-        )
+    at, bit = json.loads(os.environ.get("FLIPS", "{}")).get(str(module.global_step), ("", 0))
+    if at == place == "generator":
+        torch.rand(1)
+    elif at == place:
+        tensor.detach().view(torch.int32).view(-1)[bit % tensor.numel()] ^= 1 << bit
 
 class Net(L.LightningModule):
     def __init__(self):
@@ -247,9 +243,7 @@ class Net(L.LightningModule):
             torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
         )
     def training_step(self, batch, _):
-        step = self.trainer.global_step
-        if flips.get(step) == "generator":
-            torch.rand(1)
+        flip(self, "generator", None)
         flip(self, "batch", batch)
         return self.layers(batch).square().mean()
     def on_before_optimizer_step(self, optimizer):
@@ -267,12 +261,11 @@ options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"
 callbacks = [DeterminismCallback(ledger_dir=folder), saving]
 trainer = L.Trainer(max_steps=steps, accelerator="cpu", callbacks=callbacks, **options)
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(400, 8), 4, shuffle=True))
-print(*(f"{step}:{place}" for step, place in flips.items()))
 """
 
 
-def check_steps(steps: int, every: int, **variables: str) -> tuple[str, dict[str, Any], float]:
-    """Train, check all segments; return what the training printed, the result, and the seconds."""
+def check_steps(steps: int, every: int, **variables: str) -> tuple[dict[str, Any], float]:
+    """Train, and check all segments without the variables; return the result, and the seconds."""
     sys.path.insert(0, str(SUPPORT))
     from forking_python import shared_python
 
@@ -282,35 +275,34 @@ def check_steps(steps: int, every: int, **variables: str) -> tuple[str, dict[str
         script.write_text(FLIPPED)
         words = [shared_python(), str(script), f"{root}/run", str(steps), str(every)]
         start = time.monotonic()
-        printed = subprocess.run(
-            words, env=environment | variables, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
+        subprocess.run(words, env=environment | variables, check=True, capture_output=True)
         command = [sys.executable, "-m", "lightning_d9m", "check", f"{root}/run", "--json"]
         command += ["--segments", "all", "-o", f"{root}/check", "--", *words]
-        done = subprocess.run(
-            command, env=environment, check=False, stdout=subprocess.PIPE, text=True
-        )
-        return printed, json.loads(done.stdout), time.monotonic() - start
+        done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE)
+        return json.loads(done.stdout), time.monotonic() - start
 
 
 def measure_flips(count: str) -> int:
     """Print how many flipped bits are found at their step; return 1 if one is not."""
     every = 3  # as many steps after a checkpoint are recorded
-    printed, found, seconds = check_steps(every * int(count), every, FLIPS="1")
-    flips = dict(word.split(":") for word in printed.split()[-int(count) :])
-    missed = 0
-    for (step, place), own in zip(flips.items(), found["checked"], strict=True):
-        right = own["verdict"] == "persistent" and own["equal_until"] == int(step)
+    random, missed, flips = Random(1), 0, dict[int, tuple[str, int]]()  # noqa: S311 - no secret
+    for begin in range(0, every * int(count), every):
+        place = random.choice(PLACES_OF_BITS) if begin else "weight"
+        flips[begin + random.randrange(every)] = place, random.randrange(12, 23)
+    found, seconds = check_steps(every * int(count), every, FLIPS=json.dumps(flips))
+    for (step, (place, _)), own in zip(flips.items(), found["checked"], strict=True):
+        right = own["verdict"] == "persistent" and own["equal_until"] == step
         missed += not right
         if not right:
-            print(f"{place} in step {step}: {own['verdict']}, {own['where']}")
+            said = own["where"] or own["reason"][-500:]
+            print(f"{place} in step {step}: {own['verdict']}, {said}")
     print(f"{len(flips) - missed} of {len(flips)} flips found at their step, {seconds:.0f} s")
     return int(missed > 0)
 
 
 def measure_steps(count: str) -> int:
     """Check a run without a difference; return 1 for a false alarm."""
-    _, found, seconds = check_steps(int(count), int(count) // 20)
+    found, seconds = check_steps(int(count), int(count) // 20)
     print(f"{found['verdict']}: {found['steps']:,} of {found['last_step']:,}, {seconds:.0f} s")
     return int(found["verdict"] != "equal" or found["steps"] != int(count))
 

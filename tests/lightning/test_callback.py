@@ -271,6 +271,8 @@ def test_only_the_first_fit_of_a_process_is_steered(train, fit, tmp_path, monkey
     """Neither a second one, of another or of the same Trainer, nor an evaluation."""
     with pytest.raises(KilledError):
         train(interrupt="epoch:0")
+    (ledger,) = tmp_path.glob("**/fit-*")
+    assert read_ledger(ledger).outcome(0).last.moment == "epoch"
     (tmp_path / "points/killed").unlink()
     fit(again=True)
     assert not (tmp_path / "points/killed").exists()

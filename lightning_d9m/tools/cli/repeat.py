@@ -3,11 +3,10 @@
 With ``--processes`` it runs on several numbers of processes; with logical ranks (see
 docs/logical-ranks.md) all runs have the same bits.
 
-With ``--interrupt``, runs that are killed and resumed are compared with a straight run. The user's
-program is not changed: variables control the callback in it or the recorder of its loop (see
-``recording.interruption``). The straight run reports the points at which it can be
-interrupted. For each chosen point, one run is killed there, and another resumes from its
-checkpoint. The checkpoints that the program itself saves are tried, too, each for a few steps.
+With ``--interrupt``, a straight run saves a checkpoint at each kind of point of its first fit. From
+each of them, and from some that the program itself saves, a segment is run and compared with it.
+The user's program is not changed: variables control the callback in it or the recorder of its loop
+(see ``engine.recording.interruption``).
 """
 
 import argparse
@@ -93,6 +92,17 @@ _REMEDIES = {
         "for epoch in range(run.next_epoch, epochs)."
     ),
 }
+_SAVED = "checkpoints"
+# Of a segment at most, about, without the start of the program.
+_SECONDS = 30.0
+_LABELS = {
+    "epoch": "resumed at the end of an epoch, after step {}",
+    "step": "resumed after step {}",
+    "accumulated": "resumed between accumulated batches, after step {}",
+    "validation": "resumed within a validation, after step {}",
+    "validated": "resumed at the end of a validation, after step {}",
+}
+_OWN = "resumed from its own checkpoint of step {}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -250,20 +260,6 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
     return RepeatReport(trial.made, runs.output, argv, resumed=True, steady=trial.steady)
 
 
-_SAVED = "checkpoints"
-# A segment takes about so long at most, without the start of the program.
-_SECONDS = 30.0
-_MOST_OWN = 3
-_LABELS = {
-    "epoch": "resumed at the end of an epoch, after step {}",
-    "step": "resumed after step {}",
-    "accumulated": "resumed between accumulated batches, after step {}",
-    "validation": "resumed within a validation, after step {}",
-    "validated": "resumed at the end of a validation, after step {}",
-}
-_OWN = "resumed from its own checkpoint of step {}"
-
-
 def _choose_segments(
     recorded: RecordedRun, folder: Path, steps: int
 ) -> Iterator[tuple[Segment, str]]:
@@ -282,13 +278,11 @@ def _choose_segments(
             kept |= {kind: point} if kind else {}
     places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
     for point, label in (
-        *((own[place], _OWN) for place in places[:_MOST_OWN]),
+        *((own[place], _OWN) for place in places),
         *((kept[kind], _LABELS[kind]) for kind in _LABELS if kind in kept),
     ):
-        end = (
-            next((step for step in recorded.epoch_ends if step > point.step), last) + FOLLOWED_STEPS
-        )
-        stop = min(end, point.step + max(FOLLOWED_STEPS, steps))
+        end = min((step for step in recorded.epoch_ends if step > point.step), default=last)
+        stop = min(end + FOLLOWED_STEPS, point.step + max(FOLLOWED_STEPS, steps))
         length = f", for {pluralize(stop - point.step, 'step')}"
         if stop >= last:
             stop, length = recorded.stop, ", to the end of the fit"
@@ -325,6 +319,8 @@ class _Trial:
         number = max(self.made) + 1
         title, name = f"run {number} of {self.last}", f"run-{number:03d}"
         words: dict[str, Any] = {"variables": self._allowed, "later": self.last - number}
+        assert segment.start is not None, "it resumes"
+        self.kept.append(segment.start.path.name)
         try:
             run = run_segment(self._runs, segment, name, title, **words)
         except (CommandError, LedgerError) as error:
@@ -336,10 +332,8 @@ class _Trial:
             return
         self.made[number] = run = replace(run, label=label, is_part=True)
         if self._is_equal(self.made[1], run):
-            return
-        assert segment.start is not None, "it was resumed"
-        self.kept.append(segment.start.path.name)
-        if self.steady is None:
+            self.kept.pop()
+        elif self.steady is None:
             with suppress(CommandError, LedgerError):
                 again = run_segment(
                     self._runs, segment, f"{name}-again", f"{title}, once more", **words

@@ -266,7 +266,10 @@ class _Turns(AbstractContextManager["_Turns"]):
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
+            ["/bin/sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._sizes: list[int] = []
         self._since = _read_clock()
