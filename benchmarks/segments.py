@@ -286,11 +286,14 @@ def measure_flips(count: str) -> int:
     """Print how many flipped bits are found at their step; return 1 if one is not."""
     every = 3  # as many steps after a checkpoint are recorded
     random, missed, flips = Random(1), 0, dict[int, tuple[str, int]]()  # noqa: S311 - no secret
-    for begin in range(0, every * int(count), every):
-        place = random.choice(PLACES_OF_BITS) if begin else "weight"
-        flips[begin + random.randrange(every)] = place, random.randrange(12, 23)
-    found, seconds = check_steps(every * int(count), every, FLIPS=json.dumps(flips))
-    for (step, (place, _)), own in zip(flips.items(), found["checked"], strict=True):
+    last = every * (int(count) + 1)
+    for begin in range(every, last, every):  # not before the first checkpoint
+        place = random.choice(PLACES_OF_BITS), random.randrange(12, 23)
+        flips[begin + random.randrange(every)] = place
+    found, seconds = check_steps(last, every, FLIPS=json.dumps(flips))
+    honest, *checked = found["checked"]
+    missed += honest["verdict"] != "equal"
+    for (step, (place, _)), own in zip(flips.items(), checked, strict=True):
         right = own["verdict"] == "persistent" and own["equal_until"] == step
         missed += not right
         if not right:
