@@ -400,7 +400,7 @@ class Recorder:
         return iter(loader)
 
     def _reach(self, kind: str, epoch: int) -> None:
-        """Save what the recorder knows, or end the loop, if that is asked for here.
+        """Save what the recorder knows, or end the loop, if the request says so.
 
         This is where the loop asks for its next batch, after all that follows ``step`` and
         ``epoch`` in the program.

@@ -198,7 +198,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._reach(control, "epoch", self._recorder.next_epoch - 1)
 
     def _reach(self, control: Any, kind: str, epoch: int) -> None:
-        """Let the Trainer save a checkpoint, if one is asked for here."""
+        """Let the Trainer save a checkpoint, if the request names this point."""
         self._target = self._recorder.interruption.reach(kind, epoch)
         control.should_save |= self._target is not None
         if self._recorder.interruption.is_segment:
