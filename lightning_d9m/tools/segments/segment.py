@@ -80,7 +80,7 @@ class Segment:
 
     @property
     def end(self) -> str:
-        """Where it ends, as text."""
+        """The step or epoch after which it ends, as text."""
         return f"{'epoch' if self.kind == 'epoch' else 'step'} {self.stop}"
 
     @property
