@@ -1,13 +1,19 @@
 """Segments of runs: which wrong runs `d9m check` rejects, and what it costs.
 
     python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
+    python benchmarks/segments.py honest [COUNT]      runs that the program itself has made
+    python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
+    python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 50 --segments 3              the time of a check
+    python benchmarks/segments.py honest [COUNT]      runs that the program itself has made
+    python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
+    python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 500 --segments all --jobs 2
     python benchmarks/segments.py locate first|step|validation      the time of a search
     python benchmarks/segments.py records             the cost of the records of checkpoints
 
-The programs of ``kinds`` are forks of a process that has imported torch and Lightning. Those of
-``cost`` are not: their starts count, and are shown.
+The programs of the first four are forks of a process that has imported torch and Lightning. Those
+of ``cost`` are not: their starts count, and are shown.
 """
 
 import json
@@ -19,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
@@ -143,11 +150,11 @@ def train(python: str, folder: Path, **variables: str) -> None:
     subprocess.run(words, env=environment, check=True, capture_output=True)
 
 
-def check(python: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Check a run with the honest program."""
+def check(python: str, folder: Path, *options: str, **variables: str) -> dict[str, Any]:
+    """Check a run with the honest program, or the one that the variables choose."""
     command = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options, "--json"]
     words = ["-o", str(folder.with_name(f"{folder.name}-check")), "--", python, str(PROGRAM)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         [*command, *words, str(folder.with_name("again"))],
         env=environment,
@@ -187,6 +194,120 @@ def measure_kinds(names: list[str]) -> int:
                     place = f"steps {own['first']} to {own['last']}"
                     print(f"  {own['verdict']}, {place}: {own['where'] or own['reason'][-300:]}")
     return int(accepted > 0)
+
+
+def measure_honest(count: str = "50") -> int:
+    """Check runs of different programs with the program that has made them; return 1 if one fails.
+
+    Each program is one of ``kinds``, whose change is right here, and keeps all checkpoints or one.
+    """
+    sys.path.insert(0, str(SUPPORT))
+    from forking_python import shared_python
+
+    python, accepted, made = shared_python(), 0, 0
+    programs = [(name, kept) for kept in ("-1", "1") for name in ("", *TRAINED)][: int(count)]
+    with tempfile.TemporaryDirectory() as root:
+        for made, (name, kept) in enumerate(programs, start=1):
+            folder = Path(root, f"run-{made}")
+            train(python, folder, WRONG=name, KEPT=kept)
+            found = check(python, folder, "--segments", "all", WRONG=name, KEPT=kept)
+            accepted += found["verdict"] == "equal"
+            if found["verdict"] != "equal":
+                print(f"{name or 'honest'}, {kept} kept: {found}", flush=True)
+    print(f"{accepted} of {made} honest runs are equal")
+    return int(accepted < made)
+
+
+PLACES_OF_BITS = ("weight", "gradient", "state", "batch", "generator")
+# Saves after every EVERY steps. FLIPS has by step the place of a bit that is flipped, and its
+# number: of the mantissa, so that no rounding hides it.
+FLIPPED = """
+import json, os, sys
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_d9m import DeterminismCallback
+
+folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def flip(module, place, tensor):
+    at, bit = json.loads(os.environ.get("FLIPS", "{}")).get(str(module.global_step), ("", 0))
+    if at == place == "generator":
+        torch.rand(1)
+    elif at == place:
+        tensor.detach().view(torch.int32).view(-1)[bit % tensor.numel()] ^= 1 << bit
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
+        )
+    def training_step(self, batch, _):
+        flip(self, "generator", None)
+        flip(self, "batch", batch)
+        return self.layers(batch).square().mean()
+    def on_before_optimizer_step(self, optimizer):
+        flip(self, "gradient", self.layers[0].weight.grad)
+        if optimizer.state:
+            flip(self, "state", optimizer.state[self.layers[0].weight]["exp_avg"])
+    def on_before_zero_grad(self, _):
+        flip(self, "weight", self.layers[0].weight)
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+L.seed_everything(1)
+saving = ModelCheckpoint(f"{folder}/saved", "{step}", save_top_k=-1, every_n_train_steps=every)
+options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+callbacks = [DeterminismCallback(ledger_dir=folder), saving]
+trainer = L.Trainer(max_steps=steps, accelerator="cpu", callbacks=callbacks, **options)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(400, 8), 4, shuffle=True))
+"""
+
+
+def check_steps(steps: int, every: int, **variables: str) -> tuple[dict[str, Any], float]:
+    """Train, and check all segments without the variables; return the result, and the seconds."""
+    sys.path.insert(0, str(SUPPORT))
+    from forking_python import shared_python
+
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as root:
+        script = Path(root, "train.py")
+        script.write_text(FLIPPED)
+        words = [shared_python(), str(script), f"{root}/run", str(steps), str(every)]
+        start = time.monotonic()
+        subprocess.run(words, env=environment | variables, check=True, capture_output=True)
+        command = [sys.executable, "-m", "lightning_d9m", "check", f"{root}/run", "--json"]
+        command += ["--segments", "all", "-o", f"{root}/check", "--", *words]
+        done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE)
+        return json.loads(done.stdout), time.monotonic() - start
+
+
+def measure_flips(count: str) -> int:
+    """Print how many flipped bits are found at their step; return 1 if one is not."""
+    every = 3  # as many steps after a checkpoint are recorded
+    random, missed, flips = Random(1), 0, dict[int, tuple[str, int]]()  # noqa: S311 - no secret
+    last = every * (int(count) + 1)
+    for begin in range(every, last, every):  # not before the first checkpoint
+        place = random.choice(PLACES_OF_BITS), random.randrange(12, 23)
+        flips[begin + random.randrange(every)] = place
+    found, seconds = check_steps(last, every, FLIPS=json.dumps(flips))
+    # The first one has no flip, and ends a step after the next one begins.
+    checked = found["checked"][1:]
+    for (step, (place, _)), own in zip(flips.items(), checked, strict=True):
+        right = own["verdict"] == "persistent" and own["equal_until"] == step
+        missed += not right
+        if not right:
+            said = own["where"] or own["reason"][-500:]
+            print(f"{place} in step {step}: {own['verdict']}, {said}")
+    print(f"{len(flips) - missed} of {len(flips)} flips found at their step, {seconds:.0f} s")
+    return int(missed > 0)
+
+
+def measure_steps(count: str) -> int:
+    """Check a run without a difference; return 1 for a false alarm."""
+    found, seconds = check_steps(int(count), int(count) // 20)
+    print(f"{found['verdict']}: {found['steps']:,} of {found['last_step']:,}, {seconds:.0f} s")
+    return int(found["verdict"] != "equal" or found["steps"] != int(count))
 
 
 def measure_cost(every: str, *options: str) -> int:
@@ -285,6 +406,9 @@ if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["kinds"]
     parts = {
         "cost": measure_cost,
+        "flips": measure_flips,
+        "honest": measure_honest,
+        "steps": measure_steps,
         "locate": measure_locate,
         "kinds": lambda *n: measure_kinds([*n]),
     }

@@ -25,7 +25,7 @@ from lightning_d9m import compare
 from lightning_d9m.engine.ledger.format.records import Digests, End, Header
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.drift import RankAgreement, ReplicatedState
+from lightning_d9m.engine.recording.rank_agreement import RankAgreement, ReplicatedState
 from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 

@@ -1,7 +1,7 @@
 """``d9m repeat`` compares runs and names every way in which a command can fail.
 
-With ``--processes`` on several numbers of processes; with ``--interrupt`` a straight run and runs
-that are killed and resumed.
+With ``--processes`` on several numbers of processes; with ``--interrupt`` a straight run and
+segments that resume from its checkpoints.
 """
 
 import json
@@ -20,6 +20,7 @@ from rank_processes import has_ended
 
 from lightning_d9m import D9mError, DeterminismCallback, Recorder, SettingError, deterministic
 from lightning_d9m.engine.control.settings import read_settings
+from lightning_d9m.engine.recording.interruption import FOLDER, _FaultState
 from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.integrations.loop.optimizer_steps import StepRecorder
 from lightning_d9m.tools.cli.repeat import _REMEDIES
@@ -27,9 +28,6 @@ from lightning_d9m.tools.launch import processes
 
 SUPPORT = Path(__file__).parents[1] / "support"
 FORCE = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-EPOCHS = [{"epoch": n, "batches": 4, "accumulated": 2, "validation": 1} for n in range(2)]
-# Two points: the end of epoch 0, and between the accumulated batches of epoch 1.
-FEW = [{**epoch, "batches": 2, "validation": 0} for epoch in EPOCHS]
 
 
 @pytest.fixture
@@ -37,9 +35,9 @@ def repeat(tmp_path, monkeypatch, d9m):
     """Return a function that repeats a program; it gives (status, output, errors)."""
     monkeypatch.chdir(tmp_path)
 
-    def run(code, *options, words=(), survey=FEW):
+    def run(code, *options, words=()):
         script = tmp_path / "script.py"
-        script.write_text(f"{PROGRAM}survey = {survey!r}\n{code}")
+        script.write_text(PROGRAM + code)
         return d9m("repeat", *options, "--", sys.executable, script, *words)
 
     return run
@@ -296,63 +294,54 @@ def resume(repeat):
     return lambda code, *options, **words: repeat(code, "--interrupt", *options, **words)
 
 
-def test_each_place_gets_a_run_that_is_killed_and_one_that_is_resumed(resume, tmp_path):
-    status, out, err = resume("train()", survey=EPOCHS)
+def test_each_point_gets_a_run_that_resumes_there(resume, tmp_path):
+    status, out, err = resume("train()")
     assert status == 0
-    assert "equal: the fits of 6 runs agree bit for bit" in out
-    assert [line.split()[-1] for line in rows(out)[:6]] == ["reference"] + ["equal"] * 5
-    assert rows(out)[6:12] == [
+    assert "equal: the fits of 3 runs agree bit for bit" in out
+    assert [line.split()[-1] for line in rows(out)[:3]] == ["reference"] + ["equal"] * 2
+    assert rows(out)[3:6] == [
         "run 1: straight",
-        "run 2: killed at the end of epoch 0, resumed",
-        "run 3: saved after batch 2 of 4 of epoch 1, killed there, resumed",
-        "run 4: killed after batch 3 of epoch 1, between accumulated batches, resumed",
-        "run 5: killed in epoch 1's validation, after batch 1 of 1, resumed",
-        "run 6: killed at the end of epoch 1's validation, resumed",
+        "run 2: resumed after step 1, to the end of the fit",
+        "run 3: resumed between accumulated batches, after step 1, to the end of the fit",
     ]
-    assert "run 2 of 6, to be killed: started" in err
-    assert "run 6 of 6, resumed: done, 1 epoch" in err
+    assert "run 3 of 3: done, 1 epoch" in err
     assert max(map(len, [*out.splitlines()[:-1], *err.splitlines()])) <= 80
     assert not list(tmp_path.glob("d9m-runs/000/*/checkpoints"))
-    assert re.search(r"run 2 of 6, to be killed: started, about \d+ s left", err)
+    assert re.search(r"run 2 of 3: started, about \d+ s left", err)
 
 
 def test_a_resumed_run_that_differs_is_named_and_its_checkpoint_kept(resume, tmp_path):
-    code = "train(8 if resume and Path(resume).read_text() == 'batch:1:1' else 7)"
-    status, out, _ = resume(code)
+    status, out, _ = resume("train(8 if 'accumulated' in str(resume) else 7)")
     assert status == 1
     assert [line.split()[-1] for line in rows(out)[:3]] == ["reference", "equal", "differs"]
     assert out.startswith("different: 1 of 3 runs differs from run 1. Run 3: ")
     assert "the checkpoint lacks state that the training uses" in " ".join(out.split())
     assert "d9m locate" not in out  # straight runs agree
-    (kept,) = tmp_path.glob("d9m-runs/000/*/checkpoints/interrupted.ckpt")
-    assert kept.read_text() == "batch:1:1"
-
-
-@pytest.mark.parametrize(
-    ("code", "survey", "message"),
-    [
-        ("train()", [], "did not report where it can be interrupted"),
-        ("train()", [{**EPOCHS[0], "batches": 1, "validation": 0}], "no point at which it can be"),
-        ("train()", [{"epoch": 1}], "survey cannot be read"),
-        ("assert not request, 'too early'; train()", EPOCHS, "| AssertionError: too early"),
-    ],
-)
-def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, survey, message):
-    status, out, err = resume(code, survey=survey)
-    assert status == 3
-    assert not out
-    assert err.count("d9m: error:") == 1
-    assert message in err
+    (kept,) = tmp_path.glob("d9m-runs/000/*/checkpoints/*")
+    assert kept.name == "accumulated-1.ckpt"
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("train(obeys=False)", "without reaching the point"),
+        ("points = []; train()", "no point from which it can be resumed"),
+        ("assert not request, 'too early'; train()", "| AssertionError: too early"),
+    ],
+)
+def test_a_command_that_cannot_be_tested_is_one_clear_error(resume, code, message):
+    status, out, err = resume(code)
+    assert status == 3
+    assert not out
+    assert err.count("d9m: error:") == 1
+    assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("train(obeys=False)", "did not reach step"),
         ("assert not resume, 'no way'; train()", "| AssertionError: no way"),
         ("if not resume: train()", "wrote no ledger"),
-        ("assert request == 'survey', 'too early'; train()", "| AssertionError: too early"),
-        ("train(); 0 if not resume else next(ledgers.glob('*/*')).write_text('{')", "not a ledger"),
     ],
 )
 def test_points_that_fail_are_all_reported(resume, code, message):
@@ -363,7 +352,7 @@ def test_points_that_fail_are_all_reported(resume, code, message):
     assert out.count(message) == 2
 
 
-FAIL_ONCE = "assert not (resume and 'epoch:0' == Path(resume).read_text()), {cause!r}\n"
+FAIL_ONCE = "assert 'step-1' not in str(resume), {cause!r}\n"
 
 
 def test_a_difference_outweighs_a_failure(resume):
@@ -389,7 +378,7 @@ def test_a_point_that_fails_has_its_remedy_and_leaves_the_verdicts_of_the_others
     tried = [*"1"] if "only" in cause else [*"13"]
     assert [line.split()[0] for line in rows(out)[: len(tried)]] == tried
     assert ("equal" in out.split("ledgers")[0].split("run 2")[0]) == (len(tried) > 1)
-    assert "\nrun 2: killed at the end of epoch 0, failed\n" in out
+    assert "\nrun 2: resumed after step 1, to the end of the fit, failed\n" in out
     assert f"| AssertionError: {cause}" in out
     assert "incomplete: 1 run failed" in out
     for words in ("--allow-objects", "ON_INEXACT_RESUME"):
@@ -397,9 +386,10 @@ def test_a_point_that_fails_has_its_remedy_and_leaves_the_verdicts_of_the_others
     assert remedy is None or out.count(remedy) == 1
 
 
-def test_a_loop_that_nothing_can_save_is_named_before_any_point(resume):
+def test_a_loop_that_nothing_can_save_is_named_before_any_point(resume, monkeypatch):
+    monkeypatch.setattr(_FaultState, "fits", 0)
     with pytest.raises(SettingError) as error:
-        StepRecorder.read_request({"LIGHTNING_D9M_INTERRUPT": "survey"})
+        StepRecorder.read_request({"LIGHTNING_D9M_INTERRUPT": "points", FOLDER: "x"})
     status, _, errors = resume(f"print({str(error.value)!r})")
     assert status == 3
     assert "needs a training that can be saved and resumed, and this loop has neither" in errors
@@ -426,10 +416,9 @@ def test_objects_are_allowed_in_resumed_runs_only(resume, tmp_path, monkeypatch,
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     resume("print(*map(os.environ.get, FORCE)); train()".replace("FORCE", repr(FORCE)), *options)
     logs = {path.parent.name: path.read_text() for path in tmp_path.rglob("output.log")}
-    assert len(logs) == 5
+    assert len(logs) == 3
     for name, text in logs.items():
-        resumed = name != "run-001" and "killed" not in name
-        assert text == ("0 1\n" if options and resumed else "1 None\n")
+        assert text == ("0 1\n" if options and name != "run-001" else "1 None\n")
 
 
 @pytest.fixture
@@ -508,4 +497,5 @@ def test_the_checkpoints_of_the_program_itself_are_tried(interrupt, weights):
     labels = [run["label"] for run in result["runs"]]
     own = [label for label in labels if label.startswith("resumed from its own checkpoint")]
     assert len(own) == (0 if weights else 3)
-    assert own[:1] == ["resumed from its own checkpoint of step 1, for 3 steps"][: len(own)]
+    first = "resumed from its own checkpoint of step 1, to the end of the fit"
+    assert own[:1] == [first][: len(own)]

@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from rank_processes import has_ended
 
@@ -241,3 +243,43 @@ def test_both_runs_end_where_they_differ_or_hang(beside, tmp_path):
     shutil.rmtree(tmp_path / "a/fit-000")
     found = beside("import time; time.sleep(60)", timeout=0.3)
     assert all("was still running after 0.3 s" in str(error) for error in found)
+
+
+GUARDED = """
+import sys
+from pathlib import Path
+from lightning_d9m.tools.launch import processes
+from lightning_d9m.tools.launch.progress import RunProgress
+
+words = {"progress": RunProgress("", Path("a")), "timeout": None, "variables": ({}, {})}
+folders = [Path("a"), Path("b")]
+processes.run_beside([sys.executable, "-c", sys.argv[1]], folders, killed_when=bool, **words)
+"""
+WAITS = """
+import os, time
+from pathlib import Path
+own = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
+(own / "fit-000").mkdir()
+(own / "fit-000/rank-0.jsonl").write_text("x" * (1 + (own.name == "a")))
+(own / "pid").write_text(str(os.getpid()))
+while own.name == "a" or not Path("stop").exists():
+    time.sleep(0.01)
+"""
+
+
+@linux
+def test_a_stopped_run_ends_if_its_parent_is_killed(tmp_path):
+    """The first run has written more, so it waits for the second one."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", GUARDED, WAITS]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as parent:
+        while not (tmp_path / "b/pid").exists():
+            assert parent.poll() is None
+            time.sleep(0.01)
+        stopped = psutil.Process(int((tmp_path / "a/pid").read_text()))
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        parent.kill()
+    (tmp_path / "stop").touch()
+    assert has_ended(stopped.pid)

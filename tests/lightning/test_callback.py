@@ -1,10 +1,9 @@
 """``DeterminismCallback``: exact fits, a ledger for each, drift found, everything restored.
 
-Variables steer a fit: it is surveyed, killed at a place after a checkpoint, or resumed.
+Variables steer a fit: it saves at points, resumes, or ends early.
 """
 
 import importlib
-import json
 import os
 import pickle
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from interruptions import KilledError, begin_run, interrupt  # noqa: F401 - a fixture
+from interruptions import KilledError, begin_run, resume_points  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from trainings import NoisyDigits, make_loader, make_model
@@ -22,8 +21,7 @@ from lightning_d9m.engine.control import session
 from lightning_d9m.engine.hashing.digest import digest
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
-from lightning_d9m.engine.recording import interruption_points
-from lightning_d9m.engine.recording.interruption_points import EpochShape
+from lightning_d9m.engine.recording import interruption
 from lightning_d9m.integrations.lightning.interruption import change_last_bits
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import state_verdict
@@ -243,9 +241,6 @@ def test_a_callback_that_fitted_a_model_of_a_local_class_is_pickled(fit):
     assert again.digest is not None
 
 
-SURVEY = "points/survey"
-
-
 @pytest.fixture
 def train(begin_run, fit):  # noqa: F811 - the fixture
     """Return a function that trains 2 epochs of 6 batches as the first fit of a process."""
@@ -257,43 +252,37 @@ def train(begin_run, fit):  # noqa: F811 - the fixture
     return run
 
 
-def test_a_survey_says_what_each_epoch_consists_of_and_changes_no_bit(train, tmp_path):
-    words = {"trainer_accumulate_grad_batches": 2, "trainer_val_check_interval": 3}
-    surveyed = train(interrupt="survey", **words)
-    epochs = [EpochShape(**entry) for entry in json.loads((tmp_path / SURVEY).read_text())]
-    assert epochs == [EpochShape(0, 6, 2, 12), EpochShape(1, 6, 2, 12)]
-    assert compare(surveyed.ledger, train(**words).ledger).verdict == "equal"
+# Of two epochs of 6 batches, two of which are accumulated, with a validation of 6: the last two
+# points of each kind, and (epoch, step, batch).
+POINTS = {
+    "epoch-1": (0, 3, 6), "epoch-2": (1, 6, 6), "step-2": (0, 2, 4), "step-4": (1, 4, 2),
+    "accumulated-2": (0, 1, 3), "accumulated-4": (1, 3, 1), "validation-7": (1, 6, 6),
+    "validation-12": (1, 6, 6), "validated-1": (0, 3, 6), "validated-2": (1, 6, 6),
+}  # fmt: skip
 
 
-# Place; then the epoch and the batches of it that the checkpoint has.
-PLACES = {
-    "epoch:0": (1, 0),
-    "batch:1:2": (1, 2),
-    "batch:0:3+7": (0, 3),
-    "validation:0:4": (0, 6),
-    "validated:0": (0, 6),
-}
-
-
-def test_a_fit_is_killed_at_its_place_and_an_unchanged_program_resumes_it(train, tmp_path):
-    shapes, breaks = interrupt(train, tmp_path, *PLACES, trainer_accumulate_grad_batches=2)
-    assert shapes == [(6, "batch")] * 2
-    assert [(entry.epoch, entry.batch) for entry in breaks] == [*PLACES.values()]
+def test_an_unchanged_program_saves_at_points_and_resumes(train, tmp_path):
+    names = ("epoch-1", "step-2", "accumulated-2", "validation-7", "validated-1")
+    words = {"trainer_accumulate_grad_batches": 2}
+    assert resume_points(train, tmp_path, *names, **words) == POINTS
 
 
 def test_only_the_first_fit_of_a_process_is_steered(train, fit, tmp_path, monkeypatch):
     """Neither a second one, of another or of the same Trainer, nor an evaluation."""
     with pytest.raises(KilledError):
         train(interrupt="epoch:0")
+    (ledger,) = tmp_path.glob("**/fit-*")
+    assert read_ledger(ledger).outcome(0).last.moment == "epoch"
     (tmp_path / "points/killed").unlink()
     fit(again=True)
     assert not (tmp_path / "points/killed").exists()
-    train(interrupt="survey")
+    train(interrupt="points")
     trainer, model = fit.trainer, fit.trainer.lightning_module
-    trainer.fit_loop.max_epochs = 3
+    saved = sorted((tmp_path / "points").iterdir())
+    trainer.fit_loop.max_epochs = 9
     trainer.fit(model, make_loader(), make_loader(shuffle=False))
-    assert len(json.loads((tmp_path / SURVEY).read_text())) == 2
-    monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
+    assert sorted((tmp_path / "points").iterdir()) == saved
+    monkeypatch.setattr(interruption._FaultState, "fits", 0)
     monkeypatch.setenv("LIGHTNING_D9M_RESUME", "no-such-file")
     trainer.validate(model, make_loader(shuffle=False), verbose=False)
 
@@ -332,7 +321,7 @@ def test_misuse_is_named(train, monkeypatch):
         train(interrupt="soon")
     monkeypatch.delenv("LIGHTNING_D9M_CHECKPOINT_DIR")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
-        train(interrupt="survey")
+        train(interrupt="points")
     monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "x")
     with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
         train()

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
 from lightning_d9m.engine.ledger.folder import list_fits
 from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.engine.recording import interruption
 from lightning_d9m.integrations.loop import optimizer_steps
 from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps, find_trained_module
 
@@ -176,7 +177,7 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
     ("most", "variables", "warning"),
     [
         (9, {"EVERY_N_STEPS": 0}, "is 0; allowed: a number of optimizer steps from 1"),
-        (9, {"INTERRUPT": "survey"}, "Add a Recorder to the loop"),
+        (9, {"INTERRUPT": "points", "CHECKPOINT_DIR": "x"}, "Add a Recorder to the loop"),
         (9, {"LEDGER_DIR": __file__}, "no longer records the optimizer steps"),
         (0, {}, "has written 0 ledgers, one for each model"),
     ],
@@ -185,6 +186,7 @@ def test_a_program_goes_on_where_it_cannot_be_recorded(
     record, monkeypatch, most, variables, warning
 ):
     monkeypatch.setattr(optimizer_steps, "_MOST_LEDGERS", most)
+    monkeypatch.setattr(interruption._FaultState, "fits", 0)
     with pytest.warns(UserWarning, match=warning):
         assert record(train, **variables) == []
 

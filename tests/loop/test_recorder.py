@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interruptions import KilledError, interrupt
+from interruptions import end_early, resume_points
 from ledger_runs import list_batches
 from recorded_loop import leave, make_parts, train
 from torch import nn
@@ -103,24 +103,29 @@ def interrupted(begin_run, tmp_path):
     return run
 
 
-def test_a_loop_killed_at_a_point_ends_at_the_same_bits(interrupted, tmp_path):
-    points = {"epoch:0": 6, "batch:1:2": 8, "batch:1:6": 12, "batch:0:4+3": 4}
-    shapes, breaks = interrupt(interrupted, tmp_path, *points)
-    assert shapes == [(6, "step")] * 3
-    assert [entry.step for entry in breaks] == list(points.values())
-    # Steps are counted where batches are accumulated, and of two loaders only their epochs.
-    shapes, breaks = interrupt(interrupted, tmp_path, "batch:1:2", accumulated=2)
-    assert (shapes[0][0], breaks[0].batch) == (3, 4)
-    shapes, _ = interrupt(interrupted, tmp_path, "epoch:0", loaders=2)
-    assert [batches for batches, _ in shapes] == [1, 1, 1]
+def test_a_loop_resumed_at_a_point_ends_at_the_same_bits(interrupted, tmp_path):
+    """Three epochs of six steps. Steps are counted where batches are accumulated."""
+    names = ("epoch-1", "step-7", "step-12")
+    places = resume_points(interrupted, tmp_path, *names)
+    assert places == {
+        "epoch-1": (1, 6, 0), "epoch-2": (2, 12, 0), "step-7": (1, 7, 1), "step-12": (1, 12, 6),
+    }  # fmt: skip
+    places = resume_points(interrupted, tmp_path, "step-4", accumulated=2)
+    assert places["step-4"] == (1, 4, 2)
+    # Of two loaders in an epoch, the second has no points.
+    assert resume_points(interrupted, tmp_path, loaders=2)["step-7"] == (1, 13, 1)
+
+
+def test_a_segment_ends_after_its_epoch_or_step(interrupted, tmp_path):
+    for request, last in (("epoch:1", 12), ("stop:8", 8)):
+        outcome = end_early(interrupted, tmp_path, request).outcome(0)
+        assert (outcome.end.status, outcome.last.step) == ("stopped", 12 if last == 12 else 6)
 
 
 def test_a_checkpoint_that_lost_the_momentum_differs(interrupted, tmp_path):
     """The comparison of resumed runs can fail; a loop that begins at epoch 0 again is told."""
-    straight = interrupted()
-    with pytest.raises(KilledError):
-        interrupted(interrupt="batch:1:2")
-    path = tmp_path / "points/interrupted.ckpt"
+    straight = interrupted(interrupt="points")
+    path = tmp_path / "points/step-7.ckpt"
     with pytest.raises(SettingError, match=r"in a run that resumes, from run\.next_epoch"):
         interrupted(resume=path, first=0)
     saved = torch.load(path, weights_only=True)
@@ -130,14 +135,15 @@ def test_a_checkpoint_that_lost_the_momentum_differs(interrupted, tmp_path):
 
 
 def test_the_command_interrupts_a_loop(tmp_path, monkeypatch, capsys, forking_python):
-    """Real processes, of which two are killed."""
+    """Real processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = [forking_python, str(EXAMPLE), "--epochs", "2"]
     assert main(["repeat", "--interrupt", "--", *words]) == 0
     out = capsys.readouterr().out
     assert out.startswith("equal: the fits of 3 runs agree bit for bit")
-    assert "run 3: saved after step 14 of 29 of epoch 1, killed there, resumed" in out
+    assert "run 2: resumed at the end of an epoch, after step 29, to the end of the fit" in out
+    assert "run 3: resumed after step 53, to the end of the fit" in out
 
 
 def add_ulp(model, _, step):

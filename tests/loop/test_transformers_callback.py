@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interruptions import KilledError, interrupt
+from interruptions import resume_points
 from ledger_runs import list_batches
 from scripts import load_script
 from transformers import (
@@ -196,12 +196,12 @@ def train(example, begin_run, tmp_path):
     return run
 
 
-def test_a_training_killed_at_a_point_ends_at_the_same_bits(train, tmp_path):
+def test_a_training_resumed_at_a_point_ends_at_the_same_bits(train, tmp_path):
     original = Trainer.train
-    points = {"epoch:0": 10, "batch:1:3": 13, "batch:0:4+8": 4}
-    shapes, breaks = interrupt(train, tmp_path, *points)
-    assert shapes == [(10, "step")] * 2
-    assert [entry.step for entry in breaks] == list(points.values())
+    places = resume_points(train, tmp_path, "epoch-1", "step-12")
+    assert {name: step for name, (_, step, _) in places.items()} == {
+        "epoch-1": 10, "epoch-2": 20, "step-12": 12, "step-20": 20,
+    }  # fmt: skip
     assert Trainer.train is original
 
 
@@ -213,15 +213,14 @@ def test_what_cannot_be_resumed_is_refused(example, train, tmp_path, monkeypatch
             return self._inner_training_loop(self._train_batch_size, self.args)
 
     with pytest.raises(SettingError, match=r"Leave out save_only_model=True\.$"):
-        train(interrupt="survey", save_only_model=True)
+        train(interrupt="points", save_only_model=True)
     with pytest.raises(SettingError, match=r"LIGHTNING_D9M_RESUME is '.*', which does not exist"):
         train(resume=tmp_path / "nothing")
-    with pytest.raises(KilledError):
-        train(interrupt="batch:0:3", save_strategy="steps", save_steps=2)
-    resumed = train(resume=tmp_path / "points/interrupted.ckpt")
+    train(interrupt="points", save_strategy="steps", save_steps=2)
+    resumed = train(resume=tmp_path / "points/step-12.ckpt")
     assert resumed.recorder.global_step == 20
     assert read_ledger(resumed.ledger).outcome(0).last.step == 20
     monkeypatch.setattr(Trainer, "train", Trainer.train)  # put back, because none is called
     monkeypatch.setattr(example, "Trainer", Stubborn)
     with pytest.raises(SettingError, match=r"Call super\(\)\.train"):
-        train(resume=tmp_path / "points/interrupted.ckpt")
+        train(resume=tmp_path / "points/step-12.ckpt")

@@ -15,7 +15,7 @@ from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import End, Header, RunFacts
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.drift import ReplicatedState
+from lightning_d9m.engine.recording.rank_agreement import ReplicatedState
 from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
 

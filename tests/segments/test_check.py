@@ -20,6 +20,7 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
     encode_record,
 )
+from lightning_d9m.tools.segments.check import _link
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +130,22 @@ def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, mon
         status, out, errors = d9m("check", "run", "--follow", "--json", "--", *words, "again")
     assert status == 0, errors
     assert json.loads(out)["share"] == 1.0
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_file_that_may_be_of_a_later_checkpoint_is_not_linked(tmp_path, is_folder):
+    """Its record is still to come when the ledger was last written before it."""
+    path, target = tmp_path / "last.ckpt", tmp_path / "links/20-last.ckpt"
+    file = path / "rank-0" if is_folder else path
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.utime(file, ns=(2000, 2000))
+    assert _link(path, target, 1999) is None
+    assert not target.exists()
+    for before in (2000, None):
+        assert _link(path, target, before) == target
+        assert (target / "rank-0" if is_folder else target).samefile(file)
+        shutil.rmtree(tmp_path / "links")
 
 
 def test_what_a_resumed_run_has_left_is_not_part_of_it(tmp_path):

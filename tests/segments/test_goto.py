@@ -13,7 +13,7 @@ from scripts import ROOT
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Batch
-from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, read_request
+from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, read_request
 from lightning_d9m.engine.recording.step_debugger import StepDebugger
 from lightning_d9m.errors import SettingError
 from lightning_d9m.tools.cli.main import main
@@ -169,7 +169,7 @@ def test_a_wrong_request(run, capsys, monkeypatch, words, message):
 
 def test_a_debugger_that_is_absent_or_has_no_terminal(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "IPython.terminal.debugger", None)
-    monkeypatch.setattr("lightning_d9m.engine.recording.interruption_points._FaultState.fits", 0)
+    monkeypatch.setattr("lightning_d9m.engine.recording.interruption._FaultState.fits", 0)
     with pytest.raises(SettingError, match="pip install ipdb"):
         read_request({INTERRUPT: "debug:0:ipdb:3:x", FOLDER: str(tmp_path)})
     monkeypatch.setattr("sys.stdin", io.StringIO())

@@ -1,13 +1,13 @@
-"""Loops that are killed at a point and resumed, in this process."""
+"""Trainings that save at points and are resumed there, in this process."""
 
-import json
-import shutil
 import signal
 
 import pytest
 
 from lightning_d9m import compare
-from lightning_d9m.engine.recording import interruption_points
+from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.recording import interruption
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 
 class KilledError(BaseException):
@@ -19,44 +19,51 @@ def begin_run(monkeypatch, tmp_path):
     """Return a function that sets the variables of a run, as in a process of its own."""
 
     def kill(pid, number):
-        assert (pid, number) == (interruption_points.os.getpid(), signal.SIGKILL)
+        assert (pid, number) == (interruption.os.getpid(), signal.SIGKILL)
         raise KilledError
 
-    monkeypatch.setattr(interruption_points.os, "kill", kill)
+    monkeypatch.setattr(interruption.os, "kill", kill)
     monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "points"))
     (tmp_path / "points").mkdir()
 
     def begin(interrupt, resume):
-        monkeypatch.setattr(interruption_points._FaultState, "fits", 0)
+        monkeypatch.setattr(interruption._FaultState, "fits", 0)
         monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
         monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
 
     return begin
 
 
-def interrupt(train, folder, *points, **arguments):
-    """Survey a training, kill it at each point and resume it; return epochs and interruptions.
+def resume_points(train, folder, *names, **arguments):
+    """Save at the points of a training, and resume from some; return where they are.
 
     Args:
         train: Trains with ``interrupt`` or ``resume``, and returns the recorder.
         folder: Holds ``points``, the folder of ``begin_run``.
-        points: The points.
+        names: The names of the checkpoints to resume from.
         arguments: Further arguments of ``train``.
 
     Returns:
-        (batches, unit) of each epoch, and where the run of each point was interrupted.
+        (epoch, step, batch) of each checkpoint in the folder, by name.
     """
-    straight = train(interrupt="survey", **arguments)
-    epochs = json.loads((folder / "points/survey").read_text())
-    breaks = []
-    for point in points:
-        with pytest.raises(KilledError):
-            train(interrupt=point, **arguments)
-        assert (folder / "points/killed").read_text() == point
-        resumed = train(resume=folder / "points/interrupted.ckpt", **arguments)
+    straight = train(interrupt="points", **arguments)
+    places = {
+        point.path.stem: (point.epoch, point.step, point.batch)
+        for point in RecordedRun(straight.ledger).saved
+        if point.path.parent.name == "points" and point.is_there
+    }
+    for name in names:
+        resumed = train(resume=folder / f"points/{name}.ckpt", **arguments)
         comparison = compare(straight.ledger, resumed.ledger)
-        assert comparison.verdict == "equal", point
-        breaks += comparison.ranks[0].actual.breaks
-        shutil.rmtree(folder / "points")
-        (folder / "points").mkdir()
-    return [(epoch["batches"], epoch["unit"]) for epoch in epochs], breaks
+        assert comparison.verdict == "equal", name
+        (found,) = comparison.ranks[0].actual.breaks
+        assert found.step == places[name][1]
+    return places
+
+
+def end_early(train, folder, request, **arguments):
+    """Run a segment to its end; return its ledger."""
+    with pytest.raises(KilledError):
+        train(interrupt=request, **arguments)
+    assert (folder / "points/killed").exists()
+    return read_ledger(max((folder / "runs").glob("fit-*")))

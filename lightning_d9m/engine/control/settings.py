@@ -179,7 +179,7 @@ CONTROL_VARIABLES = (
     "LIGHTNING_D9M_WATCH",
 )
 
-# Those that interrupt a fit or change its weights; see ``recording/interruption_points.py``.
+# Those that interrupt a fit or change its weights; see ``recording/interruption.py``.
 INTERRUPTING = ("LIGHTNING_D9M_INTERRUPT", "LIGHTNING_D9M_LAST_BITS", "LIGHTNING_D9M_RESUME")
 
 

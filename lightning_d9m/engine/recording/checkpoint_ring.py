@@ -1,13 +1,14 @@
-"""Checkpoints that a run keeps by itself, for a search that returns to a step before a difference.
+"""Checkpoints that a run keeps by itself, for commands that return to a step of it.
 
-The last three are kept. A later one replaces an earlier one, so that their space is bounded; three,
-because a difference is noticed some time after its step.
+A later one replaces an earlier one, so that their space is bounded. Of those for a search, the last
+three are kept, because a difference is noticed some time after its step.
 """
 
 import math
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,10 +35,9 @@ class CheckpointRing:
     def __init__(
         self, folder: Path, ranks: Ranks, read_clock: Callable[[], float] = time.thread_time
     ) -> None:
-        self._folder = folder
+        self._saved = _SavedFiles(folder, ranks, _KEPT)
         self._ranks = ranks
         self._read_clock = read_clock
-        self._kept: list[Path] = []
         self._first: tuple[int, float] | None = None  # step, and when it was reached
         self._next = 0
 
@@ -56,7 +56,7 @@ class CheckpointRing:
         pause = step - first  # looks at the clock become rare, and communicate as rarely
         if self._ranks.gather_json(now - start >= _SECONDS_BEFORE)[0]:
             try:
-                self._save(step, save)
+                save(self._saved.add(f"step-{step}"))
             except Exception:
                 # The program may hold what cannot be saved, and need not save itself.
                 if not self._ranks.is_alone:  # the other ranks may wait for this one
@@ -67,14 +67,45 @@ class CheckpointRing:
             pause = math.ceil(spent / _SHARE / max(seconds, 1e-9))
         self._next = step + max(1, self._ranks.gather_json(pause)[0])
 
-    def _save(self, step: int, save: Callable[[Path], object]) -> None:
+
+class CheckpointPoints:
+    """Chooses the points of a fit at which it saves, on all ranks the same: two of each kind.
+
+    How long a fit lasts is not known before. So of each kind the points 1, 2, 4, 7, 12, 20, ... are
+    saved, and the last two are kept: the later one may be at the end of the fit.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._counts = Counter[str]()
+        self._next: dict[str, int] = {}
+        self._saved: dict[str, _SavedFiles] = {}
+
+    def reach(self, kind: str) -> Path | None:
+        """Return where to save at a point of a kind; None if not at this one."""
+        self._counts[kind] += 1
+        number = self._counts[kind]
+        if number < self._next.get(kind, 1):
+            return None
+        self._next[kind] = number * 8 // 5 + 1
+        saved = self._saved.setdefault(kind, _SavedFiles(self._folder, self._ranks, 2))
+        return saved.add(f"{kind}-{number}")
+
+
+class _SavedFiles:
+    """The last checkpoints of a folder."""
+
+    def __init__(self, folder: Path, ranks: Ranks, most: int) -> None:
+        self._folder, self._ranks, self._most = folder, ranks, most
+        self._kept: list[Path] = []
+
+    def add(self, name: str) -> Path:
+        """Return the path of the next one; remove those that are too many with it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step-{step}.ckpt"
-        save(path)
-        self._kept.append(path)
+        olds = self._kept[: 1 - self._most] if self._ranks.rank == 0 else ()
         # A loop's ranks save a file each, whose name begins with that of rank 0.
-        olds = self._kept[:-_KEPT] if self._ranks.rank == 0 else ()
         for old in (file for own in olds for file in self._folder.glob(f"{own.name}*")):
             with suppress(FileNotFoundError):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-        del self._kept[:-_KEPT]
+        self._kept = [*self._kept[1 - self._most :], self._folder / f"{name}.ckpt"]
+        return self._kept[-1]

@@ -17,14 +17,13 @@ from lightning_d9m.engine.ledger.differences import record_difference
 from lightning_d9m.engine.ledger.folder import rank_path
 from lightning_d9m.engine.ledger.format.reader import RankReader, find_parent
 from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
+from lightning_d9m.engine.recording.expected_records import ExpectedRecords
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import describe_names, pluralize
 
 GENERATORS = "generators"
 _ENTRY_BYTES = 4
 _NAMES = 3
-# A record of a step comes before that of an epoch which the step ends.
-_ORDER = (StepDigests, Digests)
 
 
 def digest_step(epoch: int, step: int, groups: Groups) -> StepDigests:
@@ -56,8 +55,7 @@ class ResumeCheck:
     def __init__(self, own: Path, parent: str, mark: str) -> None:
         self.problem = ""
         self._reader: RankReader | None = None
-        self._records: Iterator[StepDigests | Digests] = iter(())
-        self._next: StepDigests | Digests | None = None
+        self._records: ExpectedRecords[StepDigests | Digests] = ExpectedRecords(())
         try:
             self._open(find_parent(own, parent), mark)
         except LedgerError as error:
@@ -76,8 +74,7 @@ class ResumeCheck:
             first.append(record)
             if isinstance(record, StepDigests):
                 break
-        self._records = chain(first, records)
-        self._next = next(self._records, None)
+        self._records = ExpectedRecords(chain(first, records))
         if not reader.marked:
             self.problem = f"{path} is not the ledger that the checkpoint names"
         elif record is None:
@@ -94,7 +91,7 @@ class ResumeCheck:
     @property
     def is_open(self) -> bool:
         """True while there may be records to compare."""
-        return self._next is not None
+        return self._records.next is not None
 
     def compare(
         self, actual: StepDigests | Digests, groups: Mapping[str, Mapping[str, str]]
@@ -104,14 +101,10 @@ class ResumeCheck:
         Empty if they agree, or if there is no counterpart.
         """
         try:
-            while self._next is not None and _place(self._next) < _place(actual):
-                self._next = next(self._records, None)
+            expected = self._records.find(actual)
         except LedgerError as error:  # it was edited while this run trains
             self.close()
             return f"the ledger of the run that saved the checkpoint cannot be read: {error}"
-        expected = self._next
-        if expected is None or _place(expected) != _place(actual):
-            return ""
         found: list[str] = []
         if isinstance(expected, StepDigests) and isinstance(actual, StepDigests):
             found = [
@@ -138,13 +131,9 @@ class ResumeCheck:
 
     def close(self) -> None:
         """Close the file; nothing is compared any more."""
-        self._next = None
+        self._records = ExpectedRecords(())
         if self._reader is not None:
             self._reader.close()
-
-
-def _place(record: StepDigests | Digests) -> tuple[int, int, int]:
-    return record.step, _ORDER.index(type(record)), record.epoch
 
 
 def _describe(group: str, expected: bytes, actual: bytes, names: list[str]) -> str:

@@ -75,13 +75,13 @@ from lightning_d9m.engine.ledger.stack import (
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, Watched
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.drift import (
+from lightning_d9m.engine.recording.rank_agreement import (
     RankAgreement,
-    Reference,
     ReplicatedState,
     describe_division,
     find_replicated_state,
 )
+from lightning_d9m.engine.recording.reference import Reference
 from lightning_d9m.engine.recording.resume_check import GENERATORS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.engine.state.state import find_generators

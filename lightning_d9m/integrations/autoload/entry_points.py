@@ -114,7 +114,7 @@ def _is_segment() -> bool:
     """Return whether this process is a segment, which must not write files of the earlier run."""
     if not os.environ.get("LIGHTNING_D9M_INTERRUPT"):
         return False
-    from lightning_d9m.engine.recording.interruption_points import is_segment
+    from lightning_d9m.engine.recording.interruption import is_segment
 
     return is_segment()
 

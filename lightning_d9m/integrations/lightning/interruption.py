@@ -9,11 +9,9 @@ from torch import Tensor
 
 from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
-from lightning_d9m.engine.recording.interruption_points import (
+from lightning_d9m.engine.recording.interruption import (
     LAST_BITS,
-    EpochShape,
     Interruption,
-    InterruptionKind,
     read_request,
 )
 from lightning_d9m.engine.recording.run import Run
@@ -36,7 +34,7 @@ def apply_interrupt_variables(
     end: Callable[[End], None],
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Let variables interrupt a run that begins; see ``recording/interruption_points.py``.
+    """Let variables interrupt a run that begins; see ``recording/interruption.py``.
 
     ``end`` closes the ledger of ``run``.
 
@@ -55,11 +53,7 @@ def apply_interrupt_variables(
     if request.resume is not None:
         resume_next_fit(trainer, request.resume)
     if request.folder is not None:
-
-        def wait() -> None:
-            trainer.strategy.checkpoint_io.teardown()  # waits for an asynchronous save
-
-        interruption = Interruption(request, ranks_of(trainer), wait, end)
+        interruption = Interruption(request, ranks_of(trainer), end)
         callbacks.append(InterruptingCallback(interruption, run))
 
 
@@ -94,7 +88,7 @@ def change_last_bits(
 
 
 class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback
-    """Surveys a fit, saves checkpoints, and ends its process at a point.
+    """Saves checkpoints of a fit, and ends its process at a point.
 
     It saves when a ModelCheckpoint would, after all other callbacks. Its base class makes it run
     after the module's hooks at the end of an epoch, too.
@@ -102,13 +96,8 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
 
     def __init__(self, interruption: Interruption, run: Run) -> None:
         self.interruption, self._run = interruption, run
-        self._validation = 0  # batches of validations in this epoch
         self._step = 0
         self._begun = 0  # the step that is under way
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Count the validation batches of each epoch."""
-        self._validation = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Let the next call of ``training_step`` run in a debugger, if it is that of the step."""
@@ -139,16 +128,17 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
     ) -> None:
         """Interrupt after a batch of training."""
         self.interruption.check_finite(self._begun, "weight", pl_module.named_parameters())
-        self._reach(trainer, "batch", batch_idx + 1)
-        if trainer.global_step > self._step:  # gradients are not being accumulated
+        if trainer.global_step > self._step:
             self._step = trainer.global_step
+            self._reach(trainer, "step")
             self.interruption.pass_step(self._step, trainer.save_checkpoint)
+        else:
+            self._reach(trainer, "accumulated")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Interrupt after a batch of a validation."""
         if not trainer.sanity_checking:
-            self._validation += 1
-            self._reach(trainer, "validation", self._validation)
+            self._reach(trainer, "validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Interrupt at the end of a validation."""
@@ -156,22 +146,10 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
             self._reach(trainer, "validated")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note the batches of the epoch, and interrupt at its end."""
-        self.interruption.note_epoch(
-            EpochShape(
-                epoch=trainer.current_epoch,
-                batches=trainer.fit_loop.epoch_loop.batch_progress.current.processed,
-                accumulated=trainer.accumulate_grad_batches,
-                validation=self._validation,
-            )
-        )
+        """Interrupt at the end of an epoch."""
         self._reach(trainer, "epoch")
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the survey."""
-        self.interruption.write_survey()
-
-    def _reach(self, trainer: Trainer, kind: InterruptionKind, number: int = 0) -> None:
-        if self.interruption.reach(kind, trainer.current_epoch, number):
-            trainer.save_checkpoint(self.interruption.checkpoint)
-            self.interruption.end_save()
+    def _reach(self, trainer: Trainer, kind: str) -> None:
+        path = self.interruption.reach(kind, trainer.current_epoch)
+        if path is not None:
+            trainer.save_checkpoint(path)

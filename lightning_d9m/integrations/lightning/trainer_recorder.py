@@ -35,7 +35,7 @@ from lightning_d9m.engine.ledger.kinds import WRITTEN
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.engine.probes.training import ProbePoint, Recorded, Training
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.drift import ReplicatedState
+from lightning_d9m.engine.recording.rank_agreement import ReplicatedState
 from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training, share_new_folder
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession

@@ -48,9 +48,8 @@ from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.interruption_points import (
+from lightning_d9m.engine.recording.interruption import (
     INTERRUPT,
-    KEEP,
     RESUME,
     Interruption,
     InterruptRequest,
@@ -196,20 +195,20 @@ class StepRecorder(Recorder):
 
     @staticmethod
     def read_request(environment: Mapping[str, str]) -> InterruptRequest:
-        """Return the step at which the training stops, if variables ask for one.
+        """Return where the training stops, if variables ask for it.
 
         Raises:
             SettingError: If they save or resume the training.
         """
-        interrupts = (environment.get(INTERRUPT) or KEEP).partition(":")[0] not in (KEEP, "stop")
-        if environment.get(RESUME) or interrupts:
-            name = RESUME if environment.get(RESUME) else INTERRUPT
+        request = read_request(environment)
+        if request.needs_saving:
+            name = INTERRUPT if request.resume is None else RESUME
             raise SettingError(
                 f"The variable {name} is set, and this training has no Trainer and no "
                 "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
                 "loop; see docs/loops.md."
             )
-        return replace(read_request(environment), keeps=False)
+        return request
 
     def open(self) -> None:
         """Open the ledger, before the first step."""
@@ -236,6 +235,7 @@ class StepRecorder(Recorder):
         self._iterated = 1
         if self.epoch_steps == self._every:
             self.epoch()
+            self.interruption.reach("epoch", self.next_epoch - 1)
         self.start_batch()
         self.interruption.pass_step(self.global_step, None)
 

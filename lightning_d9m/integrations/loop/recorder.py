@@ -37,10 +37,8 @@ from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, 
 from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.interruption_points import (
-    EpochShape,
+from lightning_d9m.engine.recording.interruption import (
     Interruption,
-    InterruptionKind,
     InterruptRequest,
     read_request,
 )
@@ -268,7 +266,6 @@ class Recorder:
             try:
                 if error is None and self._run.is_open:
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
-                    self.interruption.write_survey()
                     self.interruption.stop()
                 elif error is not None:
                     self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
@@ -339,7 +336,8 @@ class Recorder:
         loaders, epoch, inner = self._loaders, self.next_epoch, _find_controllable(loader)
         resumed, self._resumed = self._resumed, None
         if self._iterated == 0:
-            self._reach("epoch", epoch - 1)
+            if epoch:
+                self._reach("epoch", epoch - 1)
             sampler = getattr(inner, "sampler", None)
             # Ranks that it gives the same data, as those of tensor parallelism, draw alike.
             if isinstance(sampler, DistributedSampler) and sampler.rank != loaders.rank:
@@ -363,7 +361,8 @@ class Recorder:
             yield batch
             self._validating.close()
             if self.epoch_steps > before:  # gradients between steps are not saved
-                self._reach("batch", epoch, self.epoch_steps)
+                if self._iterated == 1:  # within an epoch of several loaders nothing can be saved
+                    self._reach("step", epoch)
                 self.interruption.pass_step(self.global_step, self._save)
 
     def _start_loader(
@@ -400,15 +399,15 @@ class Recorder:
             set_fabric_epoch(loader, epoch)
         return iter(loader)
 
-    def _reach(self, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
-        """Save what the recorder knows, if the loop is to be interrupted here.
+    def _reach(self, kind: str, epoch: int) -> None:
+        """Save what the recorder knows, or end the loop, if the request says so.
 
         This is where the loop asks for its next batch, after all that follows ``step`` and
-        ``epoch`` in the program. Each rank saves its own file.
+        ``epoch`` in the program.
         """
-        if self.interruption.reach(kind, epoch, number):
-            self._save(self.interruption.checkpoint)
-            self.interruption.end_save()
+        path = self.interruption.reach(kind, epoch)
+        if path is not None:
+            self._save(path)
 
     def _save(self, path: Path) -> None:
         """Save all parts; each rank saves its own file."""
@@ -546,9 +545,6 @@ class Recorder:
             )
         self.log(**scalars)
         self._record("epoch", self.next_epoch)
-        # Within an epoch of several loaders nothing can be saved.
-        steps = self.epoch_steps if self._is_hosted or self._iterated == 1 else 1
-        self.interruption.note_epoch(EpochShape(self.next_epoch, steps, 1, 0, unit="step"))
         self.next_epoch += 1
         self._batch = self._iterated = self.epoch_steps = 0
         self._stepped = False

@@ -17,10 +17,9 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.engine.control.settings import read_names
-from lightning_d9m.engine.recording.interruption_points import (
+from lightning_d9m.engine.recording.interruption import (
     INTERRUPT,
     RESUME,
-    InterruptionKind,
     find_checkpoint,
 )
 from lightning_d9m.engine.recording.run import OptionArguments
@@ -119,7 +118,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._ignored_metrics = (*_NOT_RECORDED, *read_names("ignored_metrics", ignored_metrics))
         self._options = options
         self.recorder: TransformersRecorder | None = None
-        self._is_open = self._interrupts = False
+        self._is_open = False
+        self._target: Path | None = None  # of a copy of the next checkpoint
         self._loss: Tensor | None = None
         self.trainer: Any = None
         self._model_hooks: list[RemovableHandle] = []
@@ -188,7 +188,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""
         self._recorder.step(self._loss)
-        self._reach(control, "batch", self._recorder.next_epoch, self._recorder.epoch_steps)
+        self._reach(control, "step", self._recorder.next_epoch)
         # Without a function that saves: the Trainer saves when it has called its callbacks.
         self._recorder.interruption.pass_step(self._recorder.global_step, None)
 
@@ -197,10 +197,10 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._record_epoch()
         self._reach(control, "epoch", self._recorder.next_epoch - 1)
 
-    def _reach(self, control: Any, kind: InterruptionKind, epoch: int, number: int = 0) -> None:
-        """Let the Trainer save a checkpoint, if the training is to be interrupted here."""
-        self._interrupts = self._recorder.interruption.reach(kind, epoch, number)
-        control.should_save |= self._interrupts
+    def _reach(self, control: Any, kind: str, epoch: int) -> None:
+        """Let the Trainer save a checkpoint, if the request names this point."""
+        self._target = self._recorder.interruption.reach(kind, epoch)
+        control.should_save |= self._target is not None
         if self._recorder.interruption.is_segment:
             control.should_save = False
 
@@ -223,11 +223,11 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             ranks = find_ranks()[0]
             ranks.raise_on_all(lambda: self._save_state(folder, args))
             self._recorder.note_checkpoint(folder)
-            if self._interrupts:
-                self._interrupts = False
-                copies, target = ranks.rank == 0, self._recorder.interruption.checkpoint
+            target, self._target = self._target, None
+            if target is not None:
+                copies = ranks.rank == 0
                 ranks.raise_on_all(lambda: shutil.copytree(folder, target) if copies else None)
-                self._recorder.interruption.end_save()
+                self._recorder.note_checkpoint(target)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Record the final state, and close the ledger."""

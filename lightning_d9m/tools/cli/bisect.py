@@ -32,7 +32,8 @@ commits:GOOD..BAD?  a commit with the right bits and a later one with others; wi
 --golden LEDGER  compare with this ledger in place of that of a good commit; only BAD is given
 --packages OLD NEW  search for a package in place of a commit: two lists as pip freeze prints them,
     with which the training has the right bits and others
---until EPOCH  end each training after this epoch, counted from 0 (default: train to the end)
+--until EPOCH  end each training after this epoch of its first fit, counted from 0 (default: train
+    to the end)
 --link PATH ...  a path below the repository's top that git does not track and the training needs,
     such as a folder of data; may be given several times
 -o, --output DIR  new folder for ledgers and logs

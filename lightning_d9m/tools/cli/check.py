@@ -11,7 +11,7 @@ from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command, whole_number
-from lightning_d9m.tools.launch.jobs import run_jobs
+from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap

@@ -3,39 +3,26 @@
 With ``--processes`` it runs on several numbers of processes; with logical ranks (see
 docs/logical-ranks.md) all runs have the same bits.
 
-With ``--interrupt``, runs that are killed and resumed are compared with a straight run. The user's
-program is not changed: variables control the callback in it or the recorder of its loop (see
-``recording.interruption_points``). The straight run reports the points at which it can be
-interrupted. For each chosen point, one run is killed there, and another resumes from its
-checkpoint. The checkpoints that the program itself saves are tried, too, each for a few steps.
+With ``--interrupt``, a straight run saves a checkpoint at each kind of point of its first fit. From
+each of them, and from some that the program itself saves, a segment is run and compared with it.
+The user's program is not changed: variables control the callback in it or the recorder of its loop
+(see ``engine.recording.interruption``).
 """
 
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
-from lightning_d9m.engine.recording.interruption_points import (
-    CHECKPOINT,
-    FOLDER,
-    INTERRUPT,
-    LAST_BITS,
-    MARK,
-    RESUME,
-    SURVEY,
-    InterruptionPoint,
-    choose_points,
-    read_survey,
-)
-from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
+from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, LAST_BITS, POINTS
+from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
@@ -76,7 +63,7 @@ ARGUMENTS = f"""
     instructions
 | --processes P,P,...  numbers of processes, such as 1,2,4: run once on each, started as torchrun
     starts them; a command that contains {{processes}} starts them itself
-| --interrupt  kill runs at several points, resume them, and compare them with a straight run
+| --interrupt  resume from checkpoints at several points of a run, and compare with that run
 --last-bits  change the last bit of each weight at the beginning of all runs but the first, to see
     what noise does; the runs then differ. For d9m compare --noise
 --allow-objects  with --interrupt: resume also from checkpoints that hold Python objects, as
@@ -105,6 +92,17 @@ _REMEDIES = {
         "for epoch in range(run.next_epoch, epochs)."
     ),
 }
+_SAVED = "checkpoints"
+# Of a segment at most, about, without the start of the program.
+_SECONDS = 30.0
+_LABELS = {
+    "epoch": "resumed at the end of an epoch, after step {}",
+    "step": "resumed after step {}",
+    "accumulated": "resumed between accumulated batches, after step {}",
+    "validation": "resumed within a validation, after step {}",
+    "validated": "resumed at the end of a validation, after step {}",
+}
+_OWN = "resumed from its own checkpoint of step {}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -220,58 +218,79 @@ SETTINGS = {
 
 
 def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -> RepeatReport:
-    """Run the command straight, and once for each point at which it can be interrupted.
+    """Run the command straight, and a segment from each point at which it has saved.
 
     Returns:
-        The straight run compared with those that were resumed. A point whose runs fail is part of
-        it and stops no other.
+        The straight run compared with the segments. A point whose segment fails is part of it and
+        stops no other.
 
     Raises:
-        CommandError: When the straight run fails or has no point at which it can be interrupted.
+        CommandError: When the straight run fails or has saved at no point.
     """
     folder = runs.output / "run-001"
-    survey = {INTERRUPT: SURVEY, FOLDER: str(folder)}
-    try:
-        straight = runs.run(folder.name, "run 1, straight", variables=survey)
-    except CommandError as error:
+    saves = {INTERRUPT: POINTS, FOLDER: str(folder / _SAVED)}
+    straight = runs.run(folder.name, "run 1, straight", variables=saves, may_fail=True)
+    first = find_first_fit(straight)
+    if straight.failure is not None or first is None:
         if _UNSAVED in _read_log(folder):
             raise CommandError(
                 "--interrupt needs a training that can be saved and resumed, and this loop has "
                 "neither a Trainer nor a Recorder: its steps are recorded by its optimizers alone. "
                 "Add lightning_d9m.Recorder to the loop; see docs/loops.md."
-            ) from error
-        raise
-    trial = _Trial(runs, {1: replace(straight, label="straight")}, allow_objects=allow_objects)
-    own = _choose_saved(straight)
-    points = list(choose_points(read_survey(folder)))
-    if not points and not own:
+            )
+        raise straight.failure or CommandError("The command wrote no ledger of a fit.")
+    recorded = RecordedRun(first.path)
+    steps = int(_SECONDS * recorded.last_step / (straight.seconds or _SECONDS))
+    segments = list(_choose_segments(recorded, folder / _SAVED, steps))
+    if not segments:
         raise CommandError(
-            "The command's first fit has no point at which it can be interrupted: it has one epoch "
-            "of one batch, and no validation. Train for more batches."
+            "The command's first fit has no point from which it can be resumed: it has one epoch "
+            "of one batch, and no validation. Train for more batches. A loop must call the "
+            "recorder's epoch()."
         )
-    trial.last = len(own) + len(points) + 1
-    # First, as later runs may write checkpoints of the same names.
-    for saved in own:
-        label = f"resumed from its own checkpoint of step {saved.step}, for {FOLLOWED_STEPS} steps"
-        trial.add(label, partial(trial.resume_own, Segment(saved, saved.step + FOLLOWED_STEPS)))
-    for point, label in points:
-        trial.add(f"{label}, resumed", partial(trial.resume_killed, point))
+    trial = _Trial(runs, {1: replace(straight, label="straight")}, allow_objects=allow_objects)
+    trial.last = len(segments) + 1
+    for segment, label in segments:
+        trial.add(segment, label)
+    for file in (folder / _SAVED).glob("*"):
+        if not file.name.startswith(tuple(trial.kept)):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    with suppress(OSError):
+        (folder / _SAVED).rmdir()
     return RepeatReport(trial.made, runs.output, argv, resumed=True, steady=trial.steady)
 
 
-def _choose_saved(straight: Run) -> list[SavedPoint]:
-    """Return at most three checkpoints that the first fit itself has saved, not at its end."""
-    first = find_first_fit(straight)
-    if first is None:
-        return []
-    recorded = RecordedRun(first.path)
-    saved = [own for own in recorded.points if own.is_there and own.step < recorded.last_step]
-    places = sorted({0, len(saved) // 2, len(saved) - 1}) if saved else []
-    return [saved[place] for place in places]
+def _choose_segments(
+    recorded: RecordedRun, folder: Path, steps: int
+) -> Iterator[tuple[Segment, str]]:
+    """Yield a segment from the last point of each kind, and from some of the program's own.
+
+    Each ends some steps after the end of the next epoch, where what a checkpoint lacks may show
+    first, or after ``steps`` if that is earlier.
+    """
+    last, own = recorded.last_step, list[SavedPoint]()
+    kept: dict[str, SavedPoint] = {}
+    for point in recorded.saved:
+        kind = point.path.name.partition("-")[0] if point.path.parent == folder else ""
+        # The record of the last epoch follows its validation.
+        if point.is_there and (point.step < last or kind.startswith("valid")):
+            own += [] if kind else [point]
+            kept |= {kind: point} if kind else {}
+    places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
+    for point, label in (
+        *((own[place], _OWN) for place in places),
+        *((kept[kind], _LABELS[kind]) for kind in _LABELS if kind in kept),
+    ):
+        end = min((step for step in recorded.epoch_ends if step > point.step), default=last)
+        stop = min(end + FOLLOWED_STEPS, point.step + max(FOLLOWED_STEPS, steps))
+        length = f", for {pluralize(stop - point.step, 'step')}"
+        if stop >= last:
+            stop, length = recorded.stop, ", to the end of the fit"
+        yield Segment(point, stop), f"{label.format(point.step)}{length}"
 
 
 class _Trial:
-    """Runs that resume from the checkpoints of one straight run.
+    """Segments that resume from the checkpoints of one straight run.
 
     Args:
         runs: The runs of the command.
@@ -281,6 +300,7 @@ class _Trial:
     Attributes:
         last: The number of the last run, for progress.
         steady: Whether the first run that differs does so in the same way twice; None if none does.
+        kept: The names of the checkpoints that do not lead to the bits of the straight run.
     """
 
     def __init__(self, runs: Runs, made: dict[int, Run], *, allow_objects: bool) -> None:
@@ -290,72 +310,41 @@ class _Trial:
         self._has_objects = False  # in the checkpoints of all points
         self.last = 1
         self.steady: bool | None = None
+        self.kept: list[str] = []
 
-    def add(self, label: str, resume: Callable[[str, str, int], tuple[Run, Path | None]]) -> None:
+    def add(self, segment: Segment, label: str) -> None:
         """Resume, and compare with the straight run; a failure is kept and stops no other."""
         if self._has_objects:
             return
         number = max(self.made) + 1
         title, name = f"run {number} of {self.last}", f"run-{number:03d}"
+        words: dict[str, Any] = {"variables": self._allowed, "later": self.last - number}
+        assert segment.start is not None, "it resumes"
+        self.kept.append(segment.start.path.name)
         try:
-            run, checkpoints = resume(name, title, self.last - number)
+            run = run_segment(self._runs, segment, name, title, **words)
         except (CommandError, LedgerError) as error:
             said = _read_log(self._runs.output / name)
             remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
             failure = CommandError("\n".join([str(error), *remedies]))
-            failed = f"{label.removesuffix(', resumed')}, failed"
-            self.made[number] = Run({}, failed, failure=failure)
+            self.made[number] = Run({}, f"{label}, failed", failure=failure)
             self._has_objects = _OBJECTS in said
             return
-        self.made[number] = run = replace(run, label=label)
+        self.made[number] = run = replace(run, label=label, is_part=True)
         if self._is_equal(self.made[1], run):
-            # A checkpoint that leads to a different run is kept.
-            if checkpoints is not None:
-                shutil.rmtree(checkpoints, ignore_errors=True)
+            self.kept.pop()
         elif self.steady is None:
             with suppress(CommandError, LedgerError):
-                again, _ = resume(f"{name}-again", f"{title}, once more", self.last - number)
+                again = run_segment(
+                    self._runs, segment, f"{name}-again", f"{title}, once more", **words
+                )
                 self.steady = self._is_equal(run, again)
 
     def _is_equal(self, one: Run, other: Run) -> bool:
         report = RepeatReport({1: one, 2: other}, self._runs.output, self._runs.command)
         return report.verdict == "equal"
 
-    def resume_own(
-        self, segment: Segment, name: str, title: str, later: int
-    ) -> tuple[Run, Path | None]:
-        """Resume from a checkpoint that the program has saved, for a few steps."""
-        words: dict[str, Any] = {"variables": self._allowed, "later": later}
-        run = run_segment(self._runs, segment, name, f"{title}, resumed", **words)
-        return replace(run, is_part=True), None
-
-    def resume_killed(
-        self, point: InterruptionPoint, name: str, title: str, later: int
-    ) -> tuple[Run, Path | None]:
-        """Resume from the checkpoint of a run that is killed at a point; it is made once."""
-        checkpoints = self._runs.output / f"{name.removesuffix('-again')}-killed" / "checkpoints"
-        if not checkpoints.exists():
-            _kill(self._runs, checkpoints, point, f"{title}, to be killed", later + 1)
-        variables = {RESUME: str(checkpoints / CHECKPOINT), **self._allowed}
-        words: dict[str, Any] = {"variables": variables, "later": later}
-        return self._runs.run(name, f"{title}, resumed", **words), checkpoints
-
 
 def _read_log(folder: Path) -> str:
     log = folder / "output.log"
     return log.read_text(errors="replace") if log.exists() else ""
-
-
-def _kill(runs: Runs, checkpoints: Path, point: InterruptionPoint, title: str, later: int) -> None:
-    """Run the command until it is killed at a point, with its checkpoint in a new folder."""
-    with file_errors(LedgerError, f"The folder {checkpoints} cannot be made"):
-        checkpoints.mkdir(parents=True)
-    mark = checkpoints / MARK
-    variables = {INTERRUPT: str(point), FOLDER: str(checkpoints)}
-    options: dict[str, Any] = {"variables": variables, "killed_when": mark.exists, "later": later}
-    killed = runs.run(checkpoints.parent.name, title, may_fail=True, **options)
-    if not mark.exists():
-        raise killed.failure or CommandError(
-            "The command ended without reaching the point at which it should be killed, which the "
-            f"straight run had reached: its runs differ. Log: {checkpoints.parent / 'output.log'}."
-        )

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.comparison.timeline import DistanceSeries
-from lightning_d9m.tools.launch.progress import EpochCounter
 from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.segments.segment import Segment, run_segment
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
 _FORMAT = "%H%x00%s%x00%an%x00%as"
@@ -338,7 +338,7 @@ class Bisection:
     Attributes:
         repository: The repository.
         runs: The trainings; the first one is the reference, unless a golden ledger is.
-        until: The epoch after which a training is ended; None to train to the end.
+        until: The epoch after which the first fit is ended; None to train to the end.
         links: Paths of the user's working tree that each commit needs.
         trials: The trainings so far.
         commits: How many commits were in question.
@@ -448,33 +448,28 @@ class Bisection:
     def _try(self, commit: Commit) -> Trial:
         """Train a commit, compare it, and keep the result."""
         number = len(self.trials) + 1
-        name = f"{number:03d}-{commit.sha[:10]}"
-        epochs, start = EpochCounter(self.runs.output / name), time.monotonic()
-
-        def has_reached_end() -> bool:
-            return self.until is not None and epochs.count() > self.until
-
+        name, title = f"{number:03d}-{commit.sha[:10]}", f"training {number}, {commit.short}"
+        start = time.monotonic()
         # A program with one fit then ends as soon as it differs.
         paths = [str(ledger.path) for ledger in self.runs.fits.values()]
         reference = {_REFERENCE: paths[0]} if len(paths) == 1 else {}
         try:
             folder, variables = self._check_out(commit)
-            run = self.runs.run(
-                name,
-                f"training {number}, {commit.short}",
-                may_fail=True,
-                working_folder=folder,
-                variables={**reference, **variables},
-                killed_when=has_reached_end,
-            )
-        except CommandError as error:  # the commit cannot be checked out
+            words: dict[str, Any] = {"working_folder": folder, "may_fail": True}
+            words["variables"] = {**reference, **variables}
+            if self.until is None:
+                run = self.runs.run(name, title, **words)
+            else:
+                part = Segment(None, self.until, kind="epoch")
+                run = run_segment(self.runs, part, name, title, **words)
+        except CommandError as error:  # the commit cannot be checked out, or has no such part
             run = Run({}, failure=error)
         seconds = round(time.monotonic() - start, 3)
-        trial = self._judge(commit, run, seconds, is_cut=has_reached_end())
+        trial = self._judge(commit, run, seconds)
         self.trials.append(trial)
         return trial
 
-    def _judge(self, commit: Commit, run: Run, seconds: float, *, is_cut: bool) -> Trial:
+    def _judge(self, commit: Commit, run: Run, seconds: float) -> Trial:
         """Compare the ledgers of a training with the reference."""
         reference = self.runs.fits
         for name in (name for name in reference if name in run.fits):
@@ -494,6 +489,6 @@ class Bisection:
                 return Trial(commit, "different", seconds, "", found, distance)
         if run.failure is not None:
             return Trial(commit, "skipped", seconds, str(run.failure).partition("\n")[0])
-        if not is_cut and run.fits.keys() != reference.keys():
+        if self.until is None and run.fits.keys() != reference.keys():
             return Trial(commit, "different", seconds)
         return Trial(commit, "equal", seconds)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
-from lightning_d9m.engine.recording.interruption_points import INTERRUPT, RESUME
+from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import escape, pluralize, printable, quote
 from lightning_d9m.tools.launch.progress import RunProgress
@@ -64,6 +64,37 @@ class ProcessTree:
 
     leaders: "list[subprocess.Popen[bytes]]"
     others: frozenset[int]
+
+    def start(
+        self,
+        command: Sequence[str],
+        folder: Path | None,
+        log: Path | None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> "subprocess.Popen[bytes]":
+        """Start a process, in a folder, that writes to a log; without one, it uses the terminal.
+
+        One with a log leads a session, so that a signal to its group reaches what it has started.
+
+        Raises:
+            CommandError: If it does not start.
+            LedgerError: If the log cannot be made.
+        """
+        streams: dict[str, Any] = {}
+        with ExitStack() as opened:
+            if log is not None:
+                with file_errors(LedgerError, f"The log {log} cannot be made"):
+                    output = opened.enter_context(log.open("wb"))
+                streams = {"stdin": subprocess.DEVNULL, "stdout": output}
+                streams |= {"stderr": subprocess.STDOUT, "start_new_session": True}
+            try:
+                leader = subprocess.Popen(command, cwd=folder, env=dict(environment), **streams)
+            except (OSError, ValueError) as error:
+                if log is not None:
+                    log.unlink(missing_ok=True)
+                raise CommandError(_describe_refusal(command, error)) from error
+        self.leaders.append(leader)
+        return leader
 
     def find_descendants(self) -> dict[int, str]:
         """Return ``{pid: name}`` of the running descendants of the leaders. Reap exited ones."""
@@ -129,15 +160,17 @@ class ProcessTree:
 
 
 @contextmanager
-def running_processes(grace: float | None = None) -> Iterator[tuple[ProcessTree, list[int]]]:
+def running_processes(
+    grace: float | None = None, pressed: list[int] | None = None
+) -> Iterator[tuple[ProcessTree, list[int]]]:
     """Yield an empty tree for processes that the body starts, and the signals received so far.
 
     SIGINT, SIGTERM and SIGHUP are raised after the body; see ``signals_deferred``. All processes
     have ended then: the first signal ends them within ``grace`` seconds (by default 5), a further
-    one kills them at once.
+    one kills them at once. ``pressed`` gets each SIGINT in their place, which ends nothing.
     """
     tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
-    with signals_deferred() as received, subreaper_enabled():
+    with signals_deferred(pressed) as received, subreaper_enabled():
         try:
             yield tree, received
         finally:
@@ -149,6 +182,8 @@ def running_processes(grace: float | None = None) -> Iterator[tuple[ProcessTree,
 _read_clock = time.monotonic  # of the seconds that a command may take
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
+# A job that runs a training ends it first.
+_JOB_GRACE_SECONDS = 10.0
 # A process that ends shortly after the command, such as a pool's helper, was not left behind.
 _SETTLE_SECONDS = 1.0
 _TAIL_LINES = 20
@@ -199,7 +234,7 @@ def run_once(
     with progress:
         with running_processes() as (tree, received):
             for log, own in zip(logs, ranks, strict=True):
-                tree.leaders.append(start_process(command, working_folder, log, environment | own))
+                tree.start(command, working_folder, log, environment | own)
             failed = _wait(tree, received, timeout, progress.tick, killed_when)
             if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                 left = tree.find_descendants()
@@ -216,7 +251,12 @@ _STALLED_SECONDS = 30.0
 _MEMORY = 1.2
 
 
-class _Turns:
+# Kills the process group that is stopped, if this process is killed: nothing would continue it. In
+# come the number of the group that is stopped, or an empty line.
+_GUARD = 'while read -r own; do group=$own; done; [ -z "$group" ] || kill -s KILL -- "-$group"'
+
+
+class _Turns(AbstractContextManager["_Turns"]):
     """Two runs take turns, so that neither needs the cores of the other; see ``run_beside``.
 
     The one with fewer bytes in its ledgers runs, and the other is stopped (SIGSTOP). If nothing is
@@ -225,6 +265,12 @@ class _Turns:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._sizes: list[int] = []
         self._since = _read_clock()
         self._is_short = False  # the memory
@@ -251,9 +297,20 @@ class _Turns:
         behind = sizes.index(min(sizes))
         both_run = _read_clock() - self._since > _STALLED_SECONDS
         alone = any(leader.poll() is not None for leader in leaders)
-        for number, leader in enumerate(leaders):
-            runs = both_run or alone or number == behind
-            _send(leader, signal.SIGCONT if runs else signal.SIGSTOP)
+        stopped = [] if both_run or alone else [leaders[1 - behind]]
+        self._tell_guard(b"%d" % stopped[0].pid if stopped else b"")
+        for leader in leaders:
+            _send(leader, signal.SIGSTOP if leader in stopped else signal.SIGCONT)
+
+    def _tell_guard(self, group: bytes = b"") -> None:
+        assert self._guard.stdin is not None, "it is a pipe"
+        with suppress(BrokenPipeError):  # someone has ended it
+            self._guard.stdin.write(group + b"\n")
+            self._guard.stdin.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self._tell_guard()
+        self._guard.communicate()
 
 
 def _size_ledgers(folder: Path) -> int:
@@ -291,15 +348,15 @@ def run_beside(
         _make_environment(folder) | dict(own)
         for folder, own in zip(folders, variables, strict=True)
     ]
-    turns, start, is_late, killed = _Turns(folders), _read_clock(), False, False
-    with progress, running_processes() as (tree, received):
+    start, is_late, killed = _read_clock(), False, False
+    with _Turns(folders) as turns, progress, running_processes() as (tree, received):
         try:
-            tree.leaders.append(start_process(command, None, logs[0], environments[0]))
+            tree.start(command, None, logs[0], environments[0])
             while not received and not killed:
                 time.sleep(_TICK_SECONDS)
                 first = tree.leaders[0]
                 if not tree.leaders[1:] and (first.poll() is not None or turns.may_begin(first)):
-                    tree.leaders.append(start_process(command, None, logs[1], environments[1]))
+                    tree.start(command, None, logs[1], environments[1])
                 passed = _read_clock() - start
                 is_late = timeout is not None and passed > 2 * timeout
                 killed = killed_when() or is_late
@@ -372,41 +429,15 @@ def describe_command(command: Sequence[str]) -> str:
     return quote(" ".join(command), _TAIL_WIDTH)
 
 
-def start_process(
-    command: Sequence[str],
-    folder: Path | None,
-    log: Path | None,
-    environment: Mapping[str, str] = os.environ,
-) -> "subprocess.Popen[bytes]":
-    """Start a process that writes to a log; without one, it uses the terminal of this process.
-
-    One with a log leads a session, so that a signal to its group reaches what it has started.
-
-    Raises:
-        CommandError: If it does not start.
-        LedgerError: If the log cannot be made.
-    """
-    streams: dict[str, Any] = {}
-    with ExitStack() as opened:
-        if log is not None:
-            with file_errors(LedgerError, f"The log {log} cannot be made"):
-                output = opened.enter_context(log.open("wb"))
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            streams["start_new_session"] = True
-        try:
-            return subprocess.Popen(command, cwd=folder, env=dict(environment), **streams)
-        except (OSError, ValueError) as error:
-            if log is not None:
-                log.unlink(missing_ok=True)
-            cause = getattr(error, "strerror", None) or error
-            advice = "Give a program that is on PATH, or the path of one that may be executed."
-            if len(command) == 1 and command[0].split()[1:]:
-                advice = f"Give its words without quotes around them all: -- {command[0]}"
-            elif command[0].endswith(".py"):
-                advice = f"Start a script with its interpreter: python {command[0]}."
-            raise CommandError(
-                f"The command {describe_command(command)} does not start: {cause}. {advice}"
-            ) from error
+def _describe_refusal(command: Sequence[str], error: Exception) -> str:
+    """Describe why a command does not start."""
+    cause = getattr(error, "strerror", None) or error
+    advice = "Give a program that is on PATH, or the path of one that may be executed."
+    if len(command) == 1 and command[0].split()[1:]:
+        advice = f"Give its words without quotes around them all: -- {command[0]}"
+    elif command[0].endswith(".py"):
+        advice = f"Start a script with its interpreter: python {command[0]}."
+    return f"The command {describe_command(command)} does not start: {cause}. {advice}"
 
 
 def _wait(
@@ -456,18 +487,42 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
     """
     pressed: list[int] = []
     environment = _make_environment(folder) | dict(variables)
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
-    with signals_deferred() as received, subreaper_enabled():
-        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-        try:
-            tree.leaders.append(start_process(command, None, None, environment))
-            failed = _wait(tree, received, None, lambda _: None, lambda: False)
-        finally:
-            tree.end(_GRACE_SECONDS, lambda: bool(received))
-            signal.signal(signal.SIGINT, before)
+    with running_processes(pressed=pressed) as (tree, received):
+        tree.start(command, None, None, environment)
+        failed = _wait(tree, received, None, lambda _: None, lambda: False)
     if failed is not None and pressed:
         raise KeyboardInterrupt
     return 0 if failed is None else failed[1] or 0
+
+
+def run_jobs(
+    commands: Mapping[Path, Sequence[str]], jobs: int, note: Callable[[Path, int], object]
+) -> None:
+    """Run commands, each in its own session, at most ``jobs`` at once, until all have ended.
+
+    A signal to this process ends all of them, with the processes that they have started.
+
+    Args:
+        commands: The commands by their logs, in the order in which they start.
+        jobs: How many run at once.
+        note: Called with the log and the exit status of each command that has ended; what it raises
+            ends the others.
+
+    Raises:
+        LedgerError: If a log cannot be made.
+    """
+    waiting = list(commands)
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    with running_processes(_JOB_GRACE_SECONDS) as (tree, received):
+        while (waiting or running) and not received:
+            while waiting and len(running) < jobs:
+                log = waiting.pop(0)
+                running[log] = tree.start(commands[log], None, log)
+            time.sleep(_TICK_SECONDS)
+            for log, job in list(running.items()):
+                if job.poll() is not None:
+                    del running[log]
+                    note(log, job.returncode)
 
 
 def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
@@ -482,8 +537,10 @@ def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | Non
 
 
 @contextmanager
-def signals_deferred() -> Iterator[list[int]]:
+def signals_deferred(pressed: list[int] | None = None) -> Iterator[list[int]]:
     """Defer SIGINT, SIGTERM and SIGHUP until the body is done; then raise the first one.
+
+    Each SIGINT is added to ``pressed`` in place of that, if it is given.
 
     Yields:
         The signals received so far, in order.
@@ -492,7 +549,7 @@ def signals_deferred() -> Iterator[list[int]]:
     previous: dict[signal.Signals, Any] = {}
 
     def keep(number: int, _: object) -> None:
-        received.append(number)
+        (received if pressed is None or number != signal.SIGINT else pressed).append(number)
 
     # Only the main thread may set handlers. A signal that is ignored (nohup) stays ignored.
     if threading.current_thread() is threading.main_thread():

@@ -18,7 +18,7 @@ from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
-from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, KEEP
+from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
 from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
 from lightning_d9m.tools.launch.left_files import FileWatch

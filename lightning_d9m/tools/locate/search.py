@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_value
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
-from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.errors import CommandError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
@@ -402,43 +400,26 @@ class Search:
         from lightning_d9m.tools.locate.op_evidence import measure_saved
 
         self._found.pair, self._found.ranks = pair, len(pair.expected.files)
-        self._report_ranks("whole run", drift, steps_seen=False)
-        low = drift.step
-        # Probes hold the digests of shards, which are not compared across ranks.
-        if drift.moment != "initial" and not pair.expected.header.stack.get(SHARDED_PARAMETERS):
-            stage = "steps of the epoch"
-            low, high = pair.steps_of_epoch(drift.epoch)
-            _, narrowed = self._run_ranks(pair, stage, f"{low}:{max(high, low + 1)}")
-            if narrowed is None or narrowed.epoch > drift.epoch:
-                self._found.looks.append(f"{stage}: the drift did not occur again")
-                return
-            drift = narrowed
-            self._report_ranks(stage, drift, steps_seen=True)
+        self._found.divergences = (drift,)
+        self._found.reference_rank = reference_rank(drift)
+        # The first look has probes of each step, but shards are not compared across ranks.
+        self._found.cause = find_rank_cause(drift, steps_seen=drift.moment == "batch")
+        self._found.looks.append(f"{WHOLE}: {describe_place([drift])}")
         kind = kind_of_place(drift)
         if kind is None:  # the state of a scheduler
             return
         # The step before shows that the ranks were still equal there.
-        steps = f"{max(low, drift.step - 1)}:{drift.step + 1}"
-        dump, again = self._run_ranks(pair, _VALUES, steps, dump=drift.name)
+        steps = f"{max(0, drift.step - 1)}:{drift.step + 1}"
+        run, dump = self._runner.run(
+            _VALUES, dump=drift.name, probes=_RANK_PROBES, probe_steps=steps
+        )
+        again = find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else None
         if again is None or (again.step, again.kind) != (drift.step, drift.kind):
             self._found.looks.append(f"{_VALUES}: the drift did not occur again")
             return
         self._found.looks.append(f"{_VALUES}: {describe_place([again])}")
         ranks = (reference_rank(drift), drift.rank)
         self._found.magnitude = measure_saved(drift, kind, [dump, dump], ranks=ranks)
-
-    def _run_ranks(
-        self, pair: RunPair, stage: str, steps: str, dump: str = ""
-    ) -> tuple[Path, Divergence | None]:
-        """Run once; return the folder of dumps, and where its ranks differ."""
-        run, saved = self._runner.run(stage, dump=dump, probes=_RANK_PROBES, probe_steps=steps)
-        return saved, find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else None
-
-    def _report_ranks(self, stage: str, drift: Divergence, *, steps_seen: bool) -> None:
-        self._found.divergences = (drift,)
-        self._found.reference_rank = reference_rank(drift)
-        self._found.cause = find_rank_cause(drift, steps_seen=steps_seen)
-        self._found.looks.append(f"{stage}: {describe_place([drift])}")
 
     def _is_caught(self, stage: str, found: Sequence[Divergence], steps: str) -> bool:
         """Return whether a look saw the beginning of the known divergence or of an earlier one.

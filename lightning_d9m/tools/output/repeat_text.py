@@ -135,7 +135,7 @@ class RepeatReport:
         runs: The runs by number; run 1 is the reference. One that failed has nothing to compare.
         output: The folder with their ledgers.
         command: The command that was run.
-        resumed: Whether runs from run 2 on were killed and resumed.
+        resumed: Whether runs from run 2 on are segments that resume from checkpoints of run 1.
         steady: Whether a resumed run that differs did so twice in the same way; None if unknown.
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.

@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -290,13 +289,23 @@ def follow_run(
     grown, last = time.monotonic(), -1
     while True:
         recorded = RecordedRun(path, kept)
+        before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
         for point in recorded.points:
             if point.is_there and point.step not in kept:
-                kept[point.step] = _link(point.path, folder / f"{point.step}-{point.path.name}")
-        numbers = [segment.number for segment in recorded.list_segments()]
+                target = folder / f"{point.step}-{point.path.name}"
+                limit = before if recorded.end is None else None
+                if (linked := _link(point.path, target, limit)) is not None:
+                    kept[point.step] = linked
+        recorded = RecordedRun(path, kept)
+        segments = recorded.list_segments()
         if recorded.end is None:  # the last segment is not complete
-            numbers.pop()
-        if new := [number for number in numbers if number not in done]:
+            segments.pop()
+        new = [
+            own.number
+            for own in segments
+            if own.number not in done and (own.start is None or own.first in kept)
+        ]
+        if new:
             done.add(new[0])
             check(recorded, new[0])
             continue
@@ -308,11 +317,21 @@ def follow_run(
         time.sleep(_FOLLOW_SECONDS)
 
 
-def _link(path: Path, target: Path) -> Path:
-    """Make a hard link to a file, or to all files of a folder; return the path if that fails."""
-    with suppress(OSError):  # another file system, or the run has removed it
+def _link(path: Path, target: Path, before: int | None) -> Path | None:
+    """Make a hard link to a file, or to all files of a folder; return the path if that fails.
+
+    None if it was written after ``before``, in nanoseconds: it may be that of a later checkpoint,
+    whose record is still to come.
+    """
+    is_folder = path.is_dir()
+    try:
         target.parent.mkdir(exist_ok=True)
-        is_folder = path.is_dir()
         shutil.copytree(path, target, copy_function=os.link) if is_folder else os.link(path, target)
+    except OSError:  # another file system, or the run has removed it
+        return path
+    files = target.rglob("*") if is_folder else [target]
+    written = max((file.stat().st_mtime_ns for file in files), default=0)
+    if before is None or written <= before:
         return target
-    return path
+    shutil.rmtree(target) if is_folder else target.unlink()
+    return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
-from lightning_d9m.engine.recording.interruption_points import DIFFERS, FOLDER, NONFINITE
+from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NONFINITE
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
 from lightning_d9m.tools.launch.run import Runs

@@ -1,7 +1,7 @@
 """A segment: a part of a run, from a checkpoint or from the beginning to a step, that runs again.
 
 The user's own command runs it. Variables let its first fit resume from the checkpoint, stop after
-the step, and write no checkpoints; see ``engine.recording.interruption_points``.
+the step, and write no checkpoints; see ``engine.recording.interruption``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import STATE_HASH
-from lightning_d9m.engine.recording.interruption_points import FOLDER, INTERRUPT, MARK, RESUME
+from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, MARK, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
@@ -65,7 +65,7 @@ class Segment:
             end as it does.
         number: The number of the checkpoint among all of the run, from 1; 0 for the beginning. It
             stays when another one is removed, and while the run saves more.
-        kind: The request for it, see ``engine.recording.interruption_points``.
+        kind: The request for it, see ``engine.recording.interruption``.
         of: The ledger of the run, where the request names it; else None.
     """
 
@@ -79,6 +79,11 @@ class Segment:
     def first(self) -> int:
         """The global step at which it begins."""
         return 0 if self.start is None else self.start.step
+
+    @property
+    def end(self) -> str:
+        """The step or epoch after which it ends, as text."""
+        return f"{'epoch' if self.kind == 'epoch' else 'step'} {self.stop}"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -96,6 +101,7 @@ class _Outline:
 
     Attributes:
         saved: The checkpoints, in the order in which they were saved.
+        epoch_ends: The global steps at which epochs ended.
         step: The global step of the last record of the state.
         ends_within: Whether a run must begin the step after it to repeat that record.
         end: The record that ends the ledger, if it is there.
@@ -103,6 +109,7 @@ class _Outline:
     """
 
     saved: list[SavedPoint] = field(default_factory=list)
+    epoch_ends: list[int] = field(default_factory=list)
     step: int = 0
     ends_within: bool = True
     end: End | None = None
@@ -143,17 +150,23 @@ class RecordedRun:
     @cached_property
     def points(self) -> list[SavedPoint]:
         """The checkpoints of the run, by step; of several of one step, one that is there."""
-        saved = self._outline.saved
-        last = {point.path: point for point in saved}
         found: dict[int, SavedPoint] = {}
-        for saved_point in saved:
-            point = replace(saved_point, is_replaced=last[saved_point.path] != saved_point)
-            if not point.is_there and point.step in self._kept:
+        for saved in self.saved:
+            point = saved
+            if point.step in self._kept:
                 point = replace(point, path=self._kept[point.step], is_replaced=False)
             known = found.get(point.step)
             if known is None or point.is_there or not known.is_there:
                 found[point.step] = point
         return [found[step] for step in sorted(found)]
+
+    @cached_property
+    def saved(self) -> list[SavedPoint]:
+        """The checkpoints of the run, in the order in which they were saved."""
+        last = {point.path: point for point in self._outline.saved}
+        return [
+            replace(point, is_replaced=last[point.path] != point) for point in self._outline.saved
+        ]
 
     @cached_property
     def _outline(self) -> _Outline:
@@ -179,6 +192,8 @@ class RecordedRun:
                         # Digests are taken after what follows a step, such as the end of an epoch.
                         found.step, found.ends_within = record.step, isinstance(record, Digests)
                         found.is_provable = STATE_HASH in record.totals
+                        if isinstance(record, Digests) and record.moment == "epoch":
+                            found.epoch_ends.append(record.step)
         return found
 
     @cached_property
@@ -194,6 +209,16 @@ class RecordedRun:
     def last_step(self) -> int:
         """The global step of the last record of the state; 0 without one."""
         return self._outline.step
+
+    @property
+    def stop(self) -> int:
+        """The step after which a segment ends that lets the fit end as it does."""
+        return self._outline.step + self._outline.ends_within
+
+    @property
+    def epoch_ends(self) -> list[int]:
+        """The global steps at which epochs ended, in the order of the records."""
+        return self._outline.epoch_ends
 
     @property
     def end(self) -> End | None:
@@ -236,7 +261,7 @@ class RecordedRun:
             if point.is_there and point.step < last
         ]
         stops = [point.step + 1 for _, point in numbered if point is not None]
-        stops.append(last + self._outline.ends_within)
+        stops.append(self.stop)
         pairs = zip(numbered, stops, strict=True)
         return [Segment(start, stop, number) for (number, start), stop in pairs]
 
@@ -288,7 +313,7 @@ def run_segment(
         ends = () if ledger is None else (ledger.outcome(rank).end for rank in ledger.files)
         if not any(end is not None and (may_fail or is_drift(end)) for end in ends):
             raise run.failure or CommandError(
-                f"The command ended well, and its first fit did not reach step {segment.stop}, "
+                f"The command ended well, and its first fit did not reach {segment.end}, "
                 f"as the run that it should repeat. Log: {folder.parent / 'output.log'}."
             )
     if ledger is None:

@@ -10,6 +10,7 @@ follows these records back and yields each record once, as the uninterrupted run
 it.
 """
 
+import os
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -135,7 +136,10 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.close()
 
     def read_lines(self) -> Iterator[Record]:
-        """Yield every record after the header, verified and parsed."""
+        """Yield every record that was not read yet, verified and parsed.
+
+        If the file has grown since, another call yields what follows.
+        """
         record: Record | None = None
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
@@ -146,6 +150,7 @@ class RankReader(AbstractContextManager["RankReader"]):
                         "or was edited."
                     )
                 self.truncated = True
+                self._stream.seek(-len(line), os.SEEK_CUR)
                 break
             body = self._verify(line)
             try:

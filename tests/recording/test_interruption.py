@@ -1,0 +1,70 @@
+"""Requests of variables to save, resume or end a training."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.checkpoint_ring import CheckpointPoints
+from lightning_d9m.engine.recording.interruption import (
+    _REQUESTS,
+    FOLDER,
+    INTERRUPT,
+    InterruptRequest,
+    _FaultState,
+    is_segment,
+    read_request,
+)
+from lightning_d9m.errors import SettingError
+
+# By kind: a request, the step after which it ends, and whether it needs saved state.
+REQUESTS = {
+    "keep": ("keep", None, False),
+    "points": ("points", None, True),
+    "stop": ("stop:320", 320, False),
+    "epoch": ("epoch:2", 10**17, False),
+    "nonfinite": ("nonfinite:7", 7, True),
+    "debug": ("debug:0:pdb:9:logs/a:b", 9, True),
+    "debug-anyway": ("debug-anyway:1:pdb:9:x", 9, True),
+}
+
+
+@pytest.fixture
+def read(monkeypatch, tmp_path):
+    def run(text):
+        monkeypatch.setattr(_FaultState, "fits", 0)
+        return read_request({INTERRUPT: text, FOLDER: str(tmp_path)})
+
+    return run
+
+
+@pytest.mark.parametrize("kind", _REQUESTS)
+def test_each_kind_of_request(read, kind):
+    text, stop, needs = REQUESTS[kind]
+    found = read(text)
+    assert (found.kind, found.stop, found.needs_saving) == (kind, stop, needs)
+    assert is_segment({INTERRUPT: text}) == (stop is not None)
+    assert (found.debugger is not None) == kind.startswith("debug")
+    assert read_request({INTERRUPT: text}) == InterruptRequest()  # of the second fit
+
+
+@pytest.mark.parametrize(
+    "text", ["survey", "stop", "stop:-1", "epoch:x", "keep:1", "debug:0:gdb:1:x"]
+)
+def test_invalid_requests_are_named(read, text):
+    with pytest.raises(SettingError) as caught:
+        read(text)
+    assert str(caught.value).startswith(f"The variable LIGHTNING_D9M_INTERRUPT is {text!r}; allow")
+
+
+@given(st.integers(1, 400))
+def test_two_points_of_a_kind_are_kept_of_which_one_is_within_the_fit(tmp_path_factory, count):
+    folder = tmp_path_factory.mktemp("points")
+    points = CheckpointPoints(folder, Ranks(0))
+    for _ in range(count):
+        if (path := points.reach("step")) is not None:
+            path.touch()
+    kept = sorted(int(path.stem.partition("-")[2]) for path in folder.iterdir())
+    assert len(kept) == min(2, count)
+    assert kept[-1] * 8 // 5 + 1 > count
+    assert count == 1 or kept[0] < count
