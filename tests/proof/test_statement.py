@@ -69,6 +69,10 @@ def test_a_run_that_failed_or_an_environment_that_changed_is_not_proved(tmp_path
     failed = write_run(tmp_path / "fit-000", status="failed")
     with pytest.raises(SettingError, match="has not finished"):
         make_proof(failed, [], tmp_path)
+    gone = Sources(program={}, named={}, packages={"absent": "1.0"}, used=("absent",))
+    proof = make_proof(write_run(tmp_path / "fit-002", gone), [], tmp_path)
+    left = {own["what"]: own["why"] for own in proof["predicate"]["uncommitted"]}
+    assert left["package absent"] == "it is not installed any more"
     sources = Sources(program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",))
     changed = write_run(tmp_path / "fit-001", sources)
     with pytest.raises(SettingError, match=r"The training used numpy 0\.1"):

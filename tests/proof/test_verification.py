@@ -248,6 +248,10 @@ def test_what_is_not_a_proof(d9m, stranger, tmp_path):
     assert "has not the form" in " ".join(d9m("check", "proof.json", *train)[2].split())
     assert "--anyway is for a proof" in d9m("check", "run", "--anyway", *train)[2]
     edit({**statement, "predicateType": "other"}, "verdict.json")
+    assert (
+        "verdict.json exists" in d9m("check", "proof.json", "--verdict", "verdict.json", *train)[2]
+    )
+    assert "--key signs a verdict" in d9m("check", "proof.json", "--key", "k.pem", *train)[2]
     assert "Name the proof" in d9m("verify", "verdict.json")[2]
     said = " ".join(d9m("verify", "verdict.json", "proof.json")[1].split())
     assert "is not a verdict of d9m check" in said

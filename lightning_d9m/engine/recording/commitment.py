@@ -20,6 +20,8 @@ from lightning_d9m.engine.ledger.kinds import DATA, STATE_HASH, WEIGHTS_HASH
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.program import FRAMEWORK
 
+# A command may name its data, which would take minutes at the end of a fit.
+_MOST_BYTES = 2**28
 # What Python and pip install. A package that is installed from its folder is the program's.
 _INSTALLED = {Path(path).resolve() for path in sysconfig.get_paths().values()}
 _STANDARD = {*sys.stdlib_module_names, *sys.builtin_module_names}
@@ -63,7 +65,9 @@ def find_sources() -> Sources:
     named = {Path(word.rpartition("=")[2]).resolve() for word in sys.argv[1:] if word}
     return Sources(
         program=_hash_files(path for path in own if not is_installed(path)),
-        named=_hash_files(path for path in named if path.is_file()),
+        named=_hash_files(
+            path for path in named if path.is_file() and path.stat().st_size <= _MOST_BYTES
+        ),
         packages=_list_packages(),
         used=tuple(sorted({name.partition(".")[0] for name in sys.modules} - _STANDARD)),
     )

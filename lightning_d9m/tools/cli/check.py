@@ -143,6 +143,10 @@ def _open_proof(arguments: argparse.Namespace) -> Proof | None:
                 f"{given[0]} is for a proof, and {path} is not one. d9m prove writes one."
             )
         return None
+    if arguments.key is not None and arguments.verdict is None:
+        raise SettingError("--key signs a verdict. Add --verdict FILE, or leave it out.")
+    if arguments.verdict is not None and arguments.verdict.exists():
+        raise SettingError(f"{arguments.verdict} exists already. Give another file with --verdict.")
     signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
     proof = open_proof(path, signer)
     for text in (*proof.problems, *proof.notes):

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from importlib.metadata import Distribution, distribution, packages_distributions
+from importlib.metadata import Distribution, packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ _MOST_BYTES = 64 * 2**20
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NEVER = {
     "validation data": "only the batches of training are hashed",
-    "other files": "of the files that the program reads, those that its command names are hashed",
+    "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
+    "its command names",
 }
 
 
@@ -157,17 +158,19 @@ def _hash_packages(sources: Sources | None) -> tuple[dict[str, Any], dict[str, s
         return {}, {"packages": "the run was not recorded with provable=True"}
     packages: dict[str, Any] = {}
     unread = {}
-    used = list_used(sources)
+    of_module = packages_distributions()
+    used = {name for module in sources.used for name in of_module.get(module, ())}
     for name, version in sorted(sources.packages.items()):
         packages[name] = {"version": version}
-        if name not in used:
+        here = next(iter(Distribution.discover(name=name)), None)
+        if here is None:
+            unread[f"package {name}"] = "it is not installed any more"
+        if here is None or name not in used:
             continue
-        here = distribution(name) if name in used else None
-        if here is None or here.version != version:
+        if here.version != version:
             raise SettingError(
-                f"The training used {name} {version}, and here is "
-                f"{'none' if here is None else here.version}. Prove it in the environment of the "
-                "training."
+                f"The training used {name} {version}, and here is {here.version}. Prove it in the "
+                "environment of the training."
             )
         digest = hash_package(here)
         if digest is None:
@@ -175,12 +178,6 @@ def _hash_packages(sources: Sources | None) -> tuple[dict[str, Any], dict[str, s
         else:
             packages[name]["sha256"] = digest
     return packages, unread
-
-
-def list_used(sources: Sources) -> set[str]:
-    """Return the names of the packages here that have modules which a run had loaded."""
-    of_module = packages_distributions()
-    return {name for module in sources.used for name in of_module.get(module, ())}
 
 
 def hash_package(package: Distribution) -> str | None:
