@@ -102,7 +102,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
 # Imported only where their owner is installed: by an integration, or for types alone.
 INTEGRATIONS = {
     "shtab",
-    *("flash_attn", "horovod", "lightning", "pytest", "transformers", "triton"),
+    *("flash_attn", "horovod", "lightning", "model_signing", "pytest", "transformers", "triton"),
     *("fsspec", "torchmetrics"),  # Lightning depends on them
     "markupsafe",  # jinja2 depends on it
     "typing_extensions",  # torch depends on it

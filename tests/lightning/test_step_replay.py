@@ -1,6 +1,7 @@
 """Steps that are run twice: faults are named, and the training is the one without it."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,11 @@ from trainings import make_model
 from lightning_d9m.engine.ledger.format.records import Batch, ReplayDrift
 from lightning_d9m.errors import DriftError, SettingError
 from lightning_d9m.integrations.lightning.step_replay import Replay
+
+
+@pytest.fixture(autouse=True)
+def no_calls_left(monkeypatch):
+    monkeypatch.setenv("CALLS_LEFT", "0")
 
 
 def final(ledger):
@@ -100,14 +106,18 @@ def test_only_every_nth_batch_is_run_twice_and_a_skipped_one_leaves_no_step_wrap
 
 
 class FlipsOnce:
-    """A hook that flips the lowest bit of one element of an output, in one call."""
+    """A hook that flips the lowest bit of one element of an output, in one call.
+
+    It counts outside of the program's state, which is restored before a step runs again.
+    """
 
     def __init__(self, call):
-        self.calls_left = call
+        os.environ["CALLS_LEFT"] = str(call)
 
     def __call__(self, module, args, output):
-        self.calls_left -= 1
-        if self.calls_left == 0:
+        left = int(os.environ["CALLS_LEFT"]) - 1
+        os.environ["CALLS_LEFT"] = str(left)
+        if left == 0:
             flipped = output.detach().clone()
             flipped.view(torch.int32)[3, 1] ^= 1
             return output + (flipped - output.detach())

@@ -246,6 +246,7 @@ def test_what_is_not_a_proof(d9m, stranger, tmp_path):
     subject = [{"name": "run/fit-000/rank-0.jsonl", "digest": {"sha256": "0" * 64}}]
     edit({**statement, "predicateType": "urn:lightning-d9m:training:1", "subject": subject})
     assert "has not the form" in " ".join(d9m("check", "proof.json", *train)[2].split())
+    assert "exists already, so no proof" in " ".join(d9m("prove", "run")[2].split())
     assert "--anyway is for a proof" in d9m("check", "run", "--anyway", *train)[2]
     edit({**statement, "predicateType": "other"}, "verdict.json")
     assert (

@@ -16,12 +16,12 @@ from lightning_d9m.engine.hashing.shards import find_flat_layouts
 from lightning_d9m.engine.hashing.training_state import take_partial_snapshot
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.description import describe_division
+from lightning_d9m.engine.recording.pipeline_stages import count_stages
 from lightning_d9m.engine.recording.rank_agreement import (
     RankAgreement,
     ReplicatedState,
     compare_ranks,
-    count_stages,
-    describe_division,
     find_first_step,
     find_replicated_state,
 )

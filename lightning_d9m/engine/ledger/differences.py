@@ -251,7 +251,8 @@ def header_differences(
     refusals, settings = [], []
     # `stack_differences` compares the stacks, which a policy of the user judges.
     apart = {"settings", "stack", *(("world_size",) if any_processes else ())}
-    for name in list_compared(Header):
+    # The seed first: a different one changes everything else by design.
+    for name in sorted(list_compared(Header), key="seed".__ne__):
         values = getattr(expected, name), getattr(actual, name)
         if name not in apart and values[0] != values[1]:
             refusals.append(FieldDifference(name, *values))

@@ -1,29 +1,26 @@
 """The agreement of ranks: their state is compared, and the rank that differs is named."""
 
-import gc
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
-from torch import distributed, nn
+from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.engine.hashing.shards import FlatLayout, has_base, may_be_sharded
+from lightning_d9m.engine.hashing.shards import FlatLayout, has_base
 from lightning_d9m.engine.hashing.training_state import (
     Groups,
-    count_sharded,
     plain_name,
     replicated_names,
 )
 from lightning_d9m.engine.ledger.differences import record_difference
-from lightning_d9m.engine.ledger.format.records import Digests, Json, Scalar
-from lightning_d9m.engine.ledger.stack import PIPELINE_STAGES, SHARDED_PARAMETERS
+from lightning_d9m.engine.ledger.format.records import Digests, Json
 from lightning_d9m.engine.recording.drift import describe_groups, list_facts
+from lightning_d9m.engine.recording.pipeline_stages import count_stages
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import describe_names, describe_pair, escape
 
@@ -78,34 +75,6 @@ class ReplicatedState:
             return True
         sharded = int(number) in self.sharded_optimizers
         return not sharded and key not in _LOCAL_STATE and name in self.weights
-
-
-def count_stages(model: nn.Module) -> int:
-    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
-
-    A stage holds its module, and a module does not know its stage, so that this looks through the
-    objects of the process, if the program has imported pipelines and opened a process group, from
-    which a stage takes its rank.
-    """
-    stages = sys.modules.get("torch.distributed.pipelining.stage")
-    if stages is None or not distributed.is_initialized():
-        return 0
-    base = stages._PipelineStageBase  # noqa: SLF001 - of both kinds
-    modules = set(map(id, model.modules()))
-    found = (stage for stage in gc.get_objects() if base in type(stage).__mro__)
-    own = (stage for stage in found if not modules.isdisjoint(map(id, stage.submod.modules())))
-    return max((stage.num_stages for stage in own), default=0)
-
-
-def describe_division(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> dict[str, Scalar]:
-    """Return what the stack says of a model of which ranks hold different parts."""
-    if not may_be_sharded():
-        return {}
-    counts = {
-        SHARDED_PARAMETERS: count_sharded(model, layouts),
-        PIPELINE_STAGES: count_stages(model),
-    }
-    return {name: count for name, count in counts.items() if count}
 
 
 def find_replicated_state(

@@ -6,11 +6,10 @@ Ranks communicate through ``Ranks``, so tests need no processes.
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
-from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -23,10 +22,8 @@ from msgspec.structs import replace
 
 from lightning_d9m.engine.control.ddp_buckets import settle_buckets
 from lightning_d9m.engine.control.environment import control_is_on
-from lightning_d9m.engine.control.seed_calls import seed_calls
 from lightning_d9m.engine.control.seeding import digest_generators
 from lightning_d9m.engine.control.settings import (
-    Settings,
     read_path,
     read_variable,
     validate_choice,
@@ -43,53 +40,40 @@ from lightning_d9m.engine.hashing.shards import (
 )
 from lightning_d9m.engine.hashing.training_state import (
     Snapshot,
-    describe_model,
     take_partial_snapshot,
 )
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import (
-    MAX_NAME,
     Checkpoint,
     Digests,
     End,
     Header,
     Json,
-    LoaderFacts,
     Record,
     Resume,
     RunFacts,
-    Scalar,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
-    SEEDED,
     SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
-    capture_program,
-    capture_stack,
     check_stack,
 )
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, Watched
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.rank_agreement import (
-    RankAgreement,
-    ReplicatedState,
-    describe_division,
-    find_replicated_state,
-)
-from lightning_d9m.engine.recording.reference import Reference
 from lightning_d9m.engine.recording.resume_check import GENERATORS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
-from lightning_d9m.version import __version__
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded by runs that compare with a reference, or across ranks
     from typing_extensions import Self
+
+    from lightning_d9m.engine.recording.rank_agreement import RankAgreement, ReplicatedState
+    from lightning_d9m.engine.recording.reference import Reference
 
 _log = logging.getLogger("lightning_d9m")
 
@@ -291,7 +275,7 @@ class Run:
         self,
         ranks: Ranks,
         training: Training,
-        describe: Callable[[], tuple[Header, RunFacts, ReplicatedState | None]],
+        describe: "Callable[[], tuple[Header, RunFacts, ReplicatedState | None]]",
         make_folder: Callable[[], Path],
         options: RunOptions | None = None,
     ) -> bool:
@@ -324,6 +308,8 @@ class Run:
         if self._used_options.provable:  # loaded by runs that commit
             self._commitment = import_module("lightning_d9m.engine.recording.commitment")
         if not ranks.is_alone and replicated is not None:
+            from lightning_d9m.engine.recording.rank_agreement import RankAgreement
+
             self._agreement = RankAgreement(ranks.gather_json, replicated)
         self.open_runs.add(self)
         if Watched.watch is not None:
@@ -354,6 +340,8 @@ class Run:
         self._writer.write(facts)
         if options.reference is None:
             return
+        from lightning_d9m.engine.recording.reference import Reference
+
         reference = self._reference = Reference(options.reference, header.rank, writing=self.folder)
         # The stack first: a different driver must not look like nondeterminism.
         portable = are_portable(reference.header.settings, header.settings)
@@ -664,71 +652,6 @@ class Run:
             reference.close()
         elif reference is not None and (unchecked := reference.finish()) is not None:
             warnings.warn(unchecked, stacklevel=2)
-
-
-def describe_training(
-    ranks: Ranks,
-    settings: Settings,
-    layout: Mapping[str, Any],
-    training: Training,
-    *,
-    fit: int,
-    further: Mapping[str, Scalar] = MappingProxyType({}),
-    loaders: Iterable[object] = (),
-    trainer: Mapping[str, Scalar] = MappingProxyType({}),
-) -> tuple[Header, RunFacts, ReplicatedState | None]:
-    """Return the header of this rank's ledger, the facts, and what must be equal on all ranks.
-
-    ``layout`` is what the stack says of processes and devices, ``"world.size"`` their number;
-    ``trainer`` has settings that two comparable trainings must share.
-    """
-    model = training.model
-    layouts = find_flat_layouts(model if training.wrapped is None else training.wrapped)
-    control = {} if control_is_on() else {"control": "off"}
-    calls = "; ".join(seed_calls.found)[:MAX_NAME]
-    seeded = {SEEDED: calls} if calls else {}
-    header = Header(
-        rank=ranks.rank,
-        world_size=layout["world.size"],
-        fit=fit,
-        seed=settings.seed,
-        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        settings={**settings.as_record(), **control, **further},
-        stack=capture_stack({**layout, **describe_division(model, layouts)}),
-        package=__version__,
-        program={**capture_program(), **seeded} if ranks.rank == 0 else {},
-    )
-    described, parameters = describe_model(model, layouts)
-    loaders = [*loaders]
-    train = tuple(describe_loader(loader) for loader in loaders)
-    if Watched.watch is not None:
-        Watched.watch.generators = tuple(find_loader_generators(loaders))
-    facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
-    if layout["world.size"] == 1:
-        return header, facts, None
-    optimizers, schedulers = training.list_optimizers(), training.list_schedulers()
-    return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
-
-
-def find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
-    """Yield the paths of the generators in the dataset and the collate function of each loader."""
-    for loader in loaders:
-        yield from find_generators(
-            {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
-        )
-
-
-def describe_loader(loader: object) -> LoaderFacts:
-    """Return how many samples and batches a loader has, and its batch size, where it can tell."""
-    batch_size = getattr(loader, "batch_size", None)
-    if batch_size is None:  # a custom batch sampler, or no automatic batching
-        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    lengths: list[int | None] = [None, None]
-    for place, sized in enumerate((getattr(loader, "dataset", None), loader)):
-        with suppress(TypeError, NotImplementedError):  # an iterable dataset has none
-            lengths[place] = len(sized)  # type: ignore[arg-type]
-    size = batch_size if isinstance(batch_size, int) else None
-    return LoaderFacts(samples=lengths[0], batch_size=size, batches=lengths[1])
 
 
 def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:

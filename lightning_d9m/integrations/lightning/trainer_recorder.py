@@ -35,8 +35,8 @@ from lightning_d9m.engine.ledger.kinds import WRITTEN
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.engine.probes.training import ProbePoint, Recorded, Training
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.rank_agreement import ReplicatedState
-from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training, share_new_folder
+from lightning_d9m.engine.recording.description import describe_training
+from lightning_d9m.engine.recording.run import Run, RunOptions, share_new_folder
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.trainer.lightning_private import is_compiled, list_loaders
@@ -374,8 +374,8 @@ def _describe_run(
     further: Mapping[str, Scalar],
     *,
     trains: bool = True,
-) -> tuple[Header, RunFacts, ReplicatedState | None]:
-    """Return what the ledger of a run begins with; ranks are compared if it trains."""
+) -> tuple[Header, RunFacts, Any]:
+    """Return header and facts of a ledger, and what ranks must have in common if it trains."""
     layout: dict[str, Scalar] = {
         "world.size": trainer.world_size,
         "world.nodes": trainer.num_nodes,

@@ -37,6 +37,7 @@ from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, 
 from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.description import describe_training
 from lightning_d9m.engine.recording.interruption import (
     Interruption,
     InterruptRequest,
@@ -46,7 +47,6 @@ from lightning_d9m.engine.recording.run import (
     OptionArguments,
     Run,
     RunOptions,
-    describe_training,
     share_new_folder,
 )
 from lightning_d9m.engine.state.changes import describe_unsaved

@@ -38,8 +38,9 @@ from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording.description import describe_training
 from lightning_d9m.engine.recording.interruption import is_segment
-from lightning_d9m.engine.recording.run import Run, RunOptions, describe_training
+from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.integrations.loop.recorder import find_ranks
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")

@@ -102,10 +102,10 @@ class CheckReport:
     choice: int | None = None
     segments: int = 0
     last_step: int = 0
-    varying_ops: tuple[str, ...] = ()
     checked: list[CheckedSegment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    varying_ops: tuple[str, ...] = ()
 
     @property
     def equal(self) -> list[CheckedSegment]:
