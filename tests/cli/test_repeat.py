@@ -395,6 +395,21 @@ def test_a_loop_that_nothing_can_save_is_named_before_any_point(resume, monkeypa
     assert "needs a training that can be saved and resumed, and this loop has neither" in errors
 
 
+EVALUATE = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_d9m import DeterminismCallback
+words = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+L.Trainer(callbacks=[DeterminismCallback()], **words).test(BoringModel())
+"""
+
+
+def test_a_program_that_only_evaluates_has_no_point(resume):
+    status, _, errors = resume(EVALUATE)
+    assert status == 3
+    assert "The command wrote no ledger of a fit." in errors
+
+
 def test_the_remedies_are_found_by_words_of_the_real_errors(tmp_path):
     path = tmp_path / "object.ckpt"
     torch.save({"loop": D9mError()}, path)
