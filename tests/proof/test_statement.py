@@ -10,7 +10,12 @@ from ledger_runs import chain_lines, make_facts, make_header
 
 from lightning_d9m.engine.ledger.format.records import Digests, End, Sources, encode_record
 from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.statement import choose_seed, hash_package, make_proof
+from lightning_d9m.tools.proof.statement import (
+    choose_segments,
+    compare_here,
+    hash_package,
+    make_proof,
+)
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 
@@ -35,7 +40,10 @@ def test_a_package_is_hashed_by_its_content(package):
     assert hash_package(installed) != hashlib.sha256(f"own.py {own}\n".encode()).hexdigest()
     file.unlink()
     assert hash_package(installed) is not None
-    (installed._path / "RECORD").write_text("own.pth,,\n")  # installed from its folder
+    (installed._path / "direct_url.json").write_text('{"dir_info": {"editable": true}}')
+    assert hash_package(installed) is None
+    (installed._path / "direct_url.json").unlink()
+    (installed._path / "RECORD").write_text("own.pth,,\n")
     assert hash_package(installed) is None
 
 
@@ -44,9 +52,29 @@ def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number(tmp_path):
     proof.write_text("1")
     other.write_text("2")
     known = hashlib.sha256(f"{hashlib.sha256(b'1').hexdigest()} 7".encode()).hexdigest()
-    assert choose_seed(proof, 7) == int(known, 16)
-    drawn = [Random(choose_seed(file, 7)).sample(range(1000), 10) for file in (proof, other)]
-    assert drawn[0] != drawn[1]
+    drawn = [choose_segments(file, 7, range(1000), 10) for file in (proof, other)]
+    assert drawn[0] == sorted(Random(int(known, 16)).sample(range(1000), 10)) != drawn[1]
+    assert choose_segments(proof, None, [1, 2], 1) == [1, 2]
+
+
+def test_another_version_or_stack_is_a_note_and_other_files_a_problem():
+    from lightning_d9m.engine.ledger.stack import capture_stack
+
+    package = {"version": PathDistribution.from_name("pytest").version, "sha256": "0" * 64}
+
+    def compare(stack, **changes):
+        run = {"files": {}, "named": {}, "stack": stack}
+        packages = {"pytest": {**package, **changes}}
+        return compare_here({"predicate": {"run": run, "packages": packages}})
+
+    here = capture_stack({})
+    problems, notes = compare(here)
+    assert "pytest" in problems[0]
+    assert not notes
+    assert compare(here, version="0.1")[1][0].startswith("pytest: 0.1 there, ")
+    problems, notes = compare({**here, "python.version": "3.0"})
+    assert not problems
+    assert len(notes) == 2
 
 
 def write_run(folder, *records, **end):

@@ -224,11 +224,24 @@ def test_a_package_that_was_changed_in_place_is_named(prove, check):
     status, found = check("--anyway", "--segments", "1")
     assert status == 1
     assert found["checked"][0]["verdict"] == "equal"
-    package["version"] = "0.1"  # which is no lie, but may lead to other bits
+    package["version"] = "0.1"
     edit(proof)
-    status, found = check("--segments", "1")
-    assert status == 0
-    assert "numpy: 0.1 there" in " ".join(found["notes"])
+    assert "names other packages than the ledger" in check()[1]["problems"][0]
+
+
+def test_a_proof_that_leaves_something_out_is_rejected(prove, check):
+    proof = prove()
+    for name, kept, words in (
+        ("subject", [own for own in proof["subject"] if "15" not in own["name"]], "not about"),
+        ("subject", proof["subject"], ""),
+    ):
+        edit({**proof, name: kept})
+        problems = check("--segments", "1", *(() if words else ("--choose", "1")))[1]["problems"]
+        assert words in " ".join(problems)
+        assert bool(words) == bool(problems)
+    said = [{"what": "training data", "why": ""}]
+    edit({**proof, "predicate": {**proof["predicate"], "uncommitted": said}})
+    assert check("--segments", "1")[0] == 0  # it may say more than it must
 
 
 def test_what_is_not_a_proof(d9m, stranger, tmp_path):
@@ -246,7 +259,7 @@ def test_what_is_not_a_proof(d9m, stranger, tmp_path):
     subject = [{"name": "run/fit-000/rank-0.jsonl", "digest": {"sha256": "0" * 64}}]
     edit({**statement, "predicateType": "urn:lightning-d9m:training:1", "subject": subject})
     assert "has not the form" in " ".join(d9m("check", "proof.json", *train)[2].split())
-    assert "exists already, so no proof" in " ".join(d9m("prove", "run")[2].split())
+    assert "exists already, so nothing can" in " ".join(d9m("prove", "run")[2].split())
     assert "--anyway is for a proof" in d9m("check", "run", "--anyway", *train)[2]
     edit({**statement, "predicateType": "other"}, "verdict.json")
     assert (

@@ -18,12 +18,15 @@ from lightning_d9m.engine.hashing.training_state import list_state
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Sources
 from lightning_d9m.engine.ledger.kinds import DATA, STATE_HASH, WEIGHTS_HASH
 from lightning_d9m.engine.probes.training import Training
-from lightning_d9m.program import FRAMEWORK
+from lightning_d9m.program import is_of_framework
 
-# A command may name its data, which would take minutes at the end of a fit.
+# A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
 # What Python and pip install. A package that is installed from its folder is the program's.
-_INSTALLED = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+_INSTALLED = {
+    Path(sysconfig.get_path(name)).resolve()
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+}
 _STANDARD = {*sys.stdlib_module_names, *sys.builtin_module_names}
 _LIBRARIES = {"site-packages", "dist-packages"}
 
@@ -54,20 +57,26 @@ def hash_weights(weights: Mapping[str, object]) -> str:
     return hash_values(part for entry in sorted(weights.items()) for part in entry)[:DIGEST_DIGITS]
 
 
-def find_sources() -> Sources:
+def find_sources(before: Sources | None = None) -> Sources:
     """Return the files of the program, those that its command names, and the packages.
 
     A package counts as used if a module of it is loaded.
+
+    Args:
+        before: What was found when the run began, since when files may have been edited: these
+            count as they were then. A file that the command names counts if it is the same.
     """
     loaded = [*sys.modules.values()]  # another thread may import, and an entry may be None
-    files = {getattr(module, "__file__", None) for module in loaded if not _is_package(module)}
-    own = {Path(file).resolve() for file in files if file and file.endswith(".py")}
-    named = {Path(word.rpartition("=")[2]).resolve() for word in sys.argv[1:] if word}
+    own = [own for own in loaded if not is_of_framework(getattr(own, "__name__", ""))]
+    files = {getattr(module, "__file__", None) or "" for module in own}
+    program = _hash_files(file for file in files if file.endswith((".py", ".so", ".pyd")))
+    named = _hash_files(word.rpartition("=")[2] for word in sys.argv[1:])
+    if before is not None:
+        program |= before.program
+        named = {path: own for path, own in named.items() if before.named.get(path) == own}
     return Sources(
-        program=_hash_files(path for path in own if not is_installed(path)),
-        named=_hash_files(
-            path for path in named if path.is_file() and path.stat().st_size <= _MOST_BYTES
-        ),
+        program=program,
+        named={path: own for path, own in named.items() if path not in program},
         packages=_list_packages(),
         used=tuple(sorted({name.partition(".")[0] for name in sys.modules} - _STANDARD)),
     )
@@ -75,11 +84,12 @@ def find_sources() -> Sources:
 
 @cache
 def _list_packages() -> dict[str, str]:
-    return {own.metadata["Name"]: own.version for own in distributions()}
-
-
-def _is_package(module: object) -> bool:
-    return getattr(module, "__name__", "").partition(".")[0] in FRAMEWORK
+    """Return the version of each package, of those with one name that Python imports."""
+    found: dict[str, str] = {}
+    for own in distributions():  # in the order of sys.path; a broken one has no metadata
+        if own.metadata["Name"] and own.version:
+            found.setdefault(own.metadata["Name"], own.version)
+    return found
 
 
 def is_installed(path: Path) -> bool:
@@ -87,6 +97,14 @@ def is_installed(path: Path) -> bool:
     return not _INSTALLED.isdisjoint(path.parents) or not _LIBRARIES.isdisjoint(path.parts)
 
 
-def _hash_files(paths: Iterable[Path]) -> dict[str, str]:
-    """Return the hash of each file, by its path from the working folder."""
-    return {os.path.relpath(path): hash_file(path) for path in sorted(paths)}
+def _hash_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the hash of each file of the program, by its path from the working folder.
+
+    A name may be that of no file, such as a word of a command.
+    """
+    paths = sorted({Path(name).resolve() for name in names if os.path.isfile(name)})  # noqa: PTH113 - no error for a name that is too long
+    return {
+        os.path.relpath(path): hash_file(path)
+        for path in paths
+        if not is_installed(path) and path.stat().st_size <= _MOST_BYTES
+    }

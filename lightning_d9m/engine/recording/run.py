@@ -189,6 +189,7 @@ class Run:
         self.loss: torch.Tensor | None = None
         self.data = ""
         self._commitment: Any = None  # the module, if the run commits to what it does
+        self._sources: Any = None  # the program as the run began
         self.probes = Probes()
 
     def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
@@ -307,6 +308,7 @@ class Run:
         self._header, self._used_options = header, options or self.options
         if self._used_options.provable:  # loaded by runs that commit
             self._commitment = import_module("lightning_d9m.engine.recording.commitment")
+            self._sources = self._commitment.find_sources()
         if not ranks.is_alone and replicated is not None:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
@@ -637,7 +639,7 @@ class Run:
                     self._write_held()
                 self.probes.close()
                 if self._commitment is not None and self.ranks.rank == 0:
-                    self.append(self._commitment.find_sources())
+                    self.append(self._commitment.find_sources(self._sources))
         finally:
             writer, reference = self._writer, self._reference
             if self._check is not None:

@@ -445,9 +445,14 @@ class Recorder:
         resumed, self._resumed = self._resumed, None
         self._batch = self._batch if resumed is None else resumed["batch"]
         point = ProbePoint(self.next_epoch, self.global_step, self._batch)
-        self._run.take_data(batch)
+        if batch is not None:
+            self.take_data(batch)
         self._run.probes.start(point, batch)
         self._batch += 1
+
+    def take_data(self, batch: object) -> None:
+        """Take a batch that is trained, for a proof; ``start_batch`` with a batch does it."""
+        self._run.take_data(batch)
 
     def _check_begun(self, call: str) -> None:
         if not self._run.is_open:

@@ -243,6 +243,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Probe what the model is given; the Trainer tells its callbacks of no batch."""
         recorder, batch = self._recorder, (args, kwargs)
         if model.training:
+            recorder.take_data(batch)
             recorder.probes.take_batch(batch)
         else:
             recorder.probes.start_validation(recorder.next_epoch, recorder.global_step, batch)

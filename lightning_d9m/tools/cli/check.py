@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random, SystemRandom
 
@@ -16,7 +17,7 @@ from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import choose_seed, write_statement
+from lightning_d9m.tools.proof.statement import check_output, choose_segments, write_statement
 from lightning_d9m.tools.proof.verification import Proof, Signer, make_verdict, open_proof
 from lightning_d9m.tools.segments.check import (
     REPORT,
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     proof = _open_proof(arguments)
     recorded = RecordedRun(arguments.ledger) if proof is None else proof.recorded
     choice, numbers = _choose(arguments, recorded)
-    if arguments.print_commands:
+    is_refused = proof is not None and bool(proof.problems) and not arguments.anyway
+    if arguments.print_commands and not is_refused:
         for number in numbers:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
@@ -85,47 +87,45 @@ def run(arguments: argparse.Namespace) -> int:
     report = CheckReport(str(recorded.ledger.path), str(output), choice)
     runs = Runs(command, output, arguments.timeout, evaluations=False)
     report.problems = [] if proof is None else proof.problems
-    numbers = numbers if arguments.anyway or not report.problems else []
+    numbers = [] if is_refused else numbers
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
         title = f"segment {number}{place}"
         report.checked.append(check_segment(so_far, runs, number, title, later))
 
-    left_out = ""
+    report.notes = [name_other_command(recorded, command)]
     try:
-        if arguments.follow:
+        if arguments.follow and not is_refused:
             links = output / "checkpoints"
             recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
         elif arguments.jobs > 1:
             _run_jobs(arguments, numbers, report)
         else:
-            for place, number in enumerate(numbers, start=1):
-                check(recorded, number, f" ({place} of {len(numbers)})", len(numbers) - place)
-                if numbers[place:] and report.checked[0].verdict == "failed":
-                    left_out = "The other segments were not run."  # they would fail, too
-                    break
+            _run_in_turn(recorded, numbers, check, report)
     finally:
         # What was checked before an interruption is shown, too.
         if report.checked or report.problems:
-            report.notes = [name_other_command(recorded, command), left_out]
-            _finish(report, recorded, proof, arguments)
-    return _STATUS[report.verdict]
-
-
-def _finish(
-    report: CheckReport,
-    recorded: RecordedRun,
-    proof: Proof | None,
-    arguments: argparse.Namespace,
-) -> None:
-    """Write the result, and the verdict on a proof, and print the result."""
-    notes = [] if proof is None else proof.notes
-    report.write(recorded, *notes, *report.notes)
+            report.write(recorded, *([] if proof is None else proof.notes), *report.notes)
+            _print_report(report, arguments)
+    # Not of a check that was interrupted, which leaves out what its choice demands.
     if proof is not None and arguments.verdict is not None:
         write_statement(make_verdict(proof, report), arguments.verdict)
         if arguments.key is not None:
             sign(arguments.verdict, arguments.key)
-    _print_report(report, arguments)
+    return _STATUS[report.verdict]
+
+
+def _run_in_turn(
+    recorded: RecordedRun,
+    numbers: list[int],
+    check: Callable[[RecordedRun, int, str, int], None],
+    report: CheckReport,
+) -> None:
+    for place, number in enumerate(numbers, start=1):
+        check(recorded, number, f" ({place} of {len(numbers)})", len(numbers) - place)
+        if numbers[place:] and report.checked[0].verdict == "failed":
+            report.notes.append("The other segments were not run.")  # they would fail, too
+            break
 
 
 def _open_proof(arguments: argparse.Namespace) -> Proof | None:
@@ -135,7 +135,8 @@ def _open_proof(arguments: argparse.Namespace) -> Proof | None:
         SettingError: If an option is for a proof, and a ledger is given.
     """
     arguments.proof = None
-    path, names = arguments.ledger, ("public_key", "identity", "anyway", "verdict", "key")
+    path = arguments.ledger
+    names = ("public_key", "identity", "provider", "anyway", "verdict", "key")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
     if not path.is_file() or path.suffix == ".jsonl":
         if given:
@@ -145,8 +146,11 @@ def _open_proof(arguments: argparse.Namespace) -> Proof | None:
         return None
     if arguments.key is not None and arguments.verdict is None:
         raise SettingError("--key signs a verdict. Add --verdict FILE, or leave it out.")
-    if arguments.verdict is not None and arguments.verdict.exists():
-        raise SettingError(f"{arguments.verdict} exists already. Give another file with --verdict.")
+    check_output(arguments.verdict)
+    if arguments.verdict is not None and (arguments.follow or arguments.print_commands):
+        raise SettingError(
+            "--verdict is for a check of chosen segments. Leave out --follow or --print-commands."
+        )
     signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
     proof = open_proof(path, signer)
     for text in (*proof.problems, *proof.notes):
@@ -181,9 +185,9 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     if not is_drawn:
         return None, arguments.only or there
     seed = SystemRandom().randrange(10**6) if seed is None else seed
-    # Who makes a proof cannot know the choice before the proof is made.
-    drawn = seed if arguments.proof is None else choose_seed(arguments.proof, seed)
-    return seed, sorted(Random(drawn).sample(there, count))  # noqa: S311 - it can be repeated
+    if arguments.proof is not None:
+        return seed, choose_segments(arguments.proof, seed, there, count)
+    return seed, sorted(Random(seed).sample(there, count))  # noqa: S311 - it can be repeated
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:

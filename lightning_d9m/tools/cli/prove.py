@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from lightning_d9m.errors import LedgerError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import make_proof, write_statement
+from lightning_d9m.tools.proof.statement import check_output, make_proof, write_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
@@ -32,15 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the proof; return 0.
 
     Raises:
-        LedgerError: If the ledger cannot be read, or the proof cannot be written or exists already.
-        SettingError: If the run has not finished, or something has changed since.
+        LedgerError: If the ledger cannot be read, or the proof cannot be written.
+        SettingError: If the proof exists, the run has not finished, something has changed since, or
+            the key cannot be used.
     """
     output: Path = arguments.output
-    if output.exists():
-        raise LedgerError(
-            f"{output} exists already, so no proof was written. Give another file with --output, "
-            "or remove it."
-        )
+    check_output(output)
     recorded = RecordedRun(arguments.ledger)
     proof = make_proof(recorded, arguments.model, output.absolute().parent)
     write_statement(proof, output)
@@ -54,7 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": None}
     if arguments.key is not None or arguments.sigstore:
-        facts["signature"] = str(sign(output, arguments.key))
+        try:
+            facts["signature"] = str(sign(output, arguments.key))
+        except SettingError:
+            output.unlink()  # as if nothing had been done
+            raise
         lines.append(f"signature: {facts['signature']}")
     else:
         lines.append("It is not signed: give --key or --sigstore.")

@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         LedgerError: When the ledger that was named cannot be read.
     """
     path: Path = arguments.checkpoint
+    _check_options(arguments)
     if not path.exists():  # before the imports, which take seconds
         raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
     if path.is_dir():
@@ -98,6 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {"ok": is_ok, **facts, "lines": lines}
     print_result(arguments.format, facts, wrap_on_terminal(lines))
     return 0 if is_ok else 1
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise a ``SettingError`` if options for a verdict are given with a checkpoint."""
+    path, names = arguments.checkpoint, ("public_key", "identity", "provider", "choose")
+    given = [
+        f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None
+    ]
+    if given and path.suffix != ".json":
+        raise SettingError(f"{given[0]} is for a verdict of d9m check, and {path} is not one.")
 
 
 def _verify_verdict(arguments: argparse.Namespace) -> int:

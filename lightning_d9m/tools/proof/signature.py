@@ -31,7 +31,7 @@ def sign(path: Path, key: Path | None) -> Path:
         else:
             config.use_elliptic_key_signer(private_key=key)
         config.sign(path, target)
-    except (ValueError, OSError, TypeError) as error:
+    except Exception as error:
         raise SettingError(
             f"{path} cannot be signed with {key or 'Sigstore'}: {error}. Give a private key of an "
             "elliptic curve, such as openssl ecparam -name prime256v1 -genkey -noout makes."

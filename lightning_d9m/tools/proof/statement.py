@@ -8,15 +8,23 @@ alone, so a check makes it again; ``packages`` is read where the proof is made.
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import Distribution, packages_distributions
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.format.records import Sources
-from lightning_d9m.engine.ledger.kinds import COMMITTED, WEIGHTS_HASH
+from lightning_d9m.engine.ledger.format.reader import list_continued
+from lightning_d9m.engine.ledger.format.records import (
+    DIGEST_DIGITS,
+    Digests,
+    Sources,
+    StepDigests,
+)
+from lightning_d9m.engine.ledger.kinds import COMMITTED, DATA, WEIGHTS_HASH
 from lightning_d9m.errors import LedgerError, SettingError, file_errors, written_whole
 from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.segments.segment import RecordedRun
@@ -26,6 +34,7 @@ TRAINING = "urn:lightning-d9m:training:1"
 _MOST_BYTES = 64 * 2**20
 # What pip writes beside the files of a package, and what Python makes of them.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
+_NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
     "validation data": "only the batches of training are hashed",
     "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
@@ -50,24 +59,22 @@ def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> d
             f"The fit of {ledger.path} has not finished, so it has no result to prove. Prove a "
             "training that ended."
         )
-    sources = find_sources(ledger)
+    folder = folder.resolve()
     for model in models:
         check_model(ledger, model)
-    there = [point.path for point in recorded.points if point.is_there]
-    files = {file for path in [*there, *models] for file in _list_files(path)}
-    subjects = [*ledger.files.values(), *sorted(files)]
-    packages, unread = _hash_packages(sources)
-    left_out = {**_NEVER, **unread, **_list_uncommitted(recorded, sources)}
+    files = [*list_files(recorded), *(model.resolve() for model in models)]
+    packages, unread = _hash_packages(find_sources(ledger))
+    left_out = {**_NEVER, **unread, **list_uncommitted(recorded)}
     return {
         "_type": STATEMENT,
         "subject": [
             {"name": os.path.relpath(file, folder), "digest": {"sha256": hash_file(file)}}
-            for file in subjects
+            for file in dict.fromkeys(files)
         ],
         "predicateType": TRAINING,
         "predicate": {
             "run": describe_run(recorded),
-            "models": [os.path.relpath(model, folder) for model in models],
+            "models": [os.path.relpath(model.resolve(), folder) for model in models],
             "packages": packages,
             "uncommitted": [{"what": what, "why": why} for what, why in left_out.items()],
         },
@@ -123,25 +130,38 @@ def check_model(ledger: Ledger, model: Path) -> None:
         )
 
 
-def _list_files(path: Path) -> Iterator[Path]:
-    """Yield a file, or the files of a checkpoint that is a folder."""
-    if path.is_dir():
-        yield from (own.resolve() for own in path.rglob("*") if own.is_file())
-    else:
-        yield path.resolve()
+def list_files(recorded: RecordedRun) -> list[Path]:
+    """Return the files of a run: its ledger, those that it continues, and its checkpoints."""
+    files = []
+    for own in recorded.ledger.files.values():
+        files += [own, *list_continued(own)]
+    for path in (point.path for point in recorded.points if point.is_there):
+        files += (
+            sorted(own for own in path.rglob("*") if own.is_file()) if path.is_dir() else [path]
+        )
+    return [own.resolve() for own in files]
 
 
-def _list_uncommitted(recorded: RecordedRun, sources: Sources | None) -> dict[str, str]:
-    """Return what a proof of a run does not commit to, with the reason."""
-    missing = [point.step for point in recorded.points if not point.is_there]
-    final = recorded.ledger.outcome(min(recorded.ledger.files)).final
-    totals: Mapping[str, str] = {} if final is None else final.totals
-    found: dict[str, str] = {}
+def list_uncommitted(recorded: RecordedRun) -> dict[str, str]:
+    """Return what a proof of a run does not commit to, as its ledger tells, with the reason."""
+    ledger, found = recorded.ledger, dict[str, str]()
+    sources = find_sources(ledger)
     why = "the run was not recorded with provable=True"
-    if not totals.keys() >= {*COMMITTED}:
-        found |= {"training data": why, "state": f"{why}: its digests are XXH3, and can be forged"}
-    if sources is None:
-        found["program"] = why
+    for rank in ledger.files:
+        for record in ledger.records(rank):
+            if isinstance(record, Digests | StepDigests) and not (
+                record.totals.keys() >= {*COMMITTED}
+            ):
+                found["state"] = f"{why} throughout: its digests are XXH3, and can be forged"
+                found["training data"] = why
+        final = ledger.outcome(rank).final
+        if final is not None and final.totals.get(DATA) == _NO_DATA and recorded.last_step:
+            found["training data"] = "the loop does not pass its batches to a Recorder"
+    if sources is None or not sources.program:
+        found["program"] = why if sources is None else "it is not in a file"
+    if list_continued(ledger.files[min(ledger.files)]):
+        found["program before the resume"] = "the proof has that of the resumed run"
+    missing = [point.step for point in recorded.points if not point.is_there]
     if missing:
         named = describe_names([f"step {step}" for step in missing[:3]], len(missing))
         found[pluralize(len(missing), "checkpoint")] = f"removed or replaced since: {named}"
@@ -183,6 +203,11 @@ def _hash_packages(sources: Sources | None) -> tuple[dict[str, Any], dict[str, s
 def hash_package(package: Distribution) -> str | None:
     """Return the SHA-256 of the files of a package; None if it does not list them."""
     hasher = sha256()
+    with suppress(ValueError):  # of an installer that writes no JSON
+        if '"editable": true' in json.dumps(
+            json.loads(package.read_text("direct_url.json") or "{}")
+        ):
+            return None  # its code is elsewhere
     files = sorted(package.files or (), key=str)
     content = [
         file
@@ -197,6 +222,15 @@ def hash_package(package: Distribution) -> str | None:
         own = hash_file(path) if path.is_file() else "missing"
         hasher.update(f"{file} {own}\n".encode())
     return hasher.hexdigest()
+
+
+def check_output(path: Path | None) -> None:
+    """Raise a ``SettingError`` if a statement cannot be written to a new file."""
+    if path is not None and (path.exists() or not path.absolute().parent.is_dir()):
+        raise SettingError(
+            f"{path} {'exists already' if path.exists() else 'is in no folder'}, so nothing can be "
+            "written to it. Give another file."
+        )
 
 
 def write_statement(statement: Mapping[str, Any], path: Path) -> None:
@@ -221,6 +255,7 @@ def read_statement(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
         is_statement = found["_type"] == STATEMENT and isinstance(found["predicate"], dict)
+        is_statement &= isinstance(found["predicateType"], str)
         names = [(own["name"], own["digest"]["sha256"]) for own in found["subject"]]
         is_statement &= all(isinstance(word, str) for pair in names for word in pair)
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -257,6 +292,9 @@ def compare_here(proof: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """
     predicate = proof["predicate"]
     run, problems, notes = predicate["run"], [], []
+    stack = [*_compare_stack(run["stack"])]
+    # A package has other files for another Python or platform.
+    is_elsewhere = any(text.startswith(("python.", "os.", "cpu.machine")) for text in stack)
     for path, expected in {**run["files"], **run["named"]}.items():
         file = Path(path)
         if not file.is_file():
@@ -271,10 +309,9 @@ def compare_here(proof: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             here = found[0].version if found else "not installed"
             notes.append(f"{escape(name)}: {escape(known['version'])} there, {here} here")
         elif hash_package(found[0]) not in (None, known["sha256"]):
-            problems.append(
-                f"The package {escape(name)} {escape(known['version'])} has other files here."
-            )
-    return problems, [*notes, *_compare_stack(run["stack"])]
+            text = f"The package {escape(name)} {escape(known['version'])} has other files here."
+            (notes if is_elsewhere else problems).append(text.rstrip("." if is_elsewhere else ""))
+    return problems, [*notes, *stack]
 
 
 # A session sets them, and a process without one has others.
@@ -289,6 +326,12 @@ def _compare_stack(expected: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {escape(there)} there, {escape(here)} here"
 
 
-def choose_seed(proof: Path, number: int) -> int:
-    """Return the seed with which segments are chosen: nobody knows it before the proof exists."""
-    return int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
+def choose_segments(proof: Path, number: int | None, there: Sequence[int], count: int) -> list[int]:
+    """Return the segments that a number chooses: nobody knows them before the proof exists.
+
+    Without a number, all count.
+    """
+    if number is None:
+        return [*there]
+    seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
+    return sorted(Random(seed).sample([*there], count))  # noqa: S311 - it can be repeated

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.hashing.files import hash_file
-from lightning_d9m.errors import D9mError, LedgerError
-from lightning_d9m.text import describe_names
+from lightning_d9m.errors import D9mError, LedgerError, SettingError
+from lightning_d9m.text import describe_names, escape
 from lightning_d9m.tools.proof.signature import verify
 from lightning_d9m.tools.proof.statement import (
     STATEMENT,
     TRAINING,
     check_model,
+    choose_segments,
     compare_here,
     describe_run,
+    find_sources,
     list_changed,
+    list_files,
+    list_uncommitted,
     read_statement,
 )
 from lightning_d9m.tools.segments.check import CheckReport
@@ -35,6 +39,12 @@ class Signer:
     key: Path | None = None
     identity: str | None = None
     provider: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.identity is None) != (self.provider is None):
+            raise SettingError("--identity and --provider belong together. Give both, or a key.")
+        if self.key is not None and not self.key.is_file():
+            raise SettingError(f"No such file: {self.key}. Give a public key.")
 
     def find_problem(self, path: Path) -> str:
         """Return why this signer has not signed a file; empty if it has, or none is given."""
@@ -73,7 +83,7 @@ def open_proof(path: Path, signer: Signer) -> Proof:
     Raises:
         LedgerError: If it is none, or its ledger is not beside it.
     """
-    statement, folder = read_statement(path), path.absolute().parent
+    statement, folder = read_statement(path), path.absolute().parent.resolve()
     if statement["predicateType"] != TRAINING:
         raise LedgerError(f"{path} is not a proof of a training. d9m prove writes one.")
     names = [folder / own["name"] for own in statement["subject"]]
@@ -88,10 +98,11 @@ def open_proof(path: Path, signer: Signer) -> Proof:
     # In the order of what a contradiction means for all that follows.
     proof.problems += filter(None, [signer.find_problem(path)])
     proof.problems += list_changed(statement, folder)
-    if not proof.problems:
-        proof.problems += _compare_ledger(proof, folder)
     try:
+        if not proof.problems:
+            proof.problems += _compare_ledger(proof, folder)
         problems, notes = compare_here(statement)
+        left_out = [own["what"] for own in statement["predicate"]["uncommitted"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise LedgerError(f"{path} has not the form of a proof of a training: {error}.") from error
     proof.problems += problems
@@ -99,6 +110,7 @@ def open_proof(path: Path, signer: Signer) -> Proof:
         named = describe_names(notes[:4], len(notes))
         proof.notes.append(f"Results here may differ, as the stack does: {named}.")
     proof.notes += filter(None, [signer.note])
+    proof.notes.append(f"The proof does not commit to: {'; '.join(map(escape, left_out))}.")
     return proof
 
 
@@ -114,7 +126,21 @@ def _compare_ledger(proof: Proof, folder: Path) -> list[str]:
     named = [name for name, own in run.items() if predicate["run"].get(name) != own]
     if named:
         return [f"The ledger is that of another run: {describe_names(named, len(named))} differ."]
-    return []
+    # What a proof leaves out, it must name.
+    subjects = {(folder / own["name"]).resolve() for own in proof.statement["subject"]}
+    problems = [
+        f"The proof is not about {escape(str(file), 200)}, which is a file of the run."
+        for file in list_files(proof.recorded)
+        if file not in subjects
+    ]
+    said = {own["what"] for own in predicate["uncommitted"]}
+    left_out = sorted(list_uncommitted(proof.recorded).keys() - said)
+    problems += [f"The proof does not say that it does not commit to: {own}." for own in left_out]
+    sources = find_sources(proof.recorded.ledger)
+    packages = {name: own["version"] for name, own in predicate["packages"].items()}
+    if sources is not None and packages != dict(sources.packages):
+        problems.append("The proof names other packages than the ledger.")
+    return problems
 
 
 def make_verdict(proof: Proof, report: CheckReport) -> dict[str, Any]:
@@ -158,8 +184,13 @@ def check_verdict(path: Path, proof: Path, signer: Signer, number: int | None) -
         return [*problems, f"{path} is not a verdict of d9m check."]
     if digests != [hash_file(proof)]:
         problems.append(f"It is a verdict on another proof than {proof}.")
-    if number is not None and found.get("choice") != number:
-        problems.append(f"Its segments were chosen with {found.get('choice')}, not {number}.")
+    try:
+        there, numbers = found["there"], [own["number"] for own in found["checked"]]
+        drawn = choose_segments(proof, found["choice"], there, len(numbers))
+    except (KeyError, TypeError, ValueError):
+        return [*problems, f"{path} has not the form of a verdict of d9m check."]
+    if number is not None and (found["choice"] != number or drawn != numbers):
+        problems.append(f"Its segments were chosen with {found['choice']}, not {number}.")
     if not statement["predicate"].get("properties"):
         problems.append(f"It says that the run is {found.get('verdict')}.")
     return problems

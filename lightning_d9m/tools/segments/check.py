@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class CheckReport:
 
     ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
     ``segments`` is their number in the run, whose settings name the ``varying_ops``. ``problems``
-    are sentences on what contradicts a proof.
+    are sentences on what contradicts a proof, ``there`` the numbers of segments that can be run.
     """
 
     run: str
@@ -106,6 +107,7 @@ class CheckReport:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     varying_ops: tuple[str, ...] = ()
+    there: list[int] = field(default_factory=list)
 
     @property
     def equal(self) -> list[CheckedSegment]:
@@ -135,7 +137,8 @@ class CheckReport:
 
     def write(self, recorded: RecordedRun, *notes: str) -> None:
         """Note what the run limits, and write the result to the folder of the check."""
-        self.segments, self.last_step = len(recorded.list_segments()), recorded.last_step
+        self.there = [own.number for own in recorded.list_segments()]
+        self.segments, self.last_step = len(self.there), recorded.last_step
         self.varying_ops = list_varying_ops(recorded.ledger.header)
         self.notes = [*_list_limits(recorded), *filter(None, notes)]
         file = Path(self.output, REPORT)
@@ -318,7 +321,7 @@ def follow_run(
 
 
 def _link(path: Path, target: Path, before: int | None) -> Path | None:
-    """Make a hard link to a file, or to all files of a folder; return the path if that fails.
+    """Make a hard link to a file, or to all files of a folder, or a copy; return its path.
 
     None if it was written after ``before``, in nanoseconds: it may be that of a later checkpoint,
     whose record is still to come.
@@ -327,8 +330,11 @@ def _link(path: Path, target: Path, before: int | None) -> Path | None:
     try:
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(path, target, copy_function=os.link) if is_folder else os.link(path, target)
-    except OSError:  # another file system, or the run has removed it
-        return path
+    except OSError:  # another file system; or the run has removed it, which a copy tells
+        with suppress(OSError):
+            shutil.copytree(path, target) if is_folder else shutil.copy2(path, target)
+        if not target.exists():
+            return None
     files = target.rglob("*") if is_folder else [target]
     written = max((file.stat().st_mtime_ns for file in files), default=0)
     if before is None or written <= before:

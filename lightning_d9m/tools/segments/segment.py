@@ -318,7 +318,8 @@ def run_segment(
             )
     if ledger is None:
         raise CommandError(f"The command wrote no ledger. Log: {folder.parent / 'output.log'}.")
-    if segment.start is None and find_resume(ledger) is not None:
+    # A run up to an epoch is compared with one that begins in the same way.
+    if segment.start is None and segment.kind != "epoch" and find_resume(ledger) is not None:
         raise CommandError(
             "The program resumed from a checkpoint by itself, and this segment begins at the "
             "beginning of the run. Let its first fit begin there, such as with ckpt_path=None, or "

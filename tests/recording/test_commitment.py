@@ -1,0 +1,55 @@
+"""What a run commits to is what was there when it began, by hashlib, and never ends a fit."""
+
+import hashlib
+import sys
+from types import ModuleType
+
+import pytest
+
+from lightning_d9m.engine.recording.commitment import find_sources
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Return a file of the program, whose module is loaded, and a function that names words."""
+    monkeypatch.chdir(tmp_path)
+    file, module = tmp_path / "own.py", ModuleType("own_program")
+    file.write_text("x = 1\n")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "own_program", module)
+    return file, lambda *words: monkeypatch.setattr(sys, "argv", ["train.py", *words])
+
+
+def test_a_file_that_is_edited_during_the_run_counts_as_it_was(program):
+    file, _ = program
+    before = find_sources()
+    file.write_text("x = 2\n")
+    known = hashlib.sha256(b"x = 1\n").hexdigest()
+    assert before.program["own.py"] == find_sources(before).program["own.py"] == known
+    file.unlink()  # as generated code may be
+    assert "own.py" not in find_sources().program
+    assert find_sources(before).program["own.py"] == known
+
+
+def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
+    _, name = program
+    (tmp_path / "config.yaml").write_text("a: 1")
+    (tmp_path / "log").write_text("")
+    name("--config=config.yaml", "log", "x" * 300, "nothing\0", "")
+    before = find_sources()
+    (tmp_path / "log").write_text("written")
+    assert find_sources(before).named == {"config.yaml": hashlib.sha256(b"a: 1").hexdigest()}
+
+
+def test_packages_are_those_that_python_imports(program, tmp_path, monkeypatch):
+    from lightning_d9m.engine.recording import commitment
+
+    for folder, version in (("first", "1.0"), ("second", "2.0"), ("second", "")):
+        info = tmp_path / folder / f"doubled-{version or 'broken'}.dist-info"
+        info.mkdir(parents=True)
+        if version:
+            (info / "METADATA").write_text(f"Name: doubled\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    commitment._list_packages.cache_clear()
+    assert find_sources().packages == {"doubled": "1.0"}
+    commitment._list_packages.cache_clear()
