@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.engine.hashing.digest import DenseTensor, flatten_tensor
+from lightning_d9m.engine.hashing.digest import ORDINARY, DenseTensor, flatten_tensor
 from lightning_d9m.engine.hashing.nested_values import Piece, encode
 from lightning_d9m.errors import DigestError
 
 _MIN_THREADS = 2
+_MIN_BYTES = 2**24  # with fewer, threads take longer to start than they save
 
 
 def hash_values(values: Iterable[object], start: str = "") -> str:
@@ -47,7 +48,8 @@ def hash_each(values: Sequence[object]) -> list[str]:
     ``hashlib`` releases the interpreter lock while it reads a tensor.
     """
     threads = min(torch.get_num_threads(), len(values))
-    if threads < _MIN_THREADS:
+    size = sum(value.nbytes for value in values if type(value) in ORDINARY)  # type: ignore[attr-defined]
+    if threads < _MIN_THREADS or size < _MIN_BYTES:
         return [hash_values([value]) for value in values]
     with ThreadPoolExecutor(threads) as pool:
         return [*pool.map(lambda value: hash_values([value]), values)]
