@@ -24,7 +24,7 @@ class Settings:
         device: ``"cuda"`` or ``"cpu"``.
         rounds: The number of timed calls.
         calls: The number of compared calls.
-        only: A part of the names of the ops and models.
+        only: A part of the names of the ops.
     """
 
     def __init__(self, device: str, rounds: str, calls: str, only: str) -> None:

@@ -245,6 +245,15 @@ def test_both_runs_end_where_they_differ_or_hang(beside, tmp_path):
     assert all("was still running after 0.3 s" in str(error) for error in found)
 
 
+@linux
+def test_a_run_that_had_not_begun_is_not_late(beside, tmp_path, monkeypatch):
+    """The second one begins with the first ledger."""
+    monkeypatch.setattr("lightning_d9m.tools.launch.processes._Turns.change", lambda *_: None)
+    first, second = beside("import time; time.sleep(60)", timeout=0.3)
+    assert "was still running after" in str(first)
+    assert (second is None) != (tmp_path / "b/output.log").exists()
+
+
 GUARDED = """
 import sys
 from pathlib import Path

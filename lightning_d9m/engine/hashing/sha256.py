@@ -4,15 +4,19 @@ XXH3 finds accidents at the speed of memory, and an attacker can make two tensor
 SHA-256 takes about twenty times as long, so it is for runs that are recorded for a proof.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
 import torch
 
-from lightning_d9m.engine.hashing.digest import DenseTensor, flatten_tensor
+from lightning_d9m.engine.hashing.digest import ORDINARY, DenseTensor, flatten_tensor
 from lightning_d9m.engine.hashing.nested_values import Piece, encode
 from lightning_d9m.errors import DigestError
+
+_MIN_THREADS = 2
+_MIN_BYTES = 2**24  # with fewer, threads take longer to start than they save
 
 
 def hash_values(values: Iterable[object], start: str = "") -> str:
@@ -36,6 +40,19 @@ def hash_values(values: Iterable[object], start: str = "") -> str:
             except DigestError:
                 _update(hasher, encode(type(value)))
     return hasher.hexdigest()
+
+
+def hash_each(values: Sequence[object]) -> list[str]:
+    """Return the SHA-256 of each value, on as many threads as torch uses within an operation.
+
+    ``hashlib`` releases the interpreter lock while it reads a tensor.
+    """
+    threads = min(torch.get_num_threads(), len(values))
+    size = sum(value.nbytes for value in values if type(value) in ORDINARY)  # type: ignore[attr-defined]
+    if threads < _MIN_THREADS or size < _MIN_BYTES:
+        return [hash_values([value]) for value in values]
+    with ThreadPoolExecutor(threads) as pool:
+        return [*pool.map(lambda value: hash_values([value]), values)]
 
 
 def _update(hasher: Any, pieces: Iterable[Piece]) -> None:

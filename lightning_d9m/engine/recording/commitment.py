@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
-from lightning_d9m.engine.hashing.sha256 import hash_values
+from lightning_d9m.engine.hashing.sha256 import hash_each, hash_values
 from lightning_d9m.engine.hashing.training_state import list_state
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Sources
 from lightning_d9m.engine.ledger.kinds import DATA, STATE_HASH, WEIGHTS_HASH
@@ -42,19 +42,23 @@ def hash_state(training: Training, data: str) -> dict[str, str]:
     They have the first 128 bits of each hash, as all totals do.
     """
     listed = [*list_state(training.model, training.list_optimizers(), training.list_schedulers())]
-    rest = (part for entry in listed if entry[0] != "weights" for part in entry)
+    rest = [(group, name, own) for group, name, own in listed if group != "weights"]
+    hashed = hash_each([own for *_, own in rest])
+    named = ((*place, own) for (*place, _), own in zip(rest, hashed, strict=True))
     return {
         DATA: (data or hash_values(()))[:DIGEST_DIGITS],
         WEIGHTS_HASH: hash_weights(
             {name: own for group, name, own in listed if group == "weights"}
         ),
-        STATE_HASH: hash_values(rest)[:DIGEST_DIGITS],
+        STATE_HASH: hash_values(part for entry in named for part in entry)[:DIGEST_DIGITS],
     }
 
 
 def hash_weights(weights: Mapping[str, object]) -> str:
     """Return the first 128 bits of the hash of weights by name, in the order of the names."""
-    return hash_values(part for entry in sorted(weights.items()) for part in entry)[:DIGEST_DIGITS]
+    names = sorted(weights)
+    named = zip(names, hash_each([weights[name] for name in names]), strict=True)
+    return hash_values(part for entry in named for part in entry)[:DIGEST_DIGITS]
 
 
 def find_sources(before: Sources | None = None) -> Sources:

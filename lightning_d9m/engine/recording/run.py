@@ -578,10 +578,19 @@ class Run:
             if kept is not None:
                 kept.keep_step(step, groups)
         if follows:
+            # A proof needs the first state after a checkpoint, which the last one of the segment
+            # before it has, too.
+            commits = stops or self._due == FOLLOWED_STEPS
             self._due, self._saved_step = max(0, self._due - 1), step
-            self._check_step(epoch, step, groups)
+            self._check_step(epoch, step, groups, self._commit() if commits else {})
 
-    def _check_step(self, epoch: int, step: int, groups: dict[str, dict[str, str]]) -> None:
+    def _check_step(
+        self,
+        epoch: int,
+        step: int,
+        groups: dict[str, dict[str, str]],
+        committed: Mapping[str, str],
+    ) -> None:
         assert self._header is not None, "the ledger is open"
         rank = self._header.rank
         # A checkpoint has those of rank 0; the others get them with DDP's next synchronization.
@@ -590,7 +599,7 @@ class Run:
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
         record = digest_step(epoch, step, groups)
-        record = replace(record, totals={**record.totals, **self._commit()})
+        record = replace(record, totals={**record.totals, **committed})
         self.probes.collector.close()  # the probes of this step come before it
         self.append(record)
         check = self._check

@@ -377,8 +377,8 @@ def run_beside(
         return [None, None]
     return [
         CommandError(_describe_failure(command, 0, status, logs=[log], timeout=timeout))
-        if status or (status is None and timeout is not None)
-        else None
+        if log.exists() and (status or (status is None and timeout is not None))
+        else None  # also of one that had not begun
         for status, log in zip(statuses, logs, strict=True)
     ]
 

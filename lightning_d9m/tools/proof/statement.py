@@ -20,6 +20,7 @@ from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.reader import list_continued
 from lightning_d9m.engine.ledger.format.records import (
     DIGEST_DIGITS,
+    Checkpoint,
     Digests,
     Sources,
     StepDigests,
@@ -148,10 +149,8 @@ def list_uncommitted(recorded: RecordedRun) -> dict[str, str]:
     sources = find_sources(ledger)
     why = "the run was not recorded with provable=True"
     for rank in ledger.files:
-        for record in ledger.records(rank):
-            if isinstance(record, Digests | StepDigests) and not (
-                record.totals.keys() >= {*COMMITTED}
-            ):
+        for record in _list_needed(ledger, rank):
+            if not record.totals.keys() >= {*COMMITTED}:
                 found["state"] = f"{why} throughout: its digests are XXH3, and can be forged"
                 found["training data"] = why
         final = ledger.outcome(rank).final
@@ -166,6 +165,17 @@ def list_uncommitted(recorded: RecordedRun) -> dict[str, str]:
         named = describe_names([f"step {step}" for step in missing[:3]], len(missing))
         found[pluralize(len(missing), "checkpoint")] = f"removed or replaced since: {named}"
     return found
+
+
+def _list_needed(ledger: Ledger, rank: int) -> Iterator[Digests | StepDigests]:
+    """Yield the records whose state a proof needs: all but later steps after a checkpoint."""
+    with ledger.open(rank) as reader:
+        is_first = False
+        for record in reader.read_lines():
+            if isinstance(record, Digests) or (isinstance(record, StepDigests) and is_first):
+                yield record
+            if isinstance(record, Checkpoint | StepDigests):
+                is_first = isinstance(record, Checkpoint)
 
 
 def _hash_packages(sources: Sources | None) -> tuple[dict[str, Any], dict[str, str]]:

@@ -195,7 +195,8 @@ def _pad(position: Tensor, slope: Tensor, size: int, rule: Rule) -> tuple[Tensor
         else:
             distance = position - low
             slope = torch.where(distance < 0, -slope, slope)
-            # In float64 the rest is exact. A tensor: CUDA multiplies by the reciprocal of a number.
+            # In float64 the rest is exact below 2^53 turns; beyond them torch defines no position.
+            # A tensor: CUDA multiplies by the reciprocal of a number.
             wide = distance.abs().to(torch.float64)
             turns = (wide / torch.full_like(wide, span)).floor()
             rest = wide - turns * span
