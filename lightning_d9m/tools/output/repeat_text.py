@@ -295,7 +295,7 @@ class RepeatReport:
 
     @property
     def _is_varied(self) -> bool:
-        """Whether runs differ by design: some resume, or have other numbers of processes."""
+        """True if runs differ by design: some resume, or have other numbers of processes."""
         return self._resumed or bool(self._counts)
 
     def _describe_rate(self) -> str:
@@ -314,7 +314,7 @@ class RepeatReport:
 
     @property
     def _first_alone(self) -> bool:
-        """Whether several later runs end with the same weights, and run 1 with others."""
+        """True if several later runs end with the same weights, and run 1 with others."""
         final = [
             [row["weights"] for row in self.rows if row["fit"] == fit and row["run"] > 1]
             for fit in {entry.row["fit"] for entry in self._differing}
