@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 _open: list["Session"] = []
 # Held while a session opens or closes: flags, variables and generators belong to the process.
 _lock = threading.RLock()
-
-
-_MOST_SEEDS = 1000  # a program may seed in each step, always otherwise
+_MOST_SEEDS = 1000  # a program may give another seed in each step
 
 
 @dataclass
