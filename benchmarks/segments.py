@@ -5,12 +5,8 @@
     python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
     python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 50 --segments 3              the time of a check
-    python benchmarks/segments.py honest [COUNT]      runs that the program itself has made
-    python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
-    python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 500 --segments all --jobs 2
     python benchmarks/segments.py locate first|step|validation      the time of a search
-    python benchmarks/segments.py records             the cost of the records of checkpoints
 
 The programs of the first four are forks of a process that has imported torch and Lightning. Those
 of ``cost`` are not: their starts count, and are shown.

@@ -109,7 +109,7 @@ def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repea
 )
 def test_what_the_runs_together_show_is_said(repeat, value, rare, left, tries):
     out = " ".join(repeat(f"train({value})", "-n", "3")[1].split())
-    power = "A difference in more than 63% of the runs would have shown with 95%; -n 29 shows 10%."
+    power = "-n 29 would show a difference in 10% of the runs with 95%."
     assert (power in out) == (tries is None)
     assert tries is None or f"d9m locate {tries}--" in out
     assert ("1 of 2 pairs differ, so one pair of runs may miss it." in out) == rare

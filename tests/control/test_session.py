@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from lightning_d9m.engine.control.session import (
     deterministic,
     enable,
     next_fit,
+    note_seeds,
+    restart_fits,
     session_inherited,
     set_fits,
 )
@@ -255,3 +259,78 @@ def test_fits_after_one_seed_have_one_number_and_calls_that_seed_are_noted():
             assert numbers == expected
             assert f"manual_seed(7) at {__file__}:" in seed_calls.found[-1]
     assert torch.random.manual_seed is original
+
+
+def test_a_program_that_seeds_often_keeps_the_last_seeds():
+    with deterministic(seed=1) as opened:
+        for seed in (*range(1000), 0, 1000):
+            torch.manual_seed(seed)
+            next_fit()
+        assert len(opened.fits.first) == 1000
+        assert opened.fits.first[0] == 0
+        assert 1 not in opened.fits.first
+
+
+def test_fits_that_were_forgotten_do_not_number_later_ones():
+    note_seeds()
+    for _ in range(2):
+        torch.manual_seed(7)
+        restart_fits()
+        assert next_fit() == 0
+        torch.manual_seed(7)
+        assert next_fit() == 0
+
+
+COMPILED = """
+import sys, torch
+from lightning_d9m import deterministic
+from lightning_d9m.engine.control.seed_calls import seed_calls
+
+def draw(x):
+    torch.manual_seed(5)
+    return x + torch.rand(2)
+
+def check(*ways):
+    expected = draw(torch.zeros(2))
+    for way in ways:
+        assert torch.equal(way(draw)(torch.zeros(2)), expected), way
+
+def compile(function):
+    return torch.compile(function, backend="eager")
+
+table = torch.jit._builtins._get_builtin_table()
+original = torch.manual_seed
+assert original is torch.random.manual_seed
+before = dict(table)
+release = seed_calls.install(print)
+assert torch.manual_seed is torch.random.manual_seed is not original
+check(torch.jit.script)
+release()
+assert torch.manual_seed is torch.random.manual_seed is original
+assert table == before
+assert "torch._dynamo" not in sys.modules
+release = seed_calls.install(print)
+check(compile, torch.jit.script)
+assert torch.manual_seed is not torch.random.manual_seed
+release()
+for again in range(2):
+    names = torch.manual_seed, torch.random.manual_seed
+    assert names[1] is original is names[0].__wrapped__
+    check(torch.jit.script, compile)
+    size = len(table)
+    with deterministic(seed=1):
+        seed_calls.found.clear()
+        check(torch.jit.script, compile)
+        assert len(seed_calls.found) == 2, seed_calls.found
+        torch.random.manual_seed(8)
+        assert "manual_seed(8)" in seed_calls.found[-1]
+    assert names == (torch.manual_seed, torch.random.manual_seed)
+    assert len(table) == size
+"""
+
+
+def test_compilers_take_functions_that_seed(tmp_path):
+    """Torch's own function is a builtin for one, and not traced by the other."""
+    program = tmp_path / "program.py"
+    program.write_text(COMPILED)
+    subprocess.run([sys.executable, program], check=True)

@@ -1,14 +1,16 @@
 """The table of ``d9m repeat`` fits a terminal and cuts no loss."""
 
 import math
+import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ledger_runs import make_weights, write_rank
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.tools.output.columns import format_table
-from lightning_d9m.tools.output.repeat_text import list_run_columns, make_run_row
+from lightning_d9m.tools.output.repeat_text import describe_power, list_run_columns, make_run_row
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 ROW = {"run": 1, "fit": 1, "seed": 0, "weights": DIGEST, "verdict": "equal", "processes": None}
@@ -40,3 +42,12 @@ def test_a_loss_that_json_lacks_is_there_in_bits(tmp_path):
     assert " nan " in show([row])
     row = ROW | {"weights": "", "loss_hex": None, "verdict": "differs"}
     assert show([row]).splitlines()[1].split() == ["1", "0", "none", "none", "differs"]
+
+
+@pytest.mark.parametrize("runs", range(2, 40))
+def test_the_stated_rate_would_have_shown_with_95_percent(runs):
+    """Runs with the rarer result may agree with each other."""
+    said = re.match(r"A difference in more than (\d+)%", describe_power(runs, "-n"))
+    assert bool(said) == (runs > 5)
+    rate = int(said[1]) if said else 50
+    assert (rate**runs + (100 - rate) ** runs <= 5 * 100**runs // 100) == bool(said)

@@ -94,6 +94,13 @@ def test_fused_steps_are_those_of_single_tensors(name):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_steps_for_a_graph_are_those_of_torch(name):
+    """Torch refuses them on the CPU."""
+    with portable(), pytest.raises(AssertionError, match="capturable=True"):
+        train(name, foreach=False, capturable=True)
+
+
 def test_no_device_chooses_the_formula_of_an_optimizer_or_an_average(monkeypatch):
     """On a CUDA device both take formulas for lists of tensors, which round otherwise."""
     found = {}

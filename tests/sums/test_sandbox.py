@@ -64,19 +64,19 @@ def test_what_later_steps_change_first_is_put_back(run):
 
 @pytest.fixture
 def step():
-    """Return a function that runs a step of two logical ranks on a module with attributes."""
+    """Return a function that runs a step of logical ranks on a module with attributes."""
 
-    def run(change, **attributes):
+    def run(change, ranks=2, stage="train", **attributes):
         module = nn.Linear(1, 1)
         vars(module).update(attributes)
-        blocks = SimpleNamespace(logical_ranks=2)
-        processes = SimpleNamespace(block=range(2), blocks=blocks)
+        blocks = SimpleNamespace(logical_ranks=ranks)
+        processes = SimpleNamespace(block=range(ranks), blocks=blocks)
         sandbox = Sandbox(module, processes, lambda *_: False)
         sandbox.begin()
-        for rank in range(2):
+        for rank in range(ranks):
             change(module, rank)
-            sandbox.end(rank, last=rank == 1)
-        sandbox.finish("train")
+            sandbox.end(rank, last=rank == ranks - 1)
+        sandbox.finish(stage)
         return module
 
     return run
@@ -127,3 +127,32 @@ def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step)
     found = step(change, weights=np.zeros(3), by_sample=by_sample)
     assert found.weights.tolist() == [5, 0, 6]
     assert found.by_sample == {0: 5, 1: 6, "seen": 1}
+
+
+@pytest.mark.parametrize("changing", [(1, 2), (0, 1, 3)])
+def test_entries_to_which_several_but_not_all_have_added_are_refused(step, changing):
+    def change(module, rank):
+        module.counts["seen"] += rank in changing
+
+    with pytest.raises(SettingError, match=r"counts\['seen'\].* would count only some of them"):
+        step(change, ranks=4, stage="validate", counts={"seen": 0})
+
+
+def test_an_entry_that_cannot_be_sent_leaves_the_others(step):
+    def change(module, rank):
+        module.by_sample[rank] = object() if rank == 1 else 5 + rank
+
+    with pytest.warns(UserWarning, match=r"by_sample\[1\].* logical rank 0 is kept"):
+        found = step(change, ranks=3, by_sample={0: 0, 1: 0, 2: 0}).by_sample
+    assert found == {0: 5, 1: 0, 2: 7}
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "u2", "u4", "Q"])
+def test_arrays_of_types_that_torch_lacks(step, dtype):
+    def change(module, rank):
+        module.weights[2 * rank] = 5 + rank
+        module.other = module.weights[::-1]
+
+    with pytest.warns(UserWarning, match="the value of logical rank 0 is kept"):
+        found = step(change, weights=np.zeros(3, dtype), other=np.zeros(3))
+    assert found.weights.tolist() == [5, 0, 0 if dtype == "longdouble" else 6]

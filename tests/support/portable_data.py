@@ -7,7 +7,7 @@ from lightning_d9m.ops.portability import is_portable
 
 
 class Seen(Dataset):
-    """What a worker computes: a sum whose bits torch decides, and a flag of the session."""
+    """The results of a worker: a sum whose bits torch decides, and a flag of the session."""
 
     def __len__(self):
         return 2

@@ -3,12 +3,15 @@
 A random seed is the most frequent cause of a difference, and the line that draws it explains it.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import _compile
+from torch.jit import _builtins
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.program import find_line
@@ -27,20 +30,26 @@ class SeedCalls:
     def __init__(self) -> None:
         self.found: deque[str] = deque(maxlen=_MOST_KEPT)
         self._patches = AttributePatches()
+        self._made: dict[Any, Any] = {}  # what replaces each function
         self._installed = 0
 
     def install(self, called: Callable[[int], object]) -> Callable[[], None]:
         """Wrap the function, and call ``called`` with each seed; return what restores it."""
         self._installed += 1
         if self._installed == 1:
-            for owner in (torch, torch.random):  # which have different functions
-                self._patches.replace(owner, "manual_seed", self._wrap(owner.manual_seed, called))
+            for owner in (torch, torch.random):
+                original = owner.manual_seed
+                # Of one function torch._dynamo wraps the first name when it is imported.
+                if original not in self._made:
+                    self._made[original] = self._wrap(original, called)
+                self._patches.replace(owner, "manual_seed", self._made[original])
         return self._release
 
     def _wrap(
         self, original: Callable[[Any], torch.Generator], called: Callable[[int], object]
-    ) -> Callable[[Any], torch.Generator]:
-        @wraps(original)
+    ) -> Any:
+        # The attributes of the original would let torch._disable_dynamo call that instead.
+        @wraps(original, updated=())
         def note(seed: Any) -> torch.Generator:
             line = find_line()
             where = "" if line is None else f" at {line.file}:{line.number}: {line.text}"
@@ -48,13 +57,33 @@ class SeedCalls:
             called(int(seed))
             return original(seed)
 
-        return note
+        return _register(note, original)
 
     def _release(self) -> None:
         self._installed -= 1
-        if not self._installed:
-            self._patches.undo()
-            self.found.clear()
+        if self._installed:
+            return
+        made, self._made = self._made, {}
+        now = torch.manual_seed
+        self._patches.undo()
+        for function in (now, *made.values()):
+            if function not in (torch.manual_seed, torch.random.manual_seed):
+                _builtins._get_builtin_table().pop(id(function), None)  # noqa: SLF001 - as below
+        was_wrapped = getattr(now, "__wrapped__", None) in made.values()
+        if was_wrapped and torch.manual_seed is torch.random.manual_seed:
+            # By torch._dynamo, which was imported since and does this once.
+            torch.manual_seed = _register(torch.manual_seed, torch.random.manual_seed)
+        self.found.clear()
+
+
+def _register(function: Any, original: Any) -> Any:
+    """Return a function for that of torch: traced by neither compiler, as torch has it."""
+    if "torch._dynamo" in sys.modules:  # slow to import
+        function = _compile._disable_dynamo(function)  # noqa: SLF001 - as torch does with its function
+    table = _builtins._get_builtin_table()  # noqa: SLF001 - torch.jit.script knows functions by id
+    if id(original) in table:
+        table[id(function)] = table[id(original)]
+    return function
 
 
 seed_calls = SeedCalls()

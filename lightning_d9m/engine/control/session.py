@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _open: list["Session"] = []
 # Held while a session opens or closes: flags, variables and generators belong to the process.
 _lock = threading.RLock()
+_MOST_SEEDS = 1000  # a program may give another seed in each step
 
 
 @dataclass
@@ -47,7 +48,7 @@ class FitCount:
     Attributes:
         next: Number of the next fit.
         unused: A number that no fit before the last seeding had.
-        first: The number of the first fit after each seed that the program gave.
+        first: The number of the first fit after each of the last seeds that the program gave.
     """
 
     next: int = 0
@@ -57,7 +58,9 @@ class FitCount:
     def note_seed(self, seed: int) -> None:
         """Number the next fit as the first after an earlier call with this seed, or as new."""
         self.unused = max(self.unused, self.next)
-        self.next = self.first.setdefault(seed, self.unused)
+        self.first[seed] = self.next = self.first.pop(seed, self.unused)
+        if len(self.first) > _MOST_SEEDS:
+            del self.first[next(iter(self.first))]
 
 
 _of_process = FitCount()
@@ -356,6 +359,9 @@ def restart_fits() -> None:
         counted = _find_count()
         counted.next = counted.unused = 0
         counted.first.clear()
+        # As before the first fit of a process: no fit may depend on those that were forgotten.
+        if counted is _of_process and note_seeds.cache_info().currsize:
+            counted.note_seed(torch.initial_seed())
 
 
 def _count_fits(change: Callable[[int], int]) -> int:

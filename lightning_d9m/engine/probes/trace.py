@@ -96,12 +96,12 @@ class ProbeCollector:
 
     @property
     def saves(self) -> bool:
-        """Whether values are saved, so that the inputs of operations must be copied."""
+        """True if values are saved, so that the inputs of operations must be copied."""
         return self._save is not None
 
     @property
     def listens(self) -> bool:
-        """Whether values are taken now: within a batch, and not during a probe's own work."""
+        """True if values are taken now: within a batch, and not during a probe's own work."""
         return self._moment is not None and not self._paused
 
     @contextmanager

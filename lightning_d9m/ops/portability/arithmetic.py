@@ -240,10 +240,6 @@ def _list_dims(values: Tensor, dim: Any) -> list[int]:
     return sorted({one % count for one in given}) if count else []
 
 
-def _count(values: Tensor, dims: Sequence[int]) -> int:
-    return math.prod(values.shape[one] for one in dims)
-
-
 @rule("sum")
 @_converting(torch.sum)
 def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:

@@ -143,8 +143,9 @@ def add_rows(terms: Tensor) -> Tensor:
 
 
 def add_running(x: Tensor, dim: int) -> Tensor:
-    """Return the sum up to each element, in order."""
-    return torch.stack([*accumulate(x.unbind(dim))], dim)
+    """Return the sum up to each element, in order, from 0: the sum of -0.0 is 0.0."""
+    first = torch.zeros_like(x.select(dim, 0))
+    return torch.stack([*accumulate(x.unbind(dim), initial=first)][1:], dim)
 
 
 def compute(kernel: Kernel, given: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:

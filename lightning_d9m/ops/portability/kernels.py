@@ -74,7 +74,7 @@ def count_steps(count: int, step: int) -> Tensor:
     )
 
 
-def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> Tensor:
+def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> None:
     """Write products of matrices, whose elements are where offsets say, into a tensor.
 
     Args:
@@ -87,7 +87,7 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> T
     rows, columns = of_left.rows.numel(), of_right.columns.numel()
     terms, batch = of_left.columns.numel(), of_left.batch.numel()
     if not rows * columns * batch:
-        return out
+        return
     if columns < min(_FEW, rows):
         places = tuple(Offsets(one.columns, one.rows, one.batch) for one in places)
         left, right, rows, columns = right, left, columns, rows
@@ -97,11 +97,10 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> T
         factors = [_gather(*pair) for pair in ((left, of_left), (right, of_right))]
         result = definitions.multiply(*factors)
         _flatten(out, of_out)[_number(of_out).flatten()] = result.flatten()
-        return out
+        return
     tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms // 16
     given = (rows, columns, terms, left, right, out)
     run(kernel, tiles, cost, *given, *of_left, *of_right, *of_out)
-    return out
 
 
 def _number(places: Offsets) -> Tensor:
@@ -124,7 +123,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         return left.new_zeros(shape)
     out = left.new_empty(shape)
     places = (_place(one.shape, one.stride()) for one in (left, right, out))
-    return multiply_at(left, right, out, *places)
+    multiply_at(left, right, out, *places)
+    return out
 
 
 @lru_cache(maxsize=512)

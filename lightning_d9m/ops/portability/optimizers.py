@@ -43,7 +43,8 @@ def _take_steps(
         return
     grads = grads if grad_scale is None else [grad / grad_scale for grad in grads]
     types = {one.dtype for own in (params, grads, *state) for one in own if one is not None}
-    if step is None or given.get("differentiable") or types - {torch.float32, torch.float64}:
+    by_torch = given.get("differentiable") or given.get("capturable")
+    if step is None or by_torch or types - {torch.float32, torch.float64}:
         single(params, grads, *state, grad_scale=None, found_inf=None, **given)
     else:
         with torch._C._DisableTorchDispatch():  # noqa: SLF001 - whole numbers, and our kernels

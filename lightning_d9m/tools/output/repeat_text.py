@@ -99,14 +99,21 @@ _MISSED = 0.05  # the probability that equal runs leave
 def describe_power(runs: int, option: str, size: int = 1) -> str:
     """Return how rare a difference may be that so many equal runs show with 95%.
 
-    If one run in ``1 / q`` ends otherwise, n runs all agree with the probability ``(1 - q) ** n``.
-    ``size`` is the number of runs that one unit of the option adds.
+    If one run in ``1 / q`` has the rarer one of two results, n runs all agree with the probability
+    ``(1 - q) ** n + q ** n``: those with the rarer result may agree with each other. Fewer than six
+    runs show no q with 95%. ``size`` is the number of runs that one unit of the option adds.
 
+    >>> describe_power(6, "-n")
+    'A difference in more than 41% of the runs would have shown with 95%; -n 29 shows 10%.'
     >>> describe_power(4, "--tries", 2)
-    'A difference in more than 53% of the runs would have shown with 95%; --tries 15 shows 10%.'
+    '--tries 15 would show a difference in 10% of the runs with 95%.'
     """
-    rate, rare = 1 - _MISSED ** (1 / runs), 0.1
+    rare = 0.1
+    rates = (percent / 100 for percent in range(1, 51))
+    rate = next((q for q in rates if (1 - q) ** runs + q**runs <= _MISSED), None)
     count = math.ceil(math.log(_MISSED) / math.log(1 - rare) / size)
+    if rate is None:
+        return f"{option} {count} would show a difference in {rare:.0%} of the runs with 95%."
     more = f"; {option} {count} shows {rare:.0%}" if rate > rare else ""
     return f"A difference in more than {rate:.0%} of the runs would have shown with 95%{more}."
 
@@ -295,7 +302,7 @@ class RepeatReport:
 
     @property
     def _is_varied(self) -> bool:
-        """Whether runs differ by design: some resume, or have other numbers of processes."""
+        """True if runs differ by design: some resume, or have other numbers of processes."""
         return self._resumed or bool(self._counts)
 
     def _describe_rate(self) -> str:
@@ -314,7 +321,7 @@ class RepeatReport:
 
     @property
     def _first_alone(self) -> bool:
-        """Whether several later runs end with the same weights, and run 1 with others."""
+        """True if several later runs end with the same weights, and run 1 with others."""
         final = [
             [row["weights"] for row in self.rows if row["fit"] == fit and row["run"] > 1]
             for fit in {entry.row["fit"] for entry in self._differing}

@@ -227,7 +227,7 @@ class RecordedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the fit ended as it should."""
+        """True if the fit ended as it should."""
         return self.end is not None and self.end.status == "finished"
 
     @property

@@ -312,7 +312,7 @@ class ControlledLoader:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether the loader's epoch began without torch's iterator."""
+        """True if the loader's epoch began without torch's iterator."""
         return self.started is not None and self.start is None
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class RootExchange:
 
     @property
     def sends_leaves(self) -> bool:
-        """Whether every root is a leaf, so that half types can travel as they are."""
+        """True if every root is a leaf, so that half types can travel as they are."""
         return self.blocks.processes == self.blocks.logical_ranks
 
     def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "LocalSum":

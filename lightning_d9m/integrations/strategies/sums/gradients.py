@@ -376,7 +376,7 @@ class LogicalGradients:
         self._is_prepared = False  # whether the buckets are known to fit this step
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the gradients of this parameter are summed."""
+        """Return whether the gradients of this parameter are summed."""
         return id(parameter) in self._parameters
 
     @contextmanager
@@ -493,7 +493,7 @@ class LogicalGradients:
         self._is_prepared = True
 
     def _matches(self) -> bool:
-        """Whether the buckets hold the parameters that are trained now."""
+        """Return whether the buckets hold the parameters that are trained now."""
         self._is_prepared = bool(self._buckets) and all(
             key in self._slots
             for key, (_, parameter) in self._parameters.items()

@@ -40,6 +40,7 @@ _COMPARED_STEPS = 2
 _SMALL = 1024
 _NUMBERS = (int, float, complex)
 _PAIR = 2
+_LARGEST = 8  # bytes of a number that torch has, too: not those of np.longdouble
 # Of data outside the module only a step that has written to them is looked at closely.
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
@@ -324,13 +325,10 @@ class Sandbox:
             if len(found) < self._ranks or len(set(found.values())) > 1
         ]
         if differing:
-            # Such as weights of samples, by the number of the sample.
-            partial = [
-                path
-                for path in differing
-                if len(tokens[path]) < self._ranks and len(set(tokens[path].values())) == 1
-            ]
-            gathered = self._gather_entries(records, partial)
+            # Such as weights of samples, by the number of the sample. Equal values of several ranks
+            # may be those of a counter, to which each has added.
+            single = {path for path in differing if len(tokens[path]) == 1}
+            gathered = self._gather_entries(records, single)
             differing = [path for path in differing if path not in gathered]
             self._keep_first(records, differing, stage)
         if self._shared:
@@ -345,18 +343,16 @@ class Sandbox:
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
 
-    def _gather_entries(self, records: dict[int, _Record], paths: list[str]) -> set[str]:
-        """Set the entries of dicts that some logical ranks have changed, alike; return their paths.
+    def _gather_entries(self, records: dict[int, _Record], paths: set[str]) -> set[str]:
+        """Set the entries of dicts that one logical rank has changed; return their paths.
 
         Those whose values cannot be sent are left out.
         """
-        changes = [
-            change
-            for record in reversed(records.values())
-            for path, change in record.changes.items()
-            if path in paths and change.node.kind is DICT
-        ]
-        _, found = _make_plain(changes)
+        found = dict[str, list[Any]]()
+        for record in records.values():
+            for path, change in record.changes.items():
+                if path in paths and change.node.kind is DICT:
+                    found |= _make_plain([change])[1]
         parts = self._processes.gather_values(found) if self._shared else [found]
         for path, content in (entry for part in parts for entry in part.items()):
             self._apply(path, content)
@@ -407,7 +403,7 @@ class Sandbox:
         written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
         for path, by_rank in written.items():
             node = self._watch.paths[path]
-            merged = torch.as_tensor(node.content).flatten().clone()
+            merged = _find_tensor(node.content).flatten().clone()
             taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
             for rank in sorted(by_rank):
                 places, values = move_tensors(by_rank[rank], self._module)
@@ -480,7 +476,10 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
     for path in paths:
         if (change := record.changes.get(path)) is None:
             continue
-        now, before = change.value, None if change.key else change.node.content
+        if change.key:
+            yield path, None
+            continue
+        now, before = change.value, change.node.content
         both = [own for own in map(_find_tensor, (now, before)) if own is not None]
         forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
         if len(both) * len(forms) != _PAIR or both[0].numel() == 1 or change.token[:6] == "buffer":
@@ -492,11 +491,15 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
         yield path, [places, flat[0][places]]
 
 
-def _find_tensor(value: object) -> Tensor | None:
-    """Return a tensor, or that of the numbers of an array, else None."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
-        return torch.from_numpy(value)
-    return value if isinstance(value, Tensor) else None
+def _find_tensor(value: object) -> Any:
+    """Return a tensor, or one with the bits of the numbers of an array, else None."""
+    if not isinstance(value, np.ndarray):
+        return value if isinstance(value, Tensor) else None
+    kind = value.dtype
+    if kind.kind not in "biuf" or not kind.isnative or kind.itemsize > _LARGEST:
+        return None
+    # Torch cannot write to elements of unsigned types, except uint8.
+    return torch.from_numpy(np.ascontiguousarray(value).view(kind.str.replace("u", "i")))
 
 
 def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
