@@ -265,6 +265,15 @@ def test_what_is_not_a_proof(d9m, stranger, tmp_path):
     assert (
         "verdict.json exists" in d9m("check", "proof.json", "--verdict", "verdict.json", *train)[2]
     )
+    words = ("--verdict", "new.json", "--follow", *train)
+    assert "--verdict is for a check of chosen" in " ".join(
+        d9m("check", "proof.json", *words)[2].split()
+    )
+    words = ("check", "proof.json", "--identity", "me", *train)
+    assert "belong together" in d9m(*words)[2]
+    assert "Give a public key" in d9m("check", "proof.json", "--public-key", "no.pem", *train)[2]
+    words = ("verify", "run/saved/step=60.ckpt", "--choose", "1")
+    assert "--choose is for a verdict" in " ".join(d9m(*words)[2].split())
     assert "--key signs a verdict" in d9m("check", "proof.json", "--key", "k.pem", *train)[2]
     assert "Name the proof" in d9m("verify", "verdict.json")[2]
     said = " ".join(d9m("verify", "verdict.json", "proof.json")[1].split())

@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -91,8 +92,9 @@ def _list_packages() -> dict[str, str]:
     """Return the version of each package, of those with one name that Python imports."""
     found: dict[str, str] = {}
     for own in distributions():  # in the order of sys.path; a broken one has no metadata
-        if own.metadata["Name"] and own.version:
-            found.setdefault(own.metadata["Name"], own.version)
+        with suppress(Exception):  # as each of several readers of metadata says it
+            if own.metadata["Name"] and own.version:
+                found.setdefault(own.metadata["Name"], own.version)
     return found
 
 
