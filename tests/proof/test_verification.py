@@ -61,12 +61,13 @@ def hashed_once():
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, forking_python):
     """Return a function that returns a folder with program and run, in which one thing is wrong."""
-    made = tmp_path_factory.mktemp("published")
+    made = {}
 
     def train(wrong=""):
-        folder = made / (wrong.replace(" ", "-") or "honest")
-        if not folder.exists():
-            folder.mkdir()
+        folder = made.get(wrong)
+        if folder is None:
+            # As deep as the folder of a stranger: a file outside of both has one path from each.
+            folder = made[wrong] = tmp_path_factory.mktemp("published")
             shutil.copy(PROGRAM, folder / "train.py")
             given = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "LIGHTNING_D9M_PROVABLE": "1"}
             words = [forking_python, "train.py", "run"]
