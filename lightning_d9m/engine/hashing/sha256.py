@@ -48,7 +48,8 @@ def hash_each(values: Sequence[object]) -> list[str]:
     ``hashlib`` releases the interpreter lock while it reads a tensor.
     """
     threads = min(torch.get_num_threads(), len(values))
-    size = sum(value.nbytes for value in values if type(value) in ORDINARY)  # type: ignore[attr-defined]
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    size = sum(tensor.nbytes for tensor in tensors if type(tensor) in ORDINARY)
     if threads < _MIN_THREADS or size < _MIN_BYTES:
         return [hash_values([value]) for value in values]
     with ThreadPoolExecutor(threads) as pool:

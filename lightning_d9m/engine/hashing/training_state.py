@@ -181,8 +181,10 @@ def take_partial_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    _, _, names = ModelTensors(model).look()
-    divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
+    divided: dict[str, FlatLayout] = {}
+    if layouts:  # of FSDP1 alone; no other step looks through the model twice
+        names = ModelTensors(model).look()[2]
+        divided = {names[key]: own for key, own in layouts.items() if key in names}
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
     for group, name, value in list_state(model, optimizers, schedulers, switches=switches):

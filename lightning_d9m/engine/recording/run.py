@@ -308,7 +308,8 @@ class Run:
         self._header, self._used_options = header, options or self.options
         if self._used_options.provable:  # loaded by runs that commit
             self._commitment = import_module("lightning_d9m.engine.recording.commitment")
-            self._sources = self._commitment.find_sources()
+            if ranks.rank == 0:  # which writes them
+                self._sources = self._commitment.find_sources()
         if not ranks.is_alone and replicated is not None:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
