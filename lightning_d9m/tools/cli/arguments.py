@@ -7,7 +7,7 @@ cannot say, by the name of an argument.
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -167,6 +167,13 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     if arguments.actual is not None:
         return arguments.expected, arguments.actual
     return find_last_pair(arguments.expected or Path())
+
+
+def list_given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the options of these names that have a value, as they are typed."""
+    values = {name: getattr(arguments, name) for name in names}  # 0 is a value
+    given = [name for name, own in values.items() if own is not None and own is not False]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def get_command(arguments: argparse.Namespace) -> list[str]:

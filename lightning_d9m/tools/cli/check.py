@@ -11,13 +11,13 @@ from random import Random, SystemRandom
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
-from lightning_d9m.tools.cli.arguments import COMMAND, get_command, whole_number
+from lightning_d9m.tools.cli.arguments import COMMAND, get_command, list_given, whole_number
 from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_output, choose_segments, write_statement
+from lightning_d9m.tools.proof.statement import check_new_file, choose_segments, write_statement
 from lightning_d9m.tools.proof.verification import Proof, Signer, make_verdict, open_proof
 from lightning_d9m.tools.segments.check import (
     REPORT,
@@ -137,7 +137,7 @@ def _open_proof(arguments: argparse.Namespace) -> Proof | None:
     arguments.proof = None
     path = arguments.ledger
     names = ("public_key", "identity", "provider", "anyway", "verdict", "key")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]
+    given = list_given(arguments, names)
     if not path.is_file() or path.suffix == ".jsonl":
         if given:
             raise SettingError(
@@ -146,7 +146,7 @@ def _open_proof(arguments: argparse.Namespace) -> Proof | None:
         return None
     if arguments.key is not None and arguments.verdict is None:
         raise SettingError("--key signs a verdict. Add --verdict FILE, or leave it out.")
-    check_output(arguments.verdict)
+    check_new_file(arguments.verdict)
     if arguments.verdict is not None and (arguments.follow or arguments.print_commands):
         raise SettingError(
             "--verdict is for a check of chosen segments. Leave out --follow or --print-commands."

@@ -8,7 +8,7 @@ from lightning_d9m.text import printable
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_output, make_proof, write_statement
+from lightning_d9m.tools.proof.statement import check_new_file, make_proof, write_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             the key cannot be used.
     """
     output: Path = arguments.output
-    check_output(output)
+    check_new_file(output)
     recorded = RecordedRun(arguments.ledger)
     proof = make_proof(recorded, arguments.model, output.absolute().parent)
     write_statement(proof, output)

@@ -19,7 +19,7 @@ from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
 from lightning_d9m.text import describe_moment, describe_names, pluralize
-from lightning_d9m.tools.cli.arguments import whole_number
+from lightning_d9m.tools.cli.arguments import list_given, whole_number
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap_on_terminal
 
@@ -104,9 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise a ``SettingError`` if options for a verdict are given with a checkpoint."""
     path, names = arguments.checkpoint, ("public_key", "identity", "provider", "choose")
-    given = [
-        f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None
-    ]
+    given = list_given(arguments, names)
     if given and path.suffix != ".json":
         raise SettingError(f"{given[0]} is for a verdict of d9m check, and {path} is not one.")
 

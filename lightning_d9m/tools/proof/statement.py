@@ -234,7 +234,7 @@ def hash_package(package: Distribution) -> str | None:
     return hasher.hexdigest()
 
 
-def check_output(path: Path | None) -> None:
+def check_new_file(path: Path | None) -> None:
     """Raise a ``SettingError`` if a statement cannot be written to a new file."""
     if path is not None and (path.exists() or not path.absolute().parent.is_dir()):
         raise SettingError(

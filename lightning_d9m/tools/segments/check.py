@@ -27,6 +27,7 @@ from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.segment import (
+    HASH_SEED,
     RecordedRun,
     Segment,
     find_first_fit,
@@ -37,7 +38,7 @@ from lightning_d9m.tools.segments.segment import (
 REPORT = "check.json"
 """The file, in the folder of a check, with its result."""
 
-_HASH_SEED = "variable.PYTHONHASHSEED"  # python.hash_randomized says whether it matters
+_HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
 _FOLLOW_SECONDS = 1.0
 _REASONS = {
     "transient": "A second run of the segment is equal to the ledger: the first had a fault of the "
@@ -210,7 +211,7 @@ def _explain(checked: CheckedSegment, found: Comparison, differs: Comparison) ->
     """Return a segment that differs from the ledger in two runs, with the reason."""
     if not compare_ledgers(read_ledger(found.actual), read_ledger(differs.actual)).equal:
         return checked.explain("program")
-    fields = [entry.field for entry in found.stack if entry.field != _HASH_SEED]
+    fields = [entry.field for entry in found.stack if entry.field != _HASH_FIELD]
     if fields and not found.portable:
         return checked.explain("unclear", "", describe_names(fields, len(fields)))
     return checked.explain("persistent")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
-from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NONFINITE
+from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
 from lightning_d9m.tools.launch.run import Runs
@@ -21,8 +21,6 @@ from lightning_d9m.tools.segments.segment import (
     find_first_fit,
     run_segment,
 )
-
-_NEVER = 10**17
 
 
 def find_segment(recorded: RecordedRun, step: int) -> Segment:
@@ -105,7 +103,7 @@ def find_nonfinite(
     """
     there = (point for point in reversed(recorded.points) if point.is_there)
     start = next((point for point in there if holds_finite(point.path)), None)
-    stop = _NEVER if recorded.end is None else recorded.last_step + 1
+    stop = NEVER if recorded.end is None else recorded.last_step + 1
     segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
     words: dict[str, Any] = {"variables": recorded.variables, "may_fail": recorded.has_failed}
     run_segment(runs, segment, "nonfinite", title, **words)

@@ -27,7 +27,7 @@ from lightning_d9m.text import escape
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.tools.launch.run import Run, Runs
 
-_HASH_SEED = "PYTHONHASHSEED"
+HASH_SEED = "PYTHONHASHSEED"
 _PROVABLE = "LIGHTNING_D9M_PROVABLE"
 
 
@@ -238,8 +238,8 @@ class RecordedRun:
     @property
     def variables(self) -> dict[str, str]:
         """The variables that a part of the run needs to compute what the run has computed."""
-        seed = self.ledger.header.stack.get(f"variable.{_HASH_SEED}")
-        variables = {_HASH_SEED: str(seed or "random")}  # Python's default
+        seed = self.ledger.header.stack.get(f"variable.{HASH_SEED}")
+        variables = {HASH_SEED: str(seed or "random")}  # Python's default
         return variables | ({_PROVABLE: "1"} if self._outline.is_provable else {})
 
     def find_start(self, step: int) -> SavedPoint | None:
