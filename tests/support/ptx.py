@@ -256,8 +256,9 @@ class Run:
             "mov": lambda: first, "neg": lambda: -first, "mad": lambda: first * rest[0] + rest[1],
             "not": lambda: first ^ 1 if kind == "pred" else ~first,
             "div": lambda: first / rest[0], "abs": lambda: np.abs(first),
+            "sqrt": lambda: np.sqrt(first), "fma": lambda: fuse(first, *rest),
             "copysign": lambda: np.copysign(rest[0], first),
-            "bfe": lambda: (first >> rest[0]) & ((1 << rest[1]) - 1),
+            "bfe": lambda: (first << bits - rest[0] - rest[1]) >> bits - rest[1],
             "mul.hi": lambda: (first.astype(object) * rest[0].astype(object)) >> bits,
             "shfl": lambda: first[self.thread ^ rest[0].astype(np.int64)],  # the other of a pair
         }  # fmt: skip
@@ -365,6 +366,18 @@ class Run:
 def read_wide(values: np.ndarray, kind: str) -> np.ndarray:
     """Return bfloat16 as float32, and other values as they are."""
     return (values.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else values
+
+
+def fuse(left: np.ndarray, right: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """Return ``left * right + added`` of float32 numbers, rounded once: first to an odd float64."""
+    product, wide = left.astype(np.float64) * right, added.astype(np.float64)
+    total = product + wide
+    given = total - product
+    error = (product - (total - given)) + (wide - given)
+    bits = total.view(np.int64)
+    is_even = (bits & 1 == 0) & (np.abs(error) > 0)
+    bits = bits + is_even * np.where((error > 0) == (bits >= 0), 1, -1)
+    return bits.view(np.float64).astype(np.float32)
 
 
 def compare(how: str, left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
-from lightning_d9m.ops.portability import definitions, kernels
+from lightning_d9m.ops.portability import kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
@@ -252,7 +252,7 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
     """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
-    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
+    add_running = torch.cumsum if values.device.type == "cpu" else kernels.add_running
     return add_running(values.double(), dim).to(values.dtype)
 
 

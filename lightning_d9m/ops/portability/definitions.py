@@ -172,6 +172,15 @@ def compute(kernel: Kernel, given: Mapping[str, Any], like: Tensor) -> dict[str,
     return {n: one if kernel.outputs[n].each else one.view(-1) for n, one in outputs.items()}
 
 
+def write(kernel: Kernel, *given: Any) -> None:
+    """Write the outputs of a kernel of rows into the first arguments; its inputs follow."""
+    count = len(kernel.fresh)
+    inputs = dict(zip(kernel.inputs, given[count:], strict=True))
+    like = next(inputs[name] for name, place in kernel.inputs.items() if place == "at")
+    for out, found in zip(given[:count], compute(kernel, inputs, like).values(), strict=True):
+        out.copy_(found)
+
+
 def draw(key: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return uniform numbers in [0, 1) of 24 or 53 bits, of Philox4x32-10.
 

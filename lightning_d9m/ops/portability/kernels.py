@@ -1,20 +1,25 @@
 """Computations with a fixed sequence of operations: by compiled kernels, or by their definitions.
 
+On CUDA devices the kernels are Triton's; there each one computes a small example first.
+
 Inputs are float32 or float64 tensors (``widen`` converts others); results have their dtype.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_d9m.ops.patches.triton.launch import run_kernel
 from lightning_d9m.ops.portability import definitions
+from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS, TERMS
-from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
+from lightning_d9m.ops.portability.library import find_kernel, run
 
+_TRITON = "lightning_d9m.ops.portability.triton"
 _KINDS = [*TERMS]
 _COLUMNS = 64  # that a kernel adds at a time
 _FEW = 16  # columns of a product that are too few for a kernel
@@ -38,22 +43,41 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     inputs: dict[str, Any] = {k: one for k, one in given.items() if one is not None}
     x = next(one for one in inputs.values() if isinstance(one, Tensor))
     kernel = find_kernel(name, x)
-    replaced = (one for key, one in inputs.items() if key in formula.outputs)
-    if kernel is None or not all(one.is_contiguous() for one in replaced):
-        return tuple(definitions.compute(formula, inputs, x).values())
     count = x.shape[-1] if formula.in_rows else 1
     rows = x.numel() // max(count, 1)
-    x = x.contiguous()
     out = tuple(
-        torch.empty_like(x) if formula.outputs[one].each else x.new_empty(rows)
-        for one in formula.fresh
+        x.new_empty(x.shape if formula.outputs[one].each else rows) for one in formula.fresh
     )
+    replaced = (one for key, one in inputs.items() if key in formula.outputs)
+    if kernel is None or not all(one.is_contiguous() for one in replaced):
+        define, example = partial(definitions.write, formula), partial(_make_example, formula)
+        run_kernel(f"{_TRITON}.formulas:{name}", define, example, *out, *inputs.values())
+        return out
     members = list[Any]()
     for one in inputs.values():
         members += [one.contiguous()] if isinstance(one, Tensor) else map(float, one)
     periods = (len(inputs[one]) for one, place in formula.inputs.items() if place == "r % period")
     run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
     return out
+
+
+def _number(*shape: int) -> Tensor:
+    """Return numbers between 0 and 1."""
+    numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
+    return (numbers * 0.61803398875).frac_().view(shape)
+
+
+def _make_example(formula: RowKernel, device: torch.device) -> tuple[Any, ...]:
+    """Return small arguments of a kernel of rows."""
+    shapes = {"at": (3, 70), "0": (70,), "r % period": (3,)}
+    fresh = [_number(*((3, 70) if formula.outputs[one].each else (3,))) for one in formula.fresh]
+    given = [
+        [0.5] * one if isinstance(one, int) else _number(*shapes[one])
+        for one in formula.inputs.values()
+    ]
+    return tuple(
+        one.to(device, torch.float32) if isinstance(one, Tensor) else one for one in fresh + given
+    )
 
 
 class Offsets(NamedTuple):
@@ -65,12 +89,12 @@ class Offsets(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def count_steps(count: int, step: int) -> Tensor:
+def count_steps(count: int, step: int, device: torch.device) -> Tensor:
     """Return the offsets of elements in even steps."""
     return (
-        torch.arange(0, count * step, step, device="cpu")
+        torch.arange(0, count * step, step, device=device)
         if step
-        else torch.zeros(count, dtype=torch.int64, device="cpu")
+        else torch.zeros(count, dtype=torch.int64, device=device)
     )
 
 
@@ -94,26 +118,34 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
         of_right, of_left, of_out = places
     kernel = find_kernel("product", out)
     if kernel is None:
-        factors = [_gather(*pair) for pair in ((left, of_left), (right, of_right))]
-        result = definitions.multiply(*factors)
-        _flatten(out, of_out)[_number(of_out).flatten()] = result.flatten()
+        path = f"{_TRITON}.kernels:multiply"
+        given = (left, right, of_left, of_right, of_out)
+        run_kernel(path, _define_product, _make_product, out, *given)
         return
     tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms // 16
     given = (rows, columns, terms, left, right, out)
     run(kernel, tiles, cost, *given, *of_left, *of_right, *of_out)
 
 
-def _number(places: Offsets) -> Tensor:
-    return places.batch.view(-1, 1, 1) + places.rows.unsqueeze(1) + places.columns
+def _define_product(out: Tensor, *given: Any) -> None:
+    *tensors, of_left, of_right, of_out = given
+    factors = map(_gather, tensors, (of_left, of_right))
+    result = definitions.multiply(*(view[places] for view, places in factors))
+    view, places = _gather(out, of_out)
+    view[places] = result
 
 
-def _flatten(values: Tensor, places: Offsets) -> Tensor:
-    size = 1 + sum(int(one.max()) for one in places)
-    return values.as_strided((size,), (1,))
+def _gather(values: Tensor, places: Offsets) -> tuple[Tensor, Tensor]:
+    """Return the memory of matrices, and where their elements are in it."""
+    where = places.batch.view(-1, 1, 1) + places.rows.unsqueeze(1) + places.columns
+    return values.as_strided((1 + int(where.max()),), (1,)), where.to(values.device)
 
 
-def _gather(values: Tensor, places: Offsets) -> Tensor:
-    return _flatten(values, places)[_number(places).to(values.device)]
+def _make_product(device: torch.device) -> tuple[Any, ...]:
+    """Return small arguments of a product, with two blocks of terms."""
+    tensors = [_number(*shape).to(device) for shape in ((2, 3, 5), (2, 3, 300), (2, 300, 5))]
+    out, left, right = (_place(one.shape, one.stride(), device) for one in tensors)
+    return (*tensors, left, right, out)
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -122,14 +154,14 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     if not left.shape[2]:
         return left.new_zeros(shape)
     out = left.new_empty(shape)
-    places = (_place(one.shape, one.stride()) for one in (left, right, out))
+    places = (_place(one.shape, one.stride(), one.device) for one in (left, right, out))
     multiply_at(left, right, out, *places)
     return out
 
 
 @lru_cache(maxsize=512)
-def _place(shape: Sequence[int], strides: Sequence[int]) -> Offsets:
-    batch, rows, columns = map(count_steps, shape, strides)
+def _place(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> Offsets:
+    batch, rows, columns = map(count_steps, shape, strides, [device] * 3)
     return Offsets(rows, columns, batch)
 
 
@@ -159,22 +191,13 @@ def add(
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     shape = shape if keepdim else [x.shape[dim] for dim in kept]
     dims = sorted(dims)
-    kernel = find_kernel("row_sums", x)
     if not x.numel():
         return x.new_zeros(shape)
-    if kernel is None:
-        length = prod(x.shape[dim] for dim in dims)
-        order = (*kept, *dims)
-        rows, others = (
-            None if one is None else one.permute(order).reshape(-1, length) for one in (x, y)
-        )
-        more = (None if one is None else one.reshape(-1, 1) for one in (center, factor))
-        return definitions.add_rows(TERMS[kind](rows, others, *more)).view(shape)
     if y is not None and y.stride() != x.stride():
         x, y = x.contiguous(), y.contiguous()
     out = x.new_empty(shape)
     center, factor = (one if one is None else one.contiguous() for one in (center, factor))
-    _run_sums(kernel, _KINDS.index(kind), x, y, center, factor, out, kept, dims)
+    _run_sums(_KINDS.index(kind), x, y, center, factor, out, kept, dims)
     return out
 
 
@@ -192,7 +215,6 @@ def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _run_sums(
-    kernel: Kernel,
     kind: int,
     x: Tensor,
     y: Tensor | None,
@@ -204,7 +226,8 @@ def _run_sums(
 ) -> None:
     results, terms = _merge(x, kept), _merge(x, dims)
     cost, more = x.numel(), (x, y, center, factor, out)
-    if results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
+    kernel = find_kernel("row_sums", x)
+    if kernel and results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
         columns = results[-1][0]
         matrices, step = results[0] if len(results) == 2 else (1, 0)
         count, row_step = terms[0] if terms else (1, 0)
@@ -213,14 +236,53 @@ def _run_sums(
             if wide := find_kernel("column_sums", x):
                 run(wide, items, cost, kind, count, columns, step, row_step, *more)
                 return
-    if len(results) > 1 or len(terms) > 2:
+    if len(results) > (1 if kernel else 2) or len(terms) > 2:
         order = (*kept, *dims)
         x, y = x.permute(order).contiguous(), None if y is None else y.permute(order).contiguous()
         more = (x, y, center, factor, out)
         results, terms = [(out.numel(), x.numel() // out.numel())], [(x.numel() // out.numel(), 1)]
-    (count, step) = results[0] if results else (1, 0)
-    terms = [(1, 0)] * (2 - len(terms)) + terms
-    run(kernel, count, cost, kind, step, *terms[0], *terms[1], *more)
+    results, terms = ([(1, 0)] * (2 - len(one)) + one for one in (results, terms))
+    if kernel:
+        run(kernel, results[1][0], cost, kind, results[1][1], *terms[0], *terms[1], *more)
+    else:
+        path = f"{_TRITON}.kernels:add"
+        run_kernel(path, _define_sums, _make_sums, out, *more[:-1], kind, results, terms)
+
+
+def _define_sums(out: Tensor, x: Tensor, y: Tensor | None, *given: Any) -> None:
+    *numbers, kind, results, terms = given
+    sizes, steps = zip(*results, *terms, strict=True)
+    rows, others = (
+        None if one is None else one.as_strided(sizes, steps).reshape(out.numel(), -1)
+        for one in (x, y)
+    )
+    center, factor = (None if one is None else one.reshape(-1, 1) for one in numbers)
+    found = definitions.add_rows(TERMS[_KINDS[kind]](rows, others, center, factor))
+    out.copy_(found.view(out.shape))
+
+
+def _make_sums(device: torch.device) -> tuple[Any, ...]:
+    """Return small arguments of sums, with two blocks of terms."""
+    x, center = (_number(*shape).to(device, torch.float32) for shape in ((5000, 3), (3,)))
+    steps = ([(1, 0), (3, 1)], [(1, 0), (5000, 3)])
+    return (torch.zeros_like(center), x, None, center, None, _KINDS.index("deviations"), *steps)
+
+
+def add_running(x: Tensor, dim: int) -> Tensor:
+    """Return the sum up to each element, in order: of any tensor that is not on the CPU."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    path = f"{_TRITON}.kernels:add_running"
+    run_kernel(path, _define_running, _make_running, out, x.contiguous(), dim)
+    return out
+
+
+def _define_running(out: Tensor, x: Tensor, dim: int) -> None:
+    out.copy_(definitions.add_running(x, dim))
+
+
+def _make_running(device: torch.device) -> tuple[Any, ...]:
+    x = _number(3, 50, 2).to(device)
+    return torch.zeros_like(x), x, 1
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

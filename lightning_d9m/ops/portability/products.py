@@ -91,7 +91,7 @@ class Geometry(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def _find_phases(geometry: Geometry) -> tuple[list[int], list[list[Tensor]]]:
+def _find_phases(geometry: Geometry, device: torch.device) -> tuple[list[int], list[list[Tensor]]]:
     """Return places for the gradient for the image.
 
     Zeros before and after the windows of each dimension, for ``pad``; and for each remainder by the
@@ -113,7 +113,8 @@ def _find_phases(geometry: Geometry) -> tuple[list[int], list[list[Tensor]]]:
         lists.append(own)
     steps = (_steps(geometry.taps), _steps(wide), _steps(wide), _steps(geometry.image))
     phases = [
-        [_grid(steps[n], *(own[n] for own in phase)) for n in range(4)] for phase in product(*lists)
+        [_grid(steps[n], *(own[n] for own in phase)).to(device) for n in range(4)]
+        for phase in product(*lists)
     ]
     return sides, [phase for phase in phases if all(map(len, phase))]
 
@@ -132,7 +133,7 @@ def _place(tensor: Tensor, letters: str, groups: int, **others: Tensor) -> _Plac
     """
     view, found = tensor.unflatten(letters.index("g"), (groups, -1)), dict[str, Tensor]()
     for letter, size, step in zip(letters, view.shape, view.stride(), strict=True):
-        offsets = count_steps(size, step)
+        offsets = count_steps(size, step, tensor.device)
         found[letter] = _join([found[letter], offsets]) if letter in found else offsets
     return view, found | others
 
@@ -210,7 +211,7 @@ def _differentiate_by_weight(
 
 def _convolve_back(gradient: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
     """Return the gradient for the image; also a transposed convolution."""
-    sides, phases = _find_phases(geometry)
+    sides, phases = _find_phases(geometry, gradient.device)
     read, weight = pad(gradient, sides).flatten(2).contiguous(), weight.flatten(2).contiguous()
     out = gradient.new_zeros((len(gradient), weight.shape[1] * groups, *geometry.image))
     for used, reads, turns, places in phases:

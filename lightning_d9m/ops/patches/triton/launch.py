@@ -22,7 +22,7 @@ _BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one a
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
-_load = cache(lambda path: resolve_name(f"{__package__}.{path}"))
+_load = cache(lambda path: resolve_name(path if "." in path else f"{__package__}.{path}"))
 
 
 def run_kernel(
@@ -38,7 +38,8 @@ def run_kernel(
     launched, and from one whose example has different bits on the CPU.
 
     Args:
-        path: ``"module:function"`` in this folder: the function that launches the kernel.
+        path: ``"module:function"`` in this folder, or with the whole name of the module: the
+            function that launches the kernel.
         reference: The function of torch ops, with the same arguments.
         example: Returns small arguments on a device, at the first use there.
         out: The tensor to write into.
