@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
-from lightning_d9m.ops.portability import kernels
+from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, widen
@@ -30,7 +30,8 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
     if not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    given = [one.to(working) for one in inputs]
+    (device, *_) = {one.device for one in inputs if one.device.type != "cpu"} or {inputs[0].device}
+    given = [one.to(device, working) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
     return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
@@ -104,14 +105,17 @@ RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
 
 @rule("div")
 def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
-    """The quotient; CUDA multiplies by the reciprocal of a number, so it gets a tensor."""
+    """The quotient; CUDA multiplies by the reciprocal of a number on the CPU."""
     if rounding_mode is None:
-        if isinstance(right, Tensor) or not left.is_floating_point():
-            return torch.div(left, right)
+        if isinstance(right, Tensor):
+            return torch.div(left, right if left.device.type == "cpu" else right.to(left.device))
+        if not left.is_floating_point():
+            left = left.to(torch.get_default_dtype())
         return divide_by(left.to(accumulation_dtype(left.dtype)), right).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
-    quotient = torch.div(*_widen(left, right))
+    one, other = _widen(left, right)
+    quotient = divide(one, other)
     return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
 
 
@@ -141,7 +145,7 @@ def _add_scaled(
     return add(start, term)  # type: ignore[no-any-return]
 
 
-for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
+for _name, _combine in (("addcmul", torch.mul), ("addcdiv", divide)):
     RULES[_name] = partial(_add_scaled, torch.add, _combine)
     RULES[f"{_name}_"] = partial(_add_scaled, Tensor.add_, _combine)
 
@@ -252,7 +256,7 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
     """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
-    add_running = torch.cumsum if values.device.type == "cpu" else kernels.add_running
+    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
     return add_running(values.double(), dim).to(values.dtype)
 
 

@@ -5,7 +5,7 @@ other devices, and without a compiler. Each has the arguments of its counterpart
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -148,37 +148,26 @@ def add_running(x: Tensor, dim: int) -> Tensor:
     return torch.stack([*accumulate(x.unbind(dim), initial=first)][1:], dim)
 
 
-def compute(kernel: Kernel, given: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of a kernel of rows; those that are inputs are replaced in place.
+def compute(kernel: Kernel, *given: Any) -> None:
+    """Compute a kernel of rows.
 
     Args:
         kernel: One of ``formulas.KERNELS``.
-        given: Its inputs by their names.
-        like: One of them, with all rows.
+        *given: Tensors for its fresh outputs; then its inputs, of which some are outputs, too.
     """
+    places = dict(zip((*kernel.fresh, *kernel.inputs), given, strict=True))
+    like = next(places[name] for name, place in kernel.inputs.items() if place == "at")
     numbers = dict[str, Any]()
     for name, place in kernel.inputs.items():
-        one: Any = given[name]
+        one = places[name]
         if isinstance(place, int):
             rounded = torch.tensor(one, dtype=torch.float64, device="cpu").to(like)
             numbers[name] = [Values(each, like.dtype) for each in rounded]
         else:
             rows = one.repeat(len(like) // len(one)).unsqueeze(1) if place == "r % period" else one
             numbers[name] = Values(rows, like.dtype)
-    outputs = {name: one.tensor for name, one in kernel.formula(**numbers).items()}
-    for name, one in given.items():
-        if isinstance(one, Tensor) and name in outputs:
-            one.copy_(outputs.pop(name))
-    return {n: one if kernel.outputs[n].each else one.view(-1) for n, one in outputs.items()}
-
-
-def write(kernel: Kernel, *given: Any) -> None:
-    """Write the outputs of a kernel of rows into the first arguments; its inputs follow."""
-    count = len(kernel.fresh)
-    inputs = dict(zip(kernel.inputs, given[count:], strict=True))
-    like = next(inputs[name] for name, place in kernel.inputs.items() if place == "at")
-    for out, found in zip(given[:count], compute(kernel, inputs, like).values(), strict=True):
-        out.copy_(found)
+    for name, found in kernel.formula(**numbers).items():
+        places[name].copy_(found.tensor.view(places[name].shape))
 
 
 def draw(key: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -1,7 +1,6 @@
 """Computations with a fixed sequence of operations: by compiled kernels, or by their definitions.
 
 On CUDA devices the kernels are Triton's; there each one computes a small example first.
-
 Inputs are float32 or float64 tensors (``widen`` converts others); results have their dtype.
 """
 
@@ -48,10 +47,13 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     out = tuple(
         x.new_empty(x.shape if formula.outputs[one].each else rows) for one in formula.fresh
     )
-    replaced = (one for key, one in inputs.items() if key in formula.outputs)
-    if kernel is None or not all(one.is_contiguous() for one in replaced):
-        define, example = partial(definitions.write, formula), partial(_make_example, formula)
-        run_kernel(f"{_TRITON}.formulas:{name}", define, example, *out, *inputs.values())
+    places = (*out, *inputs.values())
+    if not all(one.is_contiguous() for key, one in inputs.items() if key in formula.outputs):
+        definitions.compute(formula, *places)
+        return out
+    if kernel is None:
+        define, example = partial(definitions.compute, formula), partial(_make_example, formula)
+        run_kernel(f"{_TRITON}.formulas:{name}", define, example, *places)
         return out
     members = list[Any]()
     for one in inputs.values():
@@ -61,22 +63,19 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     return out
 
 
-def _number(*shape: int) -> Tensor:
-    """Return numbers between 0 and 1."""
+def _number(device: torch.device, *shape: int) -> Tensor:
+    """Return float32 numbers between 0 and 1."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
-    return (numbers * 0.61803398875).frac_().view(shape)
+    return (numbers * 0.61803398875).frac_().view(shape).to(device, torch.float32)
 
 
 def _make_example(formula: RowKernel, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a kernel of rows."""
     shapes = {"at": (3, 70), "0": (70,), "r % period": (3,)}
-    fresh = [_number(*((3, 70) if formula.outputs[one].each else (3,))) for one in formula.fresh]
-    given = [
-        [0.5] * one if isinstance(one, int) else _number(*shapes[one])
-        for one in formula.inputs.values()
-    ]
+    fresh = [(3, 70) if formula.outputs[one].each else (3,) for one in formula.fresh]
+    given = [one if isinstance(one, int) else shapes[one] for one in formula.inputs.values()]
     return tuple(
-        one.to(device, torch.float32) if isinstance(one, Tensor) else one for one in fresh + given
+        [0.5] * one if isinstance(one, int) else _number(device, *one) for one in fresh + given
     )
 
 
@@ -118,9 +117,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
         of_right, of_left, of_out = places
     kernel = find_kernel("product", out)
     if kernel is None:
-        path = f"{_TRITON}.kernels:multiply"
-        given = (left, right, of_left, of_right, of_out)
-        run_kernel(path, _define_product, _make_product, out, *given)
+        path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
+        run_kernel(path, _define_product, _make_product, out, left, right, *more)
         return
     tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms // 16
     given = (rows, columns, terms, left, right, out)
@@ -143,7 +141,8 @@ def _gather(values: Tensor, places: Offsets) -> tuple[Tensor, Tensor]:
 
 def _make_product(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a product, with two blocks of terms."""
-    tensors = [_number(*shape).to(device) for shape in ((2, 3, 5), (2, 3, 300), (2, 300, 5))]
+    shapes = (2, 3, 5), (2, 3, 300), (2, 300, 5)
+    tensors = [_number(device, *shape).double() for shape in shapes]
     out, left, right = (_place(one.shape, one.stride(), device) for one in tensors)
     return (*tensors, left, right, out)
 
@@ -197,7 +196,7 @@ def add(
         x, y = x.contiguous(), y.contiguous()
     out = x.new_empty(shape)
     center, factor = (one if one is None else one.contiguous() for one in (center, factor))
-    _run_sums(_KINDS.index(kind), x, y, center, factor, out, kept, dims)
+    _run_sums(_KINDS.index(kind), kept, dims, x, y, center, factor, out)
     return out
 
 
@@ -214,18 +213,10 @@ def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _run_sums(
-    kind: int,
-    x: Tensor,
-    y: Tensor | None,
-    center: Tensor | None,
-    factor: Tensor | None,
-    out: Tensor,
-    kept: list[int],
-    dims: list[int],
-) -> None:
+def _run_sums(kind: int, kept: list[int], dims: list[int], *more: Any) -> None:
+    x, y, center, factor, out = more
     results, terms = _merge(x, kept), _merge(x, dims)
-    cost, more = x.numel(), (x, y, center, factor, out)
+    cost = x.numel()
     kernel = find_kernel("row_sums", x)
     if kernel and results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
         columns = results[-1][0]
@@ -252,37 +243,17 @@ def _run_sums(
 def _define_sums(out: Tensor, x: Tensor, y: Tensor | None, *given: Any) -> None:
     *numbers, kind, results, terms = given
     sizes, steps = zip(*results, *terms, strict=True)
-    rows, others = (
-        None if one is None else one.as_strided(sizes, steps).reshape(out.numel(), -1)
-        for one in (x, y)
-    )
-    center, factor = (None if one is None else one.reshape(-1, 1) for one in numbers)
-    found = definitions.add_rows(TERMS[_KINDS[kind]](rows, others, center, factor))
+    rows = [one if one is None else one.as_strided(sizes, steps).flatten(2) for one in (x, y)]
+    more = (one if one is None else one.view(*sizes[:2], 1) for one in numbers)
+    found = definitions.add_rows(TERMS[_KINDS[kind]](*rows, *more))
     out.copy_(found.view(out.shape))
 
 
 def _make_sums(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
-    x, center = (_number(*shape).to(device, torch.float32) for shape in ((5000, 3), (3,)))
+    x, center = _number(device, 5000, 3), _number(device, 3)
     steps = ([(1, 0), (3, 1)], [(1, 0), (5000, 3)])
     return (torch.zeros_like(center), x, None, center, None, _KINDS.index("deviations"), *steps)
-
-
-def add_running(x: Tensor, dim: int) -> Tensor:
-    """Return the sum up to each element, in order: of any tensor that is not on the CPU."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    path = f"{_TRITON}.kernels:add_running"
-    run_kernel(path, _define_running, _make_running, out, x.contiguous(), dim)
-    return out
-
-
-def _define_running(out: Tensor, x: Tensor, dim: int) -> None:
-    out.copy_(definitions.add_running(x, dim))
-
-
-def _make_running(device: torch.device) -> tuple[Any, ...]:
-    x = _number(3, 50, 2).to(device)
-    return torch.zeros_like(x), x, 1
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

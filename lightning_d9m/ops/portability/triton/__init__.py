@@ -1,6 +1,5 @@
-"""The kernels of portable bits in Triton, for CUDA.
+"""The kernels of portable bits in Triton, for CUDA, with the sequences and bits of the C ones.
 
-Each result takes the sequence of operations of the C kernels, so it has their bits. The arguments
-of a function of ``kernels.py`` in the folder above come in; it compares an example first. No GPU
-has run them: tests execute their PTX.
+Tensors of ``kernels.py`` in the folder above come in; it compares an example first. No GPU has run
+them: tests execute their PTX. Read ``formulas.py``, which writes most of them.
 """

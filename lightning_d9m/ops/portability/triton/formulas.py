@@ -5,7 +5,7 @@ of ``KERNELS["exp"]``. What a total of a row adds is computed again where it is 
 """
 
 import linecache
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cache, lru_cache, partial
 from math import isfinite
 from typing import Any
@@ -15,148 +15,83 @@ import triton
 from torch import Tensor
 
 from lightning_d9m.ops.portability.definitions import BLOCK, LANES
-from lightning_d9m.ops.portability.expressions import Kernel, Number
+from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, list_needed
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, TWO_OVER_PI
 from lightning_d9m.ops.portability.triton import kernels
 
 _ROWS, _ELEMENTS = 4, 256  # of a program
-_BINARY = {"add": "+", "sub": "-", "mul": "*", "and_": "&", "or_": "|", "rshift": ">>"}
-_BINARY |= {"lshift": "<<", "lt": "<", "gt": ">", "ge": ">=", "eq": "=="}
-_TEXTS = {name: f"{{}} {sign} {{}}" for name, sign in _BINARY.items()} | {
-    "truediv": "divide({}, {})",
-    "neg": "{} * -1",
-    "invert": "~{}",
-    "abs": "tl.abs({})",
-    "copysign": "copy_sign({}, {})",
-    "where": "tl.where({}, {}, {})",
-    "to_bits": "{}.to(tl.int64, bitcast=True)",
-    "from_bits": "{}.to(tl.float64, bitcast=True)",
-    "wide": "{}.to(tl.float64)",
-    "narrow": "{}.to(REAL)",
-    "root": "find_root({})",
-}
-_KINDS = dict.fromkeys(("lt", "gt", "ge", "eq"), "tl.int1")
-_KINDS |= {"to_bits": "tl.int64", "lookup": "tl.int64", "from_bits": "tl.float64"}
-_KINDS |= {"wide": "tl.float64", "narrow": "REAL", "length": "REAL"}
+_LOOK_UP = "tl.full([], 0, tl.int64)"
+for _place, _word in enumerate(TWO_OVER_PI):
+    _LOOK_UP = f"tl.where({{0}} == {_place}, {_word - (_word >> 63 << 64)}, {_LOOK_UP})"
+_TEXTS = TEXTS | {"neg": "{} * -1", "invert": "~{}", "abs": "tl.abs({})", "lookup": _LOOK_UP}
+_TEXTS |= {"where": "tl.where({}, {}, {})", "wide": "{}.to(tl.float64)", "narrow": "{}.to(REAL)"}
+_TEXTS |= {"to_bits": "{}.to(tl.int64, bitcast=True)", "length": "n.to(REAL)"}
+_TEXTS |= {"from_bits": "{}.to(tl.float64, bitcast=True)", "total": "total", "greatest": "greatest"}
+_TEXTS["copysign"] = "tl.abs({0}) * tl.where({1}.to(tl.int64, bitcast=True) < 0, -1, 1)"
+# Rounded to nearest: `/` and `tl.sqrt` of float32 numbers are not.
+_TEXTS["truediv"] = "{0} / {1} if {1}.dtype == tl.float64 else tl.div_rn({0}, {1})"
+_TEXTS["root"] = "tl.sqrt({0}) if {0}.dtype == tl.float64 else tl.sqrt_rn({0})"
+_TYPES = {"double": "tl.float64", "int64_t": "tl.int64", "REAL": "REAL"}
 _PLACES = {
     "at": "tl.load({} + (at + i), mask=here, other=0.0)",
-    "0": "tl.load({} + i, mask=here, other=0.0)",
-    "r % period": "tl.load({} + r % period, mask=there, other=0.0)",
+    "number": "tl.load({} + {}).to(REAL)",
 }
-# The start of a number of a row and of its lanes, a step of the lanes, and of the number.
-_OF_ROWS = {
-    "total": ("0.0", "lanes + {}", "{} + add_lanes(lanes, 1)"),
-    "greatest": (
-        'float("-inf")',
-        "tl.maximum(lanes, {})",
-        "tl.maximum({}, tl.max(lanes, 1)[:, None])",
-    ),
-}
+_PLACES |= {"r % period": "tl.load({} + r % period, mask=there, other=0.0)"}
+_PLACES |= {"0": "tl.load({} + i, mask=here, other=0.0)"}
+# The start of a number of a row and of its lanes, a step of the lanes, and one of the number.
+_MAXIMUM = ('float("-inf")', "tl.maximum(lanes, {})", "tl.maximum({}, tl.max(lanes, 1)[:, None])")
+_OF_ROWS = {"total": ("0.0", "lanes + {}", "{} + add_lanes(lanes, 1, 5)"), "greatest": _MAXIMUM}
+_BEGIN = [f"i = first + tl.arange(0, {LANES})[None, :] + r * 0", "here = there & (i < n)"]
 
 
-class Line(Number):
-    """A number of a kernel: a line of its source.
+class Line(Code):
+    """A number in Triton; functions are written out where they are called."""
 
-    Attributes:
-        program: All numbers of the formula in order; this one is appended.
-        kind: Its type.
-        text: What computes it.
-        operands: The numbers in the text.
-        each: Whether it differs between the elements of a row.
-        of_row: ``total`` or ``greatest`` if it takes a whole row.
-    """
-
-    def __init__(
-        self,
-        program: "list[Line]",
-        kind: str,
-        text: str,
-        operands: "tuple[Line, ...]" = (),
-        each: bool = False,
-        of_row: str = "",
-    ) -> None:
-        self.program, self.kind, self.text, self.operands = program, kind, text, operands
-        self.each, self.of_row, self.name = each, of_row, f"v{len(program)}"
-        program.append(self)
+    texts = _TEXTS
 
     def apply(self, operation: str, *operands: Any) -> Any:
         """Append the result of an operation to the program."""
         if operation in FUNCTIONS:
             return FUNCTIONS[operation](*operands)
-        if operation == "length":
-            return Line(self.program, "REAL", "n.to(REAL)")
-        lines = tuple(one for one in operands if isinstance(one, Line))
-        kinds = {one.kind for one in lines} - {"tl.int1"}
-        like = kinds.pop() if kinds else "tl.float64" if operation == "where" else "tl.int1"
-        kind = _KINDS.get(operation, like)
-        if operation in _OF_ROWS:
-            return Line(self.program, kind, "", lines, of_row=operation)
-        names = [one.name if isinstance(one, Line) else _write(one, like) for one in operands]
-        text = _TEXTS[operation].format(*names) if operation != "lookup" else _choose(names[0])
-        return Line(self.program, kind, text, lines, any(one.each for one in lines))
+        return super().apply(operation, *operands)
+
+    @staticmethod
+    def write(number: float, kind: str) -> str:
+        """Return a constant of a type; without it, Triton may round it to float32."""
+        text = repr(number) if isfinite(number) else f'float("{number}")'
+        return f"tl.full([], {text}, {_TYPES[kind]})"
 
 
-def _write(number: float, kind: str) -> str:
-    """Return a constant of a type; without it, Triton may round it to float32."""
-    text = repr(number) if isfinite(number) else f'float("{number}")'
-    return f"tl.full([], {text}, {kind})"
-
-
-def _choose(place: str) -> str:
-    text = _write(0, "tl.int64")
-    for number, word in enumerate(TWO_OVER_PI):
-        signed = _write(word - (word >> 63 << 64), "tl.int64")
-        text = f"tl.where({place} == {number}, {signed}, {text})"
-    return text
-
-
-def _list_needed(results: Iterable[Line], known: set[Line]) -> list[Line]:
-    """Return the numbers that others are computed from, in order, without those that are known."""
-    needed, left = set[Line](), [*results]
-    program = left[0].program if left else []
-    while left:
-        one = left.pop()
-        if one not in needed and one not in known:
-            needed.add(one)
-            left += one.operands
-    return [one for one in program if one in needed]
-
-
-def _declare(results: Iterable[Line], known: set[Line]) -> list[str]:
+def _declare(results: Iterable[Code], known: Container[Code]) -> list[str]:
     """Return the lines that compute numbers from those that are known."""
-    return [f"{one.name} = {one.text}" for one in _list_needed(results, known)]
+    needed = (one for one in list_needed(results, known) if one not in known)
+    return [f"{one.name} = {one.text}" for one in needed]
 
 
-def _loop(begin: str, end: str, lines: Iterable[str]) -> list[str]:
-    """Return the lines of a loop over the elements of rows, ``LANES`` at a time."""
-    head = f"for first in range({begin}, {end}, {LANES}):"
-    body = ("i = first + lane", "here = there & (i < n)", *lines)
-    return [head, *(f"    {line}" for line in body)]
+def _loop(begin: str, end: str, step: int, lines: Iterable[str]) -> list[str]:
+    head = f"for {'block' if step == BLOCK else 'first'} in range({begin}, {end}, {step}):"
+    return [head, *(f"    {line}" for line in lines)]
 
 
-def _write_rows(results: dict[str, Line], stores: list[str]) -> list[str]:
-    """Return the lines that compute rows."""
-    lines, known = ["r = r[:, None]", "there = r < count", "at = r * n"], set[Line]()
-    lines += [f"lane = tl.arange(0, {LANES})[None, :] + r * 0"]
-    for one in _list_needed(results.values(), known):
-        if one.of_row:
-            start, add, end = _OF_ROWS[one.of_row]
+def _write_row(results: Iterable[Code]) -> tuple[list[str], set[Code]]:
+    """Return the lines that compute the numbers of a row that do not differ, and these."""
+    lines, known = ["r = r[:, None]", "there = r < count", "at = r * n"], set[Code]()
+    for one in list_needed(results):
+        if one.each:
+            continue
+        if one.of_rows and one.operands:
             (element,) = one.operands
+            start, add, end = _OF_ROWS[one.text]
             step = f"lanes = tl.where(here, {add.format(element.name)}, lanes)"
+            steps = [*_BEGIN, *_declare([element], known), step]
             lines += [f"{one.name} = tl.full([BLOCK, 1], {start}, REAL)"]
-            lines += [f"for block in range(0, n, {BLOCK}):"]
             body = [f"lanes = tl.full([BLOCK, {LANES}], {start}, REAL)"]
-            steps = [*_declare([element], known), step]
-            body += _loop("block", f"tl.minimum(block + {BLOCK}, n)", steps)
-            lines += [f"    {line}" for line in (*body, f"{one.name} = {end.format(one.name)}")]
-        elif not one.each:
+            body += _loop("block", f"tl.minimum(block + {BLOCK}, n)", LANES, steps)
+            lines += _loop("0", "n", BLOCK, [*body, f"{one.name} = {end.format(one.name)}"])
+        else:
             lines.append(f"{one.name} = {one.text}")
-        if not one.each:
-            known.add(one)
-    each = [one for one in results.values() if one.each]
-    lines += _loop("0", "n", (*_declare(each, known), *stores))
-    totals = ((name, one.name) for name, one in results.items() if not one.each)
-    return lines + [f"tl.store({name} + r, {value}, mask=there)" for name, value in totals]
+        known.add(one)
+    return lines, known
 
 
 def write_kernel(kernel: Kernel) -> str:
@@ -165,17 +100,7 @@ def write_kernel(kernel: Kernel) -> str:
     Its arguments are the fresh outputs, the inputs, the number of all rows or elements, the length
     of a row, and the period of ``Rows``.
     """
-    program, given = list[Line](), dict[str, Any]()
-    for name, place in kernel.inputs.items():
-        if isinstance(place, int):
-            texts = (f"tl.load({name} + {k}).to(REAL)" for k in range(place))
-            given[name] = [Line(program, "REAL", text) for text in texts]
-        else:
-            each = place in ("at", "0")
-            given[name] = Line(program, "REAL", _PLACES[place].format(name), each=each)
-    results: dict[str, Line] = kernel.formula(**given)
-    each = [(name, one) for name, one in results.items() if one.each]
-    stores = [f"tl.store({name} + (at + i), {one.name}, mask=here)" for name, one in each]
+    results = kernel.trace(Line, _PLACES)
     like = next(name for name, place in kernel.inputs.items() if place == "at")
     arguments = ", ".join((*kernel.fresh, *kernel.inputs, "count", "n", "period"))
     lines = [
@@ -183,10 +108,16 @@ def write_kernel(kernel: Kernel) -> str:
         f"REAL: tl.constexpr = {like}.dtype.element_ty",
         "r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
     ]
+    rows, known = _write_row(results.values()) if kernel.in_rows else ([], set[Code]())
+    each = {name: one for name, one in results.items() if one.each}
+    body = _declare(each.values(), known)
+    body += [f"tl.store({name} + (at + i), {one.name}, mask=here)" for name, one in each.items()]
     if kernel.in_rows:
-        lines += _write_rows(results, stores)
+        lines += [*rows, *_loop("0", "n", LANES, [*_BEGIN, *body])]
     else:
-        lines += ["at, i, here = 0, r, r < count", *_declare(results.values(), set()), *stores]
+        lines += ["at, i, here = 0, r, r < count", *body]
+    others = ((name, one.name) for name, one in results.items() if not one.each)
+    lines += [f"tl.store({name} + r, {value}, mask=there)" for name, value in others]
     return "\n    ".join(lines) + "\n"
 
 
@@ -223,9 +154,6 @@ def _launch(name: str, *given: Any) -> None:
     count, each = x.numel() // max(n, 1), _ROWS if kernel.in_rows else _ELEMENTS
     numbers = (count, n, next(periods, 1), each)
     kernels.start(_compile(name), triton.cdiv(count, each), used, *numbers)
-    for key, one, own in zip(names, given, used, strict=True):
-        if key in kernel.outputs and own is not one:
-            one.copy_(own)
 
 
 def __getattr__(name: str) -> Callable[..., None]:
