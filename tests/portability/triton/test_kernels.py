@@ -1,0 +1,154 @@
+"""Products, sums and formulas in Triton, as executed PTX: the bits of the C kernels."""
+
+from itertools import count
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has packages for Linux only")
+
+from executed import executed
+
+from lightning_d9m.ops.patches.triton import launch
+from lightning_d9m.ops.portability import arithmetic, kernels
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.portability.triton import kernels as triton_kernels
+
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
+SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38, 2**-149, -(2**-130), 0.1, -0.3, 5.5, 1e5]
+CHECK = launch._check
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def read_bytes(values):
+    values = torch.where(values.isnan(), torch.nan, values)
+    return values.flatten().view(torch.uint8).tolist()
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def check(function, *given, **named):
+    """Call a function of ``kernels`` twice, by C and by Triton; compare results and inputs."""
+    others = [one.clone() if isinstance(one, torch.Tensor) else one for one in given]
+    copies = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in named.items()}
+    expected = function(*given, **named)
+    with executed() as names:
+        found = function(*others, **copies)
+    assert names
+    if isinstance(found, torch.Tensor):
+        found, expected = (found,), (expected,)
+    pairs = [*zip(found, expected, strict=True)]
+    pairs += [(copies[name], one) for name, one in named.items() if isinstance(one, torch.Tensor)]
+    for one, other in pairs:
+        assert one.shape == other.shape
+        assert read_bytes(one) == read_bytes(other)
+    return names
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("tile", "sizes"), [(64, (1, 70, 2, 66)), (16, (2, 17, 4, 5)), (16, (1, 3, 300, 2))]
+)
+def test_products(tile, sizes, dtype, monkeypatch):
+    """Of edges of tiles, of two blocks of terms, and of matrices that are transposed in memory."""
+    monkeypatch.setattr(triton_kernels, "_TILE", tile)
+    batch, rows, terms, columns = sizes
+    left = draw(batch, terms, rows, dtype=dtype).mT
+    left[:, 0] *= 1e-30 if dtype == torch.float32 else 1e-300
+    left[:, -1, 0] = torch.inf
+    right = draw(batch, terms, columns, dtype=dtype, seed=1)
+    right[..., 1] *= 1e-12
+    assert check(kernels.multiply, left, right) == ["multiply_tiles"]
+
+
+@pytest.mark.parametrize("kind", ["values", "deviations", "normalized"])
+@pytest.mark.parametrize(
+    ("shape", "dims", "launches"),
+    [
+        *[((5, 7), (1,), 1), ((70, 34), (0,), 1), ((4500,), (0,), 2), ((3, 4, 5, 3), (0, 2, 3), 1)],
+        *[((2, 3, 4, 5, 6), (1, 3), 1), ((3, 4100, 2), (1,), 2), ((), (), 1), ((3, 1, 9), (1,), 1)],
+    ],
+)
+def test_sums(shape, dims, launches, kind):
+    dtype = torch.float64 if len(shape) % 2 else torch.float32
+    x, y = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    kept = [size for dim, size in enumerate(shape) if dim not in dims]
+    center, factor = (draw(*kept, dtype=dtype, seed=seed) for seed in (2, 3))
+    named = {"kind": kind, "center": center, "factor": factor}
+    named |= {"y": y} if kind == "normalized" else {}
+    assert len(check(kernels.add, x, dims, **named)) == launches
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    """Of any bits, of special values, and of usual ones, in one of the types."""
+    dtype = torch.float64 if len(name) % 3 == 0 else torch.float32
+    bits = torch.randint(-(2**63), 2**63 - 1, (60,), generator=torch.Generator().manual_seed(1))
+    near = draw(50, dtype=dtype)
+    values = [bits.view(dtype)[:60], torch.tensor(SPECIAL, dtype=dtype), near, near * 1e6]
+    values = torch.cat([*values, near.abs().frac()])
+    inputs = {"x": values, "y": values.flip(0)} if name in OF_TWO else {"x": values}
+    if name == "normal":
+        inputs = {"x": 1 - near.abs().frac(), "y": near}
+    assert check(kernels.compute, name, **inputs) == ["kernel"]
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
+def test_kernels_of_rows_and_elements(name):
+    base, *absent = name.split("_without_")
+    long = base == "softmax_backward_data"  # two blocks of terms
+    rows, length = (2, 4100) if long else (6, 45)
+    seeds, numbers = count(), [0.0, 1.0, 0.3]
+    shapes = {"at": (rows, length), "0": (length,), "r % period": (rows // 2,)}
+    inputs = {
+        key: [numbers[(n + len(name)) % 3] for n in range(place)]
+        if isinstance(place, int)
+        else draw(*shapes[place], seed=next(seeds)).abs()
+        for key, place in KERNELS[name].inputs.items()
+    }
+    check(kernels.compute, base, **inputs, **dict.fromkeys(absent))
+
+
+def test_a_fused_multiplication_differs(monkeypatch):
+    """The control: the tests above compare what depends on each rounding."""
+    given = {"x": draw(6, 45), "numbers": [1e-5], "weight": draw(45, seed=1), "bias": draw(45)}
+    expected = kernels.compute("layer_norm", **given)
+    monkeypatch.setitem(triton_kernels.OPTIONS, "enable_fp_fusion", True)
+    with executed(exact=False):
+        found = kernels.compute("layer_norm", **given)
+        assert read_bytes(found[0]) != read_bytes(expected[0])
+        torch.testing.assert_close(found, expected)
+        # Before its first use it computes an example, and is withdrawn: torch operations serve.
+        monkeypatch.setattr(launch, "_check", CHECK)
+        launch._checked.clear()
+        with pytest.warns(UserWarning, match="its bits for a small example are not the CPU's"):
+            found = kernels.compute("layer_norm", **given)
+    assert [*map(read_bytes, found)] == [*map(read_bytes, expected)]
+
+
+def test_each_kernel_computes_an_example_first(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "_TILE", 16)
+    x, checked = draw(3, 5), set()
+    with executed() as names:
+        monkeypatch.setattr(launch, "_checked", checked)
+        monkeypatch.setattr(launch, "_check", CHECK)
+        kernels.multiply(x[None], x.mT[None])
+        kernels.add(x, [0])
+        kernels.compute("sigmoid", x=x)
+        assert not launch._withdrawn
+    assert len(names) == 3 + 4  # the example of a sum takes two launches
+    assert {path.removeprefix(f"{kernels._TRITON}.") for path, _ in checked} == {
+        "kernels:multiply", "kernels:add", "formulas:sigmoid"
+    }  # fmt: skip
+
+
+def test_a_number_on_the_cpu_is_moved_before_a_division(monkeypatch):
+    """CUDA multiplies by its reciprocal."""
+    from simulated_device import CUDA, put
+
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self)
+    arithmetic.divide(put(draw(3)), torch.tensor(3.0))
+    assert moved == [CUDA]

@@ -1,0 +1,71 @@
+"""Triton kernels of portable bits on CPU tensors, by the interpreter of PTX."""
+
+import re
+import sys
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from ptx import Memory, Run, parse
+from scripts import load_script
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from lightning_d9m.ops.patches.triton import launch
+from lightning_d9m.ops.portability import kernels
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "ops"
+# An assembler may fuse operations that do not say how they round; others approximate.
+INEXACT = re.compile(r"\b(?:(?:add|sub|mul|div|sqrt|fma)\.(?!rn\.f)[\w.]*f|\w+\.(?:ftz|approx))\w*")
+
+
+@cache
+def load_benchmark():
+    """Return benchmarks/ops/triton_kernels.py."""
+    with patch.object(sys, "path", [str(FOLDER), *sys.path]):
+        return load_script(FOLDER / "triton_kernels.py")
+
+
+@cache
+def find_inexact(text):
+    return INEXACT.findall(text)
+
+
+@contextmanager
+def executed(capability=90, *, exact=True):
+    """Compute portable bits by Triton kernels; return the names of those that are launched.
+
+    Each instruction must say that it rounds to nearest, unless ``exact`` is false.
+    """
+    names = []
+    benchmark, find_kernel = load_benchmark(), kernels.find_kernel
+
+    def run(self, *args, grid, warmup, **options):
+        given = dict(zip(self.arg_names, args, strict=False)) | options
+        one = benchmark.describe_launch(self, dict(given))
+        compiled = benchmark.compile_ptx(one, capability)
+        assert not exact or find_inexact(compiled.asm["ptx"]) == []
+        memory = Memory(one.tensors)
+        arguments = [
+            memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
+            for name, kind in one.signature.items()
+            if kind != "constexpr"
+        ]
+        program, draws = parse(compiled.asm["ptx"]), np.random.default_rng(0)
+        names.append(self.__name__)
+        Run(program, compiled.metadata.shared, grid[0], memory, arguments, draws).run()
+
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(launch, "_device_types", {"cpu"}),
+        patch.object(launch, "_withdrawn", set()),
+        patch.object(launch, "_checked", set()),
+        patch.object(launch, "_check", lambda *_: None),
+        # Random numbers are drawn on the CPU for every device.
+        patch.object(
+            kernels, "find_kernel", lambda name, x: find_kernel(name, x) if name == "draw" else None
+        ),
+    ):
+        yield names
