@@ -15,7 +15,7 @@ SENTENCES = {
     "smoke": "Each patched op has torch's values, and two calls have equal bits.",
     "scans": "Scans of one row end in one output beside other work.",
     "steps": "The callback adds no wait for the device to a batch.",
-    "portable": "Portable gradients have the CPU's bits.",
+    "portable": "Portable gradients and a step of AdamW have the CPU's bits.",
 }
 
 

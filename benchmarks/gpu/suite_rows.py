@@ -143,7 +143,7 @@ def run_speed(name: str, settings: Settings) -> Row:
 
 
 def run_portable(name: str, settings: Settings) -> Row:
-    """Compare the gradients of a model, computed with portable bits, with those of the CPU."""
+    """Compare gradients and a step of AdamW, computed with portable bits, with the CPU's."""
     found = {}
     with portable():
         for device in dict.fromkeys(("cpu", settings.device)):
@@ -151,7 +151,10 @@ def run_portable(name: str, settings: Settings) -> Row:
             model = KINDS[name]().to(device)
             inputs = torch.stack([KINDS[name].data()[number][0] for number in range(4)])
             model.layers(inputs.to(device)).square().mean().backward()
-            found[device] = digest_many([part.grad for part in model.parameters()])
+            torch.optim.AdamW(model.parameters()).step()
+            found[device] = digest_many(
+                [one for part in model.parameters() for one in (part, part.grad)]
+            )
     same = len({tuple(own) for own in found.values()}) == 1
     return {"tensors": len(found["cpu"]), **({} if same else {"error": "not the CPU's bits"})}
 

@@ -149,12 +149,7 @@ def add_running(x: Tensor, dim: int) -> Tensor:
 
 
 def compute(kernel: Kernel, *given: Any) -> None:
-    """Compute a kernel of rows.
-
-    Args:
-        kernel: One of ``formulas.KERNELS``.
-        *given: Tensors for its fresh outputs; then its inputs, of which some are outputs, too.
-    """
+    """Compute one of ``formulas.KERNELS``, by tensors for its fresh outputs, and its inputs."""
     places = dict(zip((*kernel.fresh, *kernel.inputs), given, strict=True))
     like = next(places[name] for name, place in kernel.inputs.items() if place == "at")
     numbers = dict[str, Any]()

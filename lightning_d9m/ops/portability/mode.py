@@ -306,6 +306,7 @@ def portable() -> Iterator[None]:
         (flags._get_cudnn_enabled, flags._set_cudnn_enabled, False),  # noqa: SLF001
         # Fused kernels choose an order of additions; plain attention is products and softmax.
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
+        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
         (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
         # The fast path of encoder layers is one operation.

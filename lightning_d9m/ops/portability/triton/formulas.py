@@ -32,12 +32,9 @@ _TEXTS["copysign"] = "tl.abs({0}) * tl.where({1}.to(tl.int64, bitcast=True) < 0,
 _TEXTS["truediv"] = "{0} / {1} if {1}.dtype == tl.float64 else tl.div_rn({0}, {1})"
 _TEXTS["root"] = "tl.sqrt({0}) if {0}.dtype == tl.float64 else tl.sqrt_rn({0})"
 _TYPES = {"double": "tl.float64", "int64_t": "tl.int64", "REAL": "REAL"}
-_PLACES = {
-    "at": "tl.load({} + (at + i), mask=here, other=0.0)",
-    "number": "tl.load({} + {}).to(REAL)",
-}
-_PLACES |= {"r % period": "tl.load({} + r % period, mask=there, other=0.0)"}
-_PLACES |= {"0": "tl.load({} + i, mask=here, other=0.0)"}
+_PLACES = {"number": "tl.load({} + {}).to(REAL)", "0": "tl.load({} + i, mask=here, other=0.0)"}
+_PLACES["at"] = "tl.load({} + (at + i), mask=here, other=0.0)"
+_PLACES["r % period"] = "tl.load({} + r % period, mask=there, other=0.0)"
 # The start of a number of a row and of its lanes, a step of the lanes, and one of the number.
 _MAXIMUM = ('float("-inf")', "tl.maximum(lanes, {})", "tl.maximum({}, tl.max(lanes, 1)[:, None])")
 _OF_ROWS = {"total": ("0.0", "lanes + {}", "{} + add_lanes(lanes, 1, 5)"), "greatest": _MAXIMUM}
@@ -68,9 +65,8 @@ def _declare(results: Iterable[Code], known: Container[Code]) -> list[str]:
     return [f"{one.name} = {one.text}" for one in needed]
 
 
-def _loop(begin: str, end: str, step: int, lines: Iterable[str]) -> list[str]:
-    head = f"for {'block' if step == BLOCK else 'first'} in range({begin}, {end}, {step}):"
-    return [head, *(f"    {line}" for line in lines)]
+def _loop(head: str, lines: Iterable[str]) -> list[str]:
+    return [f"for {head}:", *(f"    {line}" for line in lines)]
 
 
 def _write_row(results: Iterable[Code]) -> tuple[list[str], set[Code]]:
@@ -86,8 +82,9 @@ def _write_row(results: Iterable[Code]) -> tuple[list[str], set[Code]]:
             steps = [*_BEGIN, *_declare([element], known), step]
             lines += [f"{one.name} = tl.full([BLOCK, 1], {start}, REAL)"]
             body = [f"lanes = tl.full([BLOCK, {LANES}], {start}, REAL)"]
-            body += _loop("block", f"tl.minimum(block + {BLOCK}, n)", LANES, steps)
-            lines += _loop("0", "n", BLOCK, [*body, f"{one.name} = {end.format(one.name)}"])
+            body += _loop(f"first in range(block, tl.minimum(block + {BLOCK}, n), {LANES})", steps)
+            body += [f"{one.name} = {end.format(one.name)}"]
+            lines += _loop(f"block in range(0, n, {BLOCK})", body)
         else:
             lines.append(f"{one.name} = {one.text}")
         known.add(one)
@@ -113,7 +110,7 @@ def write_kernel(kernel: Kernel) -> str:
     body = _declare(each.values(), known)
     body += [f"tl.store({name} + (at + i), {one.name}, mask=here)" for name, one in each.items()]
     if kernel.in_rows:
-        lines += [*rows, *_loop("0", "n", LANES, [*_BEGIN, *body])]
+        lines += [*rows, *_loop(f"first in range(0, n, {LANES})", [*_BEGIN, *body])]
     else:
         lines += ["at, i, here = 0, r, r < count", *body]
     others = ((name, one.name) for name, one in results.items() if not one.each)
@@ -141,22 +138,19 @@ def _put(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 def _launch(name: str, *given: Any) -> None:
     """Compute a kernel; the fresh outputs come first, then the inputs."""
     kernel = KERNELS[name]
-    names, places = (*kernel.fresh, *kernel.inputs), kernel.inputs
-    x = next(one for key, one in zip(names, given, strict=True) if places.get(key) == "at")
+    places = dict(zip((*kernel.fresh, *kernel.inputs), given, strict=True))
+    some = {place: places[key] for key, place in kernel.inputs.items()}  # one of each kind
+    x, period = some["at"], len(some.get("r % period", [0]))
+    n, each = (x.shape[-1], _ROWS) if kernel.in_rows else (1, _ELEMENTS)
     used = [
         one.contiguous() if isinstance(one, Tensor) else _put(tuple(map(float, one)), x.device)
         for one in given
     ]
-    n = x.shape[-1] if kernel.in_rows else 1
-    periods = (
-        len(one) for key, one in zip(names, used, strict=True) if places.get(key) == "r % period"
-    )
-    count, each = x.numel() // max(n, 1), _ROWS if kernel.in_rows else _ELEMENTS
-    numbers = (count, n, next(periods, 1), each)
-    kernels.start(_compile(name), triton.cdiv(count, each), used, *numbers)
+    count = x.numel() // max(n, 1)
+    kernels.start(_compile(name), triton.cdiv(count, each), used, count, n, period, each)
 
 
 def __getattr__(name: str) -> Callable[..., None]:
-    if name not in KERNELS:
-        raise AttributeError(name)
-    return partial(_launch, name)
+    if name in KERNELS:
+        return partial(_launch, name)
+    raise AttributeError(name)

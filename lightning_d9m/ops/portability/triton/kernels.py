@@ -38,7 +38,7 @@ def add_lanes(lanes, AXIS: tl.constexpr, STEPS: tl.constexpr):
     return lanes
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "terms"])
+@triton.jit(do_not_specialize=["rows", "columns", "terms"])  # one kernel for all sizes
 def multiply_tiles(
     left, right, out,
     left_rows, left_terms, left_batch,
@@ -85,10 +85,7 @@ def multiply(out, left, right, of_left, of_right, of_out):
     start(multiply_tiles, tiles, (left, right, out, *places), rows, columns, terms, _TILE)
 
 
-_STEPS = ["size", "outer_step", "step", "inner", "outer_term", "term_step"]
-
-
-@triton.jit(do_not_specialize=["results", "terms", "blocks", *_STEPS])
+@triton.jit(do_not_specialize=[*range(5, 14)])
 def add_blocks(
     x, y, center, factor, out, results, terms, blocks,
     size, outer_step, step, inner, outer_term, term_step,
@@ -107,10 +104,8 @@ def add_blocks(
     lane = tl.expand_dims(tl.arange(0, 2**STEPS), 1 - AXIS) + result * 0
     place = result // size * outer_step + result % size * step
     there = result < results
-    if KIND > 0:
-        middle = tl.load(center + result, mask=there, other=0.0)
-    if KIND == 2:
-        scale = tl.load(factor + result, mask=there, other=0.0)
+    middle = tl.load(center + result, mask=there & (KIND > 0), other=0.0)
+    scale = tl.load(factor + result, mask=there & (KIND > 1), other=0.0)
     lanes = tl.zeros(lane.shape, out.dtype.element_ty)
     begin = program % blocks * BLOCK
     end = terms if blocks == 1 else tl.minimum(begin + BLOCK, terms)
