@@ -9,9 +9,11 @@ pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
 from executed import executed
 
+from lightning_d9m.errors import NotPortableError
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import arithmetic, kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.portability.mode import PortableMode
 from lightning_d9m.ops.portability.triton import kernels as triton_kernels
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
@@ -152,3 +154,14 @@ def test_a_number_on_the_cpu_is_moved_before_a_division(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self)
     arithmetic.divide(put(draw(3)), torch.tensor(3.0))
     assert moved == [CUDA]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn", "cudnn_convolution"]
+    + ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"],
+)
+def test_an_operation_that_only_cuda_has_is_refused(name):
+    rule = PortableMode()._find(getattr(torch.ops.aten, name).default)
+    with pytest.raises(NotPortableError, match=name):
+        rule(torch.ones(2))
