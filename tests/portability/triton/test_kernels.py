@@ -156,11 +156,11 @@ def test_a_number_on_the_cpu_is_moved_before_a_division(monkeypatch):
     assert moved == [CUDA]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn", "cudnn_convolution"]
-    + ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"],
-)
+ONLY_CUDA = ["_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn", "cudnn_convolution"]
+ONLY_CUDA += ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"]
+
+
+@pytest.mark.parametrize("name", ONLY_CUDA)
 def test_an_operation_that_only_cuda_has_is_refused(name):
     rule = PortableMode()._find(getattr(torch.ops.aten, name).default)
     with pytest.raises(NotPortableError, match=name):

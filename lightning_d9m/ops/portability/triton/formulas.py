@@ -19,7 +19,7 @@ from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, list_
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, TWO_OVER_PI
 from lightning_d9m.ops.portability.triton import kernels
 
-_ROWS, _ELEMENTS = 4, 256  # of a program
+_ROWS, _ELEMENTS = 4, 256  # of a program of four warps: one row each
 _LOOK_UP = "tl.full([], 0, tl.int64)"
 for _place, _word in enumerate(TWO_OVER_PI):
     _LOOK_UP = f"tl.where({{0}} == {_place}, {_word - (_word >> 63 << 64)}, {_LOOK_UP})"

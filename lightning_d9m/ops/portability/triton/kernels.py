@@ -132,7 +132,8 @@ def add(out, x, y, center, factor, kind, results, terms, steps=5):
     count = terms[0][0] * inner
     blocks = max(-(-count // definitions.BLOCK), 1) if steps else 1
     parts = out if blocks == 1 else out.new_empty((blocks, out.numel()))
-    # Neighbors in memory are neighbors among the threads.
+    # Neighbors in memory are neighbors among the threads: results of columns, else lanes of a row,
+    # of which a warp has one. 2**5 is `definitions.LANES`.
     axis = int(step != 1 or size == 1)
     each = 4 if axis else 32
     start(
