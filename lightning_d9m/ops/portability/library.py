@@ -44,7 +44,8 @@ def load() -> ctypes.CDLL | None:
             stacklevel=3,
         )
         return None
-    library.d9m_share.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_long]
+    long, address = ctypes.c_long, ctypes.c_void_p
+    library.d9m_share.argtypes = [address, ctypes.c_char_p, long, long, address]
     library.d9m_share.restype = None
     _check(library)
     return library
@@ -127,5 +128,16 @@ def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
         form += "d" if type(one) is float else "q"
         is_tensor = isinstance(one, Tensor)
         members.append(one.data_ptr() if is_tensor else 0 if one is None else one)
-    threads = torch.get_num_threads() if cost > _ALONE else 1
-    kernel.share(kernel.address, struct.pack(form, *members), count, threads)
+    parallel = _find_parallel() if cost > _ALONE else None
+    threads = torch.get_num_threads() if parallel else 1
+    kernel.share(kernel.address, struct.pack(form, *members), count, threads, parallel)
+
+
+@cache
+def _find_parallel() -> int | None:
+    """Return the address of the function of torch's OpenMP that runs a function on its threads.
+
+    GNU's, LLVM's and Intel's libraries have it. None leaves all to one thread.
+    """
+    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # noqa: SLF001
+    return ctypes.cast(found, ctypes.c_void_p).value if found else None
