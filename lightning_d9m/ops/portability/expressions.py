@@ -106,7 +106,7 @@ class Code(Number):
         assert len(kinds) <= 1, (operation, kinds)
         like = kinds.pop() if kinds else "double" if operation == "where" else "_Bool"
         names = [one.name if isinstance(one, Code) else _write(one, like) for one in operands]
-        text = _TEXTS.get(operation, f"d9m_{operation}({', '.join('{}' for _ in names)})")
+        text = _TEXTS[operation]
         if like == "double":
             text = text.replace("NAME(root)", "sqrt")
         of_rows = operation in _OF_ROWS
@@ -142,17 +142,6 @@ def _declare(results: Iterable[Code], known: dict[Code, str]) -> str:
     return " ".join(
         f"const {one.kind} {one.name} = {text};" for one, text in texts.items() if text != one.name
     )
-
-
-def write_function(name: str, formula: Callable[..., Any], count: int, kind: str = "double") -> str:
-    """Return a C function of numbers of one type."""
-    inputs = list[Code]()
-    for name_of_one in "xyzw"[:count]:
-        Code(inputs, kind, name_of_one)
-    result = formula(*inputs)
-    given = ", ".join(f"{kind} {one}" for one in "xyzw"[:count])
-    body = f"{_declare([result], {})} return {result.name};"
-    return f"ALWAYS {kind} {name}({given}) {{ {body} }}\n"
 
 
 class Kernel:

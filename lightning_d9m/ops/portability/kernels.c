@@ -25,7 +25,7 @@ static inline double from_bits(int64_t bits) {
 
 #define ALWAYS static inline __attribute__((always_inline))
 
-#include "functions.h" /* written from formulas.py */
+#include "table.h" /* written from formulas.py, which has the formulas, too */
 
 typedef void kernel(const void *given, long begin, long end);
 

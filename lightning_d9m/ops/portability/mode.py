@@ -23,7 +23,7 @@ from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
 from lightning_d9m.ops.patches.registration import RefusedError, Update
 from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
-from lightning_d9m.ops.portability.optimizers import steps_replaced
+from lightning_d9m.ops.portability.optimizers import list_replacements
 from lightning_d9m.ops.portability.registry import COMPOSED, RULES, Rule
 from lightning_d9m.program import find_line
 
@@ -311,13 +311,18 @@ def portable() -> Iterator[None]:
         # The fast path of encoder layers is one operation.
         (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
         # On some devices optimizers and averages choose formulas for lists, which round otherwise.
-        *((partial(getattr, own, _LISTS), partial(setattr, own, _LISTS), list) for own in _CHOOSE),
+        *(
+            (partial(getattr, own, name), partial(setattr, own, name), value)
+            for own, name, value in (
+                *((own, _LISTS, list) for own in _CHOOSE),
+                *list_replacements(),
+            )
+        ),
     )
     with ExitStack() as stack:
         for get, put, value in switches:
             stack.callback(put, get())
             put(value)
-        stack.enter_context(steps_replaced())
         portability.active.count = 1
         stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)
