@@ -1,5 +1,7 @@
 """The compiled kernels give the bits of their definitions."""
 
+import os
+import signal
 import subprocess
 import warnings
 
@@ -204,10 +206,46 @@ def test_kernels_that_a_compiler_changed_are_refused(tmp_path, monkeypatch):
     library.load.cache_clear()
 
 
+def test_a_fork_computes_on_one_thread():
+    """OpenMP would wait for the threads of the parent."""
+    values = draw(1, 90, 90, dtype=torch.float32)
+    expected = kernels.multiply(values, values).numpy().tobytes()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(kernels.multiply(values, values).numpy().tobytes() != expected)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_flushed_subnormal_numbers_are_refused():
+    """The kernels do not flush, whatever the thread does, and leave its state."""
+    values = torch.full((4000,), 2.0**-126)
     assert torch.set_flush_denormal(True)
     try:
         with pytest.raises(SettingError, match="flushes subnormal numbers"), portable():
             pass
+        assert kernels.add(values.view(-1, 2) * -1, [1]).any()
+        assert kernels.multiply(values.view(1, -1, 1), torch.full((1, 1, 9), 0.5)).all()
+        assert not values.mul(0.5).any()
     finally:
         torch.set_flush_denormal(False)
+
+
+PROGRAM = """
+import torch
+from lightning_d9m import portable
+torch.set_num_threads(2)
+torch.set_flush_denormal(True)
+torch.ones(2**17).mul_(2)
+torch.set_flush_denormal(False)
+with portable():
+    pass
+"""
+
+
+def test_a_second_thread_that_flushes_is_seen(forking_python):
+    """It began while the first one flushed, and keeps that state."""
+    done = subprocess.run(
+        [forking_python, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
+    assert "A thread of torch flushes subnormal numbers" in done.stderr
