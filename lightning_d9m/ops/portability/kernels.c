@@ -87,9 +87,6 @@ static inline float add_product_float(float a, float b, float c) {
 #endif
 }
 
-static inline float root_float(float x) { return sqrtf(x); }
-static inline double root_double(double x) { return sqrt(x); }
-
 /* Whether offsets follow each other. */
 static int is_flat(const long *offsets, long count) {
     for (long i = 1; i < count; i++)
