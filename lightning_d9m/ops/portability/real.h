@@ -39,23 +39,19 @@ static void NAME(pack_right)(const REAL *from, const long *terms, long depth, co
             for (long k = 0; k < depth; k++)
                 for (int j = 0; j < WIDE; j++)
                     to[k * WIDE + j] = j < width ? from[terms[k] + column[j]] : 0;
-        } else if (run == WIDE) {
-            for (long k = 0; k < depth; k++)
-                memcpy(to + k * WIDE, from + terms[k] + column[0], sizeof(REAL) * WIDE);
         } else if (flat && run < 8) {
             for (int j = 0; j < WIDE; j++)
                 for (long k = 0; k < depth; k++) to[k * WIDE + j] = from[terms[0] + column[j] + k];
-        } else if (run >= 8) {
-            for (long k = 0; k < depth; k++)
-                for (int j = 0; j < WIDE; j += 8)
-                    memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * 8);
-        } else if (run >= 4) {
-            for (long k = 0; k < depth; k++)
-                for (int j = 0; j < WIDE; j += 4)
-                    memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * 4);
         } else {
-            for (long k = 0; k < depth; k++)
-                for (int j = 0; j < WIDE; j++) to[k * WIDE + j] = from[terms[k] + column[j]];
+#define COPY(run)                                                                                  \
+    for (long k = 0; k < depth; k++)                                                               \
+        for (int j = 0; j < WIDE; j += run)                                                        \
+            memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * run)
+            if (run == WIDE) COPY(WIDE); /* known lengths become moves of vectors */
+            else if (run >= 8) COPY(8);
+            else if (run >= 4) COPY(4);
+            else COPY(1);
+#undef COPY
         }
     }
 }
