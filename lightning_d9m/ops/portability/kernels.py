@@ -14,8 +14,8 @@ from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
 
-_COLUMNS = 64  # that a kernel adds at a time
-_FEW = 16  # columns of a product that are too few for a kernel
+_COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first cache
+_FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
 
 
 def widen(values: Tensor) -> Tensor:
