@@ -128,11 +128,16 @@ def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
         form += "d" if type(one) is float else "q"
         is_tensor = isinstance(one, Tensor)
         members.append(one.data_ptr() if is_tensor else 0 if one is None else one)
-    # A forked process has not the threads of its parent, and OpenMP would wait for them. It computes
-    # on one thread, as workers of loaders do anyway.
-    parallel = _find_parallel() if cost > _ALONE and os.getpid() == _PROCESS else None
-    threads = torch.get_num_threads() if parallel else 1
-    kernel.share(kernel.address, struct.pack(form, *members), count, threads, parallel)
+    threads = count_threads() if cost > _ALONE else 1
+    kernel.share(kernel.address, struct.pack(form, *members), count, threads, _find_parallel())
+
+
+def count_threads() -> int:
+    """Return the number of torch's threads; in a forked process 1, as workers of loaders have.
+
+    Such a process has not the threads of its parent, and OpenMP would wait for them.
+    """
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 @cache
