@@ -140,6 +140,13 @@ def test_kernels_of_rows_and_elements(name, dtype):
         check_kernel(base, **inputs, **dict.fromkeys(absent))
 
 
+def test_a_kernel_reads_numbers_of_its_type():
+    """Torch saves the statistics of a batch of 16 bits with 16 bits."""
+    x, means = draw(6, 300, dtype=torch.float32), draw(3, dtype=torch.bfloat16)
+    narrow, wide = (kernels.compute("deviations", x=x, means=m)[0] for m in (means, means.float()))
+    compare(narrow, wide)
+
+
 def test_running_sums():
     """Torch adds in order on the CPU, and begins with 0."""
     x = draw(6, 5, 300, dtype=torch.float64)
