@@ -6,6 +6,7 @@ Inputs are float32 or float64 tensors (``widen`` converts others); results have 
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,13 +16,12 @@ from torch import Tensor
 from lightning_d9m.ops.patches.triton.launch import run_kernel
 from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
-from lightning_d9m.ops.portability.formulas import KERNELS, TERMS
+from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
 
 _TRITON = "lightning_d9m.ops.portability.triton"
-_KINDS = [*TERMS]
-_COLUMNS = 64  # that a kernel adds at a time
-_FEW = 16  # columns of a product that are too few for a kernel
+_COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first cache
+_FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
 
 
 def widen(values: Tensor) -> Tensor:
@@ -41,23 +41,26 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     formula = KERNELS[name]
     inputs: dict[str, Any] = {k: one for k, one in given.items() if one is not None}
     x = next(one for one in inputs.values() if isinstance(one, Tensor))
-    kernel = find_kernel(name, x)
     count = x.shape[-1] if formula.in_rows else 1
     rows = x.numel() // max(count, 1)
     out = tuple(
         x.new_empty(x.shape if formula.outputs[one].each else rows) for one in formula.fresh
     )
-    places = (*out, *inputs.values())
-    if not all(one.is_contiguous() for key, one in inputs.items() if key in formula.outputs):
-        definitions.compute(formula, *places)
+    replaced = (one for key, one in inputs.items() if key in formula.outputs)
+    if not all(one.is_contiguous() and one.dtype == x.dtype for one in replaced):
+        definitions.compute(formula, *out, *inputs.values())
         return out
+    # A kernel sees pointers only; statistics of batches may have 16 bits.
+    places = [
+        one.to(x.dtype).contiguous() if isinstance(one, Tensor) else [*map(float, one)]
+        for one in inputs.values()
+    ]
+    kernel = find_kernel(name, x)
     if kernel is None:
         define, example = partial(definitions.compute, formula), partial(_make_example, formula)
-        run_kernel(f"{_TRITON}.formulas:{name}", define, example, *places)
+        run_kernel(f"{_TRITON}.formulas:{name}", define, example, *out, *places)
         return out
-    members = list[Any]()
-    for one in inputs.values():
-        members += [one.contiguous()] if isinstance(one, Tensor) else map(float, one)
+    members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in places)
     periods = (len(inputs[one]) for one, place in formula.inputs.items() if place == "r % period")
     run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
     return out
@@ -164,42 +167,6 @@ def _place(shape: Sequence[int], strides: Sequence[int], device: torch.device) -
     return Offsets(rows, columns, batch)
 
 
-def add(
-    x: Tensor,
-    dims: Sequence[int],
-    *,
-    keepdim: bool = False,
-    kind: str = "values",
-    y: Tensor | None = None,
-    center: Tensor | None = None,
-    factor: Tensor | None = None,
-) -> Tensor:
-    """Return sums over dimensions: of values, their squares, or products with others.
-
-    Args:
-        x: The values.
-        dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
-        keepdim: Whether they remain, with size 1.
-        kind: ``values``, ``deviations`` (squares of x - center) or ``normalized``
-            (x * (y - center) * factor).
-        y: Of the shape of ``x``.
-        center: One number for each sum.
-        factor: One number for each sum.
-    """
-    kept = [dim for dim in range(x.dim()) if dim not in dims]
-    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    shape = shape if keepdim else [x.shape[dim] for dim in kept]
-    dims = sorted(dims)
-    if not x.numel():
-        return x.new_zeros(shape)
-    if y is not None and y.stride() != x.stride():
-        x, y = x.contiguous(), y.contiguous()
-    out = x.new_empty(shape)
-    center, factor = (one if one is None else one.contiguous() for one in (center, factor))
-    _run_sums(_KINDS.index(kind), kept, dims, x, y, center, factor, out)
-    return out
-
-
 def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     """Return sizes and strides of dimensions, those joined that follow each other in memory."""
     found: list[tuple[int, int]] = []
@@ -213,47 +180,50 @@ def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _run_sums(kind: int, kept: list[int], dims: list[int], *more: Any) -> None:
-    x, y, center, factor, out = more
-    results, terms = _merge(x, kept), _merge(x, dims)
-    cost = x.numel()
-    kernel = find_kernel("row_sums", x)
+def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
+    """Return sums over dimensions.
+
+    Args:
+        x: The values.
+        dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
+        keepdim: Whether they remain, with size 1.
+    """
+    kept, dims = [dim for dim in range(x.dim()) if dim not in dims], sorted(dims)
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    out = x.new_empty(shape if keepdim else [x.shape[dim] for dim in kept])
+    if not x.numel():
+        return out.zero_()
+    kernel, results, terms = find_kernel("row_sums", x), _merge(x, kept), _merge(x, dims)
     if kernel and results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
         columns = results[-1][0]
         matrices, step = results[0] if len(results) == 2 else (1, 0)
         count, row_step = terms[0] if terms else (1, 0)
         if columns >= _FEW or count == 1:
-            items = matrices * -(-columns // _COLUMNS)
-            if wide := find_kernel("column_sums", x):
-                run(wide, items, cost, kind, count, columns, step, row_step, *more)
-                return
+            items, wide = matrices * -(-columns // _COLUMNS), find_kernel("column_sums", x)
+            assert wide
+            run(wide, items, x.numel(), count, columns, step, row_step, x, out)
+            return out
     if len(results) > (1 if kernel else 2) or len(terms) > 2:
-        order = (*kept, *dims)
-        x, y = x.permute(order).contiguous(), None if y is None else y.permute(order).contiguous()
-        more = (x, y, center, factor, out)
-        results, terms = [(out.numel(), x.numel() // out.numel())], [(x.numel() // out.numel(), 1)]
+        x, length = x.permute((*kept, *dims)).contiguous(), x.numel() // out.numel()
+        results, terms = [(out.numel(), length)], [(length, 1)]
     results, terms = ([(1, 0)] * (2 - len(one)) + one for one in (results, terms))
     if kernel:
-        run(kernel, results[1][0], cost, kind, results[1][1], *terms[0], *terms[1], *more)
+        run(kernel, results[1][0], x.numel(), results[1][1], *terms[0], *terms[1], x, out)
     else:
         path = f"{_TRITON}.kernels:add"
-        run_kernel(path, _define_sums, _make_sums, out, *more[:-1], kind, results, terms)
+        run_kernel(path, _define_sums, _make_sums, out, x, results, terms)
+    return out
 
 
-def _define_sums(out: Tensor, x: Tensor, y: Tensor | None, *given: Any) -> None:
-    *numbers, kind, results, terms = given
-    sizes, steps = zip(*results, *terms, strict=True)
-    rows = [one if one is None else one.as_strided(sizes, steps).flatten(2) for one in (x, y)]
-    more = (one if one is None else one.view(*sizes[:2], 1) for one in numbers)
-    found = definitions.add_rows(TERMS[_KINDS[kind]](*rows, *more))
-    out.copy_(found.view(out.shape))
+def _define_sums(out: Tensor, x: Tensor, *places: Any) -> None:
+    sizes, steps = zip(*chain.from_iterable(places), strict=True)
+    out.copy_(definitions.add_rows(x.as_strided(sizes, steps).flatten(2)).view(out.shape))
 
 
 def _make_sums(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
-    x, center = _number(device, 5000, 3), _number(device, 3)
-    steps = ([(1, 0), (3, 1)], [(1, 0), (5000, 3)])
-    return (torch.zeros_like(center), x, None, center, None, _KINDS.index("deviations"), *steps)
+    x = _number(device, 5000, 3)
+    return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_d9m.ops.portability.definitions import BLOCK, LANES
 from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, list_needed
-from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, TWO_OVER_PI
+from lightning_d9m.ops.portability.formulas import KERNELS, TWO_OVER_PI
 from lightning_d9m.ops.portability.triton import kernels
 
 _ROWS, _ELEMENTS = 4, 256  # of a program of four warps: one row each
@@ -42,15 +42,9 @@ _BEGIN = [f"i = first + tl.arange(0, {LANES})[None, :] + r * 0", "here = there &
 
 
 class Line(Code):
-    """A number in Triton; functions are written out where they are called."""
+    """A number in Triton."""
 
     texts = _TEXTS
-
-    def apply(self, operation: str, *operands: Any) -> Any:
-        """Append the result of an operation to the program."""
-        if operation in FUNCTIONS:
-            return FUNCTIONS[operation](*operands)
-        return super().apply(operation, *operands)
 
     @staticmethod
     def write(number: float, kind: str) -> str:
@@ -142,10 +136,7 @@ def _launch(name: str, *given: Any) -> None:
     some = {place: places[key] for key, place in kernel.inputs.items()}  # one of each kind
     x, period = some["at"], len(some.get("r % period", [0]))
     n, each = (x.shape[-1], _ROWS) if kernel.in_rows else (1, _ELEMENTS)
-    used = [
-        one.contiguous() if isinstance(one, Tensor) else _put(tuple(map(float, one)), x.device)
-        for one in given
-    ]
+    used = [one if isinstance(one, Tensor) else _put(tuple(one), x.device) for one in given]
     count = x.numel() // max(n, 1)
     kernels.start(_compile(name), triton.cdiv(count, each), used, count, n, period, each)
 

@@ -85,16 +85,15 @@ def multiply(out, left, right, of_left, of_right, of_out):
     start(multiply_tiles, tiles, (left, right, out, *places), rows, columns, terms, _TILE)
 
 
-@triton.jit(do_not_specialize=[*range(5, 14)])
+@triton.jit(do_not_specialize=[*range(2, 11)])
 def add_blocks(
-    x, y, center, factor, out, results, terms, blocks,
+    x, out, results, terms, blocks,
     size, outer_step, step, inner, outer_term, term_step,
-    KIND: tl.constexpr, AXIS: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
-    RESULTS: tl.constexpr,
+    AXIS: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, RESULTS: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of the terms of each of ``RESULTS`` sums; lanes are the dimension ``AXIS``.
+    """Add a block of the terms of each of ``RESULTS`` sums in ``2**STEPS`` lanes.
 
-    ``KIND`` is the place of the terms in ``formulas.TERMS``; there are ``2**STEPS`` lanes.
+    These are the dimension ``AXIS``.
     """
     program = tl.program_id(0)
     if WIDE:
@@ -104,8 +103,6 @@ def add_blocks(
     lane = tl.expand_dims(tl.arange(0, 2**STEPS), 1 - AXIS) + result * 0
     place = result // size * outer_step + result % size * step
     there = result < results
-    middle = tl.load(center + result, mask=there & (KIND > 0), other=0.0)
-    scale = tl.load(factor + result, mask=there & (KIND > 1), other=0.0)
     lanes = tl.zeros(lane.shape, out.dtype.element_ty)
     begin = program % blocks * BLOCK
     end = terms if blocks == 1 else tl.minimum(begin + BLOCK, terms)
@@ -113,17 +110,12 @@ def add_blocks(
         term = done + lane
         here = there & (term < terms)
         at = place + term // inner * outer_term + term % inner * term_step
-        value = tl.load(x + at, mask=here, other=0.0)
-        if KIND == 1:
-            value = (value - middle) * (value - middle)
-        if KIND == 2:
-            value = value * ((tl.load(y + at, mask=here, other=0.0) - middle) * scale)
-        lanes = tl.where(here, lanes + value, lanes)
+        lanes = tl.where(here, lanes + tl.load(x + at, mask=here, other=0.0), lanes)
     lanes = add_lanes(lanes, AXIS, STEPS)
     tl.store(out + program % blocks * results + result, lanes, mask=there)
 
 
-def add(out, x, y, center, factor, kind, results, terms, steps=5):
+def add(out, x, results, terms, steps=5):
     """Write sums into ``out``: of ``2**steps`` lanes, and if that is 1, in order.
 
     ``results`` and ``terms`` have sizes and steps in memory of an outer and an inner dimension.
@@ -138,10 +130,10 @@ def add(out, x, y, center, factor, kind, results, terms, steps=5):
     each = 4 if axis else 32
     start(
         add_blocks, triton.cdiv(out.numel(), each) * blocks,
-        [x if one is None else one for one in (x, y, center, factor, parts)],
+        [x, parts],
         out.numel(), count, blocks, size, results[0][1], step, inner, terms[0][1], terms[1][1],
-        kind, axis, steps, max(parts.numel(), x.untyped_storage().nbytes()) > INT32_LIMIT, each,
+        axis, steps, max(parts.numel(), x.untyped_storage().nbytes()) > INT32_LIMIT, each,
     )  # fmt: skip
     if blocks > 1:
         places = [(1, 0), (out.numel(), 1)], [(1, 0), (blocks, out.numel())]
-        add(out, parts, None, None, None, 0, *places, steps=0)
+        add(out, parts, *places, steps=0)
