@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.kinds import SAVED
-from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
+from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.tools.launch.run import Run
@@ -360,9 +360,6 @@ class RepeatReport:
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
-        if LAST_BITS_SETTING in entry.ledger.header.settings:
-            step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
-            return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and by how much")]
         compared, runs = len(self._runs) - 1, _show_path(self._output)

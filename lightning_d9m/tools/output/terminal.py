@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 _WORDS = {
-    "green": "equal, whole, found, within noise, between records, ok, patched",
-    "bold red": "different, not found, damaged, not comparable, beyond noise, differs, other, "
+    "green": "equal, whole, found, between records, ok, patched",
+    "bold red": "different, not found, damaged, not comparable, differs, other, "
     "invalid, problem, error",
     "bold yellow": "incomplete, warning",
     "red": "no match",
