@@ -5,18 +5,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_value
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, STATE, WRITTEN, describe_batch
 from lightning_d9m.errors import CommandError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
     OUTSIDE,
+    OUTSIDE_NUMBER,
     UNINITIALIZED,
     Cause,
     earliest_divergences,
     find_cause,
     find_rank_cause,
     kind_of_place,
-    name_module,
 )
 from lightning_d9m.tools.comparison.ledgers import (
     compare_ledgers,
@@ -32,7 +32,7 @@ from lightning_d9m.tools.locate.outside import (
     find_reads,
     list_generators,
 )
-from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair, escape_name
+from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
@@ -44,13 +44,15 @@ if TYPE_CHECKING:
     from lightning_d9m.tools.locate.op_evidence import OpFinding
 
 _FIRST = "steps of the epoch"
-_SECOND = "modules of the step"
-_OPERATIONS = "operations of "
+_OPERATIONS = "operations of the step"
+_MODULES = "modules of the step"
 _VALUES = "values"
 _RANK_PROBES = "weight,buffer,optimizer,gradient"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
-_MODULES = f"{_STEPS},input,output,grad_output"
-_OPS = f"{_MODULES},op"
+_MODULE_PROBES = f"{_STEPS},input,output,grad_output"
+_OP_PROBES = f"{_MODULE_PROBES},op"
+# Of each step and module, whatever the program selects.
+_EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
 _MOST_LINES = 5
 
 
@@ -198,7 +200,7 @@ class Search:
         found = self._found
         try:
             if between is None:
-                self._narrow(self._look(WHOLE, probes=_STEPS))
+                self._narrow(self._look(WHOLE, probes=_STEPS, **_EVERYWHERE))
             elif self._note_known(*between):
                 self._narrow(self._look_between(*between))
         except (Exception, KeyboardInterrupt) as error:
@@ -289,45 +291,33 @@ class Search:
         return pair
 
     def _narrow(self, pair: RunPair | None) -> None:
-        """Look closer and closer; each look adds to what was found."""
+        """Look closer; each look adds to what was found."""
         if pair is None and self._found.agreement:
             return
         if pair is not None and pair.rank_drift is not None:
             self._look_at_ranks(pair, pair.rank_drift)
             return
-        while pair is not None:
-            pair = self._look_into_step(pair)
+        if pair is not None:
+            self._look_into_step(pair)
         self._look_at_values()
 
-    def _look_into_step(self, pair: RunPair) -> RunPair | None:
-        """Narrow from a step to its operations; return a pair that diverged in an earlier epoch."""
+    def _look_into_step(self, pair: RunPair) -> None:
+        """Narrow from a step to its operations, or to its modules."""
         known, found = self._found.cause, self._found.divergences
         if known is None or not found:
-            return None
+            return
         first = found[0]
         segment = self._choose_segment(first)
         self._low = pair.steps_of_epoch(first.epoch)[0] if segment is None else segment.first
-        if not known.narrows and not (first.moment == "final" and first.step > self._low):
-            return None
-        steps = f"{self._low}:{first.step + 1}"
-        seen = self._look(_SECOND, probes=_MODULES, probe_steps=steps)
-        if seen is None:
-            return None
-        if self._found.divergences[0].epoch < first.epoch:
-            return seen
-        if self._found.cause is None or not self._found.cause.narrows:
-            return None
-        # Operations of other modules are left out: the program may compute more there that differs
-        # and is not the cause.
-        first = self._found.divergences[0]
-        module = name_module(first)
-        name = escape_name(module)
-        selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
+        if not known.narrows:
+            return
         # The validation at the end of an epoch belongs to the epoch's last step.
-        step = first.step - (first.moment in ("epoch", EXCEPTION))
-        steps = f"{step}:{step + 1}"
-        self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
-        return None
+        step = max(0, first.step - (first.moment in ("epoch", EXCEPTION)))
+        probed = {"probe_steps": f"{step}:{step + 1}", "probe_modules": "*"}
+        # One look instead of two, modules first: each costs two starts of the program. But a
+        # race may not come back while each operation is recorded.
+        if self._look(_OPERATIONS, probes=_OP_PROBES, **probed) is None:
+            self._look(_MODULES, probes=_MODULE_PROBES, **probed)
 
     def _choose_segment(self, first: Divergence, stop: int | None = None) -> Segment | None:
         """Return the part of a run that a look at a place needs; None for the whole run.
@@ -385,15 +375,21 @@ class Search:
             found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
             return
         found.op = examine_op(at, pair.dumps)
-        inputs_differ = found.op is not None and not found.op.inputs_equal
-        if inputs_differ and found.cause is not None and found.cause.kind == "op":
-            pairs = self._runner.run_pairs(
-                "filled memory", self._tries, segment=self._choose_segment(first), filled=True
-            )
-            differ = any(pair.differs for pair in pairs)
-            runs = f"nothing differs in {2 * self._tries} runs"
-            found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
-            found.cause = OUTSIDE if differ else UNINITIALIZED
+        is_op = found.cause is not None and found.cause.kind == "op"
+        if is_op and found.op is not None and not found.op.inputs_equal:
+            found.cause = self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
+
+    def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> Cause:
+        """Return the cause of inputs that differ although no operation wrote them."""
+        if only_numbers:
+            return OUTSIDE_NUMBER
+        pairs = self._runner.run_pairs(
+            "filled memory", self._tries, segment=self._choose_segment(first), filled=True
+        )
+        differ = any(pair.differs for pair in pairs)
+        runs = f"nothing differs in {2 * self._tries} runs"
+        self._found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
+        return OUTSIDE if differ else UNINITIALIZED
 
     def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
         """Find the step, tensor and index of a drift between ranks that every run has."""
@@ -434,12 +430,9 @@ class Search:
         first = found[0]
         if stage == _VALUES and _find_again(known[0], first) is None:
             return False
-        module = stage.removeprefix(_OPERATIONS)
-        if module not in (stage, ROOT) and not f"{name_module(first)}.".startswith(f"{module}."):
-            return False  # it entered the module from outside, where no operations are probed
         if first.moment in ("epoch", EXCEPTION):
-            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == first.moment)
-            return stage == _VALUES or (whole and first.epoch <= known[0].epoch)
+            same = (first.moment, first.epoch) == (known[0].moment, known[0].epoch)
+            return stage in (_FIRST, _VALUES) or same
         if first.moment != "batch":
             return stage == _VALUES
         start = int(steps.partition(":")[0])
@@ -482,8 +475,7 @@ class Search:
                 again = _find_again(found.divergences[0], divergences[0])
                 found.looks.append(f"{stage}: {describe_place([again] if again else [])}")
                 return pair
-            seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
-            found.cause = find_cause(pair.comparison, batches_seen=seen)
+            found.cause = find_cause(pair.comparison, batches_seen=bool(pair.comparison.probes))
             found.divergences = divergences
             found.ranks = max(1, len(pair.comparison.ranks))
             found.pair, self._first = pair, self._first or pair
