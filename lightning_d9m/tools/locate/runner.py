@@ -26,7 +26,7 @@ from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
 from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
 
-# The whole run, the modules, the operations, the values, filled memory.
+# The whole run, the operations, the modules, the values, filled memory.
 _MOST_LOOKS = 5
 _MOST_SEGMENTS = 50
 _FEWEST_SECONDS = 5.0

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -90,7 +91,7 @@ def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[C
         columns += [field("seed"), weights, Column("final loss", show_loss)]
         if verbose:
             columns.append(Column("", lambda row: row["loss_hex"] or ""))
-    return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
+    return [*columns, Column("verdict", itemgetter("verdict"), meaning=itemgetter("verdict"))]
 
 
 _MISSED = 0.05  # the probability that equal runs leave
