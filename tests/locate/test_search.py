@@ -39,7 +39,6 @@ def pair(
             probes=frozenset(PROBE_KINDS),
             seeded=("", ""),
         ),
-        steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit=fit,
         actual=None,
         expected=SimpleNamespace(path=Path("nowhere/fit-000")),

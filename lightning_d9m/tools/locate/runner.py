@@ -16,7 +16,6 @@ from typing import Any
 
 from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
 from lightning_d9m.errors import CommandError
@@ -70,14 +69,6 @@ class RunPair:
     def differs(self) -> bool:
         """True if the two runs differ."""
         return not self.comparison.equal
-
-    def steps_of_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the global steps of an epoch, as the first one and the one after the last."""
-        ends = {-1: 0}
-        for record in self.expected.line_records(min(self.expected.files)):
-            if isinstance(record, Digests) and record.moment == "epoch":
-                ends[record.epoch] = record.step
-        return ends.get(epoch - 1, 0), ends.get(epoch, 2**31)
 
 
 class Runner:

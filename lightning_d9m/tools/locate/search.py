@@ -185,7 +185,7 @@ class Search:
         self._tries = tries
         self._gone = False  # whether no pair of a later look differs
         self._found = SearchResult(tries=tries)
-        self._low = 0
+        self._low = 0  # the step at which a segment begins
         self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
         # Checkpoints at which the runs were equal; None until they differ in the first fit.
         self._points: list[SavedPoint] | None = None
@@ -245,10 +245,10 @@ class Search:
     def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
         """Run the segment in which two runs part again, and tell with which one that agrees."""
         found = self._found
-        assert found.pair is not None, "the runs differ"
         first = found.divergences[0]
         # They were equal at the end of the epoch before, and, with probes, before the step.
-        equal = first.step if first.moment == "batch" else found.pair.steps_of_epoch(first.epoch)[0]
+        ends = (end for end in expected.epoch_ends if end < first.step)
+        equal = first.step if first.moment == "batch" else max(ends, default=0)
         stop = first.step + 1
         for step, totals in sorted(expected.step_totals.items()):
             if equal < step < stop and step in actual.step_totals:
@@ -264,7 +264,6 @@ class Search:
         ]
         segment = self._choose_segment(first, stop)
         assert segment is not None, "a recorded run is the first fit of its program"
-        self._low = segment.first
         steps = f"{segment.first}:{stop}"
         pair = self._look_at(_FIRST, segment, "", {"probes": _STEPS, "probe_steps": steps})
         counts = [
@@ -298,19 +297,15 @@ class Search:
             self._look_at_ranks(pair, pair.rank_drift)
             return
         if pair is not None:
-            self._look_into_step(pair)
+            self._look_into_step()
         self._look_at_values()
 
-    def _look_into_step(self, pair: RunPair) -> None:
+    def _look_into_step(self) -> None:
         """Narrow from a step to its operations, or to its modules."""
         known, found = self._found.cause, self._found.divergences
-        if known is None or not found:
+        if known is None or not known.narrows or not found:
             return
         first = found[0]
-        segment = self._choose_segment(first)
-        self._low = pair.steps_of_epoch(first.epoch)[0] if segment is None else segment.first
-        if not known.narrows:
-            return
         # The validation at the end of an epoch belongs to the epoch's last step.
         step = max(0, first.step - (first.moment in ("epoch", EXCEPTION)))
         probed = {"probe_steps": f"{step}:{step + 1}", "probe_modules": "*"}
@@ -334,6 +329,7 @@ class Search:
         usable = self._points if self._resumes and first.moment != "initial" else []
         before = [point for point in usable if point.step < max(1, first.step)]
         start = max(before, key=lambda point: point.step, default=None)
+        self._low = 0 if start is None else start.step
         return Segment(start, first.step + 1 if stop is None else stop)
 
     def _look_at_values(self) -> None:
@@ -359,9 +355,10 @@ class Search:
         kind = "rng" if draws else kind_of_place(first)
         if found.magnitude is not None or kind is None or not (self._probes or initial):
             return
-        self._low = first.step if initial else self._low
         # For state, save the step before too: if it differs there, the cause lies elsewhere.
-        start = max(self._low, first.step - 1) if kind in STATE else first.step
+        segment = self._choose_segment(first)
+        begin = first.step if initial else 0 if segment is None else segment.first
+        start = max(begin, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
         name = name_op(first.name) if kind == "op" else first.name
