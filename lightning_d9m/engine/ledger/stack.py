@@ -41,8 +41,6 @@ INFORMATIONAL = {
 # The number of logical ranks. Where two runs share it, their processes are not compared.
 LOGICAL_RANKS = "world.logical_ranks"
 
-LAST_BITS_SETTING = "last_bits"
-"""The setting of a run in which `d9m repeat --last-bits` changed the last bits of weights."""
 SHARDED_PARAMETERS = "world.sharded_parameters"
 """The number of parameters of which ranks hold different parts, if there are any."""
 PIPELINE_STAGES = "world.pipeline_stages"

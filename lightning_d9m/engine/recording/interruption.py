@@ -33,8 +33,6 @@ from lightning_d9m.errors import SettingError
 INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
 FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
 RESUME = "LIGHTNING_D9M_RESUME"
-# Seed of a change of the last bits of all weights, and the setting with which a ledger records it.
-LAST_BITS = "LIGHTNING_D9M_LAST_BITS"
 KEEP = "keep"
 POINTS = "points"
 # Files in FOLDER: the mark that the end was reached, and the first value that is not finite, as

@@ -261,9 +261,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
         self._fit.begin()
-        module = find_interruption()
-        last_bits = {} if module is None else module.change_last_bits(pl_module)
-        self._recorder.begin(trainer, self._open_session, last_bits)
+        self._recorder.begin(trainer, self._open_session)
 
     def on_train_batch_start(
         self, trainer: Trainer, _: Any, batch: Any, batch_idx: int, *__: Any

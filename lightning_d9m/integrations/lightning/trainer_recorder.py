@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -122,15 +121,8 @@ class TrainerRecorder:
         empty = {"_outputs": None, "_replay": None}
         return self.__dict__ | empty | {"_replayed": ExitStack(), "_traced": ExitStack()}
 
-    def begin(
-        self,
-        trainer: Trainer,
-        session: TrainerSession,
-        further: Mapping[str, Scalar] = MappingProxyType({}),
-    ) -> None:
+    def begin(self, trainer: Trainer, session: TrainerSession) -> None:
         """Open the ledger of a fit and record the state that training starts from.
-
-        ``further`` has settings that the header records, too.
 
         Raises:
             SettingError: If a switch has been changed since the run began, or no step can be run
@@ -155,7 +147,7 @@ class TrainerRecorder:
             wrap_steps,
             is_compiled=is_compiled(trainer.lightning_module),
         )
-        settings = {**options.as_record(), **further}
+        settings = options.as_record()
 
         def make_folder() -> Path:
             folder = self._make_folder(trainer, kind="fit")

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from random import Random, SystemRandom
 
@@ -231,7 +232,7 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
     columns: list[Column[CheckedSegment]] = [
         Column("segment", lambda own: str(own.number), is_number=True),
         Column("steps", lambda own: f"{own.first:,} to {own.last:,}"),
-        Column("verdict", lambda own: own.verdict, has_meaning=True),
+        Column("verdict", attrgetter("verdict"), meaning=attrgetter("verdict")),
         Column("first difference", lambda own: own.where),
     ]
     lines = [line for text in report.problems for line in wrap(printable(text))]

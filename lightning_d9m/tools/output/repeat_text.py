@@ -8,13 +8,14 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.kinds import SAVED
-from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
+from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.tools.launch.run import Run
@@ -90,7 +91,7 @@ def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[C
         columns += [field("seed"), weights, Column("final loss", show_loss)]
         if verbose:
             columns.append(Column("", lambda row: row["loss_hex"] or ""))
-    return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
+    return [*columns, Column("verdict", itemgetter("verdict"), meaning=itemgetter("verdict"))]
 
 
 _MISSED = 0.05  # the probability that equal runs leave
@@ -360,9 +361,6 @@ class RepeatReport:
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
-        if LAST_BITS_SETTING in entry.ledger.header.settings:
-            step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
-            return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and by how much")]
         compared, runs = len(self._runs) - 1, _show_path(self._output)
