@@ -372,8 +372,7 @@ class Search:
             found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
             return
         found.op = examine_op(at, pair.dumps)
-        is_op = found.cause is not None and found.cause.kind == "op"
-        if is_op and found.op is not None and not found.op.inputs_equal:
+        if found.op is not None and not found.op.inputs_equal:
             found.cause = self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
 
     def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> Cause:
