@@ -163,7 +163,7 @@ def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
         folders.append(write_rank(create_ledger_folder(tmp_path), records, **own))
     found = compare(*folders).first
     assert (found.moment, found.step) == (first, 1)
-    assert found.name == ("layers.0.weight" if first == "batch" else "total")
+    assert found.name == ("layers.0.weight" if first == "batch" else "(total)")
 
 
 class TestOneSided:
