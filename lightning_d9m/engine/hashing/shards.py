@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.engine.hashing.digest import ORDINARY, DigestQueue, make_header
+from lightning_d9m.engine.hashing.digest import ORDINARY, DigestQueue, locate, make_header
 from lightning_d9m.engine.hashing.xxh3 import CHUNK_BYTES, hash_chunk
 from lightning_d9m.errors import DigestError
 
@@ -99,7 +99,7 @@ class FlatLayout(NamedTuple):
 
 def is_sharded_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a DTensor of which ranks hold different parts."""
-    placements: Any = getattr(tensor, "placements", ())
+    placements: Any = () if type(tensor) in ORDINARY else getattr(tensor, "placements", ())
     return any(not placement.is_replicate() for placement in placements)
 
 
@@ -229,6 +229,8 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
             end -= (shard.begin + length) % CHUNK_BYTES
         bounds.append((begin, end) if begin < end else (length, length))
     inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
+    for part in inner:
+        locate(part)  # FSDP frees memory between steps
     queue = DigestQueue()
     queue.read_chunks(inner)
     return [
