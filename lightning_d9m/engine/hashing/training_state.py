@@ -90,13 +90,12 @@ class ModelTensors:
 
     def list_saved(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all parameters, and of the buffers in a state dict."""
-        parameters, buffers = self.listed
-        fleeting = {
-            f"{path}.{name}" if path else name
+        return [
+            (f"{path}.{name}" if path else name, own)
             for path, module in self._model.named_modules()
-            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
-        }
-        return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
+            for name, own in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - in one walk
+            if own is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+        ]
 
 
 @dataclass
