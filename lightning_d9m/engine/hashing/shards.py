@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.engine.hashing.digest import ORDINARY, DigestQueue, locate, make_header
+from lightning_d9m.engine.hashing.digest import ORDINARY, DigestQueue, make_header
 from lightning_d9m.engine.hashing.xxh3 import CHUNK_BYTES, hash_chunk
 from lightning_d9m.errors import DigestError
 
@@ -228,9 +228,8 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
         if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
             end -= (shard.begin + length) % CHUNK_BYTES
         bounds.append((begin, end) if begin < end else (length, length))
+    # torch refuses to slice memory that FSDP has freed.
     inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
-    for part in inner:
-        locate(part)  # FSDP frees memory between steps
     queue = DigestQueue()
     queue.read_chunks(inner)
     return [
