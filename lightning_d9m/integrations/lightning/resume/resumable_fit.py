@@ -200,7 +200,8 @@ class ResumableFit(Fit):
         for text in logged:
             rank_zero().rank_zero_info(text)
         self._told.update(new, logged)
-        if captured["position"]["phase"] == "batch":
+        # Of several files in one batch the first has seen the least.
+        if captured["position"]["phase"] == "batch" and self._find_late is list:
             self._find_late = remember(
                 self._program,
                 count_logged,
