@@ -54,7 +54,7 @@ from lightning_d9m.engine.ledger.format.records import (
     RunFacts,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, FOLLOWED_STEPS
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
     SEGMENT,
@@ -477,7 +477,7 @@ class Run:
             totals={
                 **totals,
                 **{k: digest_value(sorted(v.items())) for k, v in gradients.items()},
-                **self._commit(),
+                **(self._commit() if moment == FINAL else {}),
             },
             groups=snapshot.groups | gradients,
             loss=self.loss_text,

@@ -71,6 +71,11 @@ expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that 
     the working folder)
 actual:THIS_RUN?  ledger of the later run, in the same forms
 """
+SIGNER = """
+--public-key FILE  the key (PEM) whose signature the proof or verdict must have
+| --identity TEXT  the person or job whose signature by Sigstore it must have
+--provider URL  the service that confirms the identity
+"""
 TIMEOUT = """
 --timeout SECONDS  stop a run that takes longer and treat it as hanging
 """
@@ -169,11 +174,11 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return find_last_pair(arguments.expected or Path())
 
 
-def list_given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Return the options of these names that have a value, as they are typed."""
-    values = {name: getattr(arguments, name) for name in names}  # 0 is a value
-    given = [name for name, own in values.items() if own is not None and own is not False]
-    return [f"--{name.replace('_', '-')}" for name in given]
+def refuse_options(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Raise a ``SettingError`` if an option of these names is given, with the reason."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value is not False:
+            raise SettingError(f"--{name.replace('_', '-')} has no effect here: {reason}.")
 
 
 def get_command(arguments: argparse.Namespace) -> list[str]:

@@ -6,19 +6,26 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from random import Random, SystemRandom
+from random import SystemRandom
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
-from lightning_d9m.tools.cli.arguments import COMMAND, get_command, list_given, whole_number
+from lightning_d9m.tools.cli.arguments import (
+    COMMAND,
+    SIGNER,
+    get_command,
+    refuse_options,
+    whole_number,
+)
 from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_new_file, choose_segments, write_statement
-from lightning_d9m.tools.proof.verification import Proof, Signer, make_verdict, open_proof
+from lightning_d9m.tools.proof.statement import check_new_file
+from lightning_d9m.tools.proof.training import choose_segments
+from lightning_d9m.tools.proof.verification import Proof, Signer, open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
     REPORT,
     CheckedSegment,
@@ -39,9 +46,7 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 --choose SEED  choose the segments that an earlier check with this seed has chosen
 --jobs N  how many segments run at once, each in its own process (default: 1)
 | --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
---public-key FILE  the key (PEM) whose signature the proof must have
-| --identity TEXT  the person or job whose signature by Sigstore the proof must have
---provider URL  the service that confirms the identity
+{SIGNER.strip()}
 --anyway  run the segments even if the proof does not hold without them
 --verdict FILE  write the result on a proof, as a statement that a third party can check
 --key FILE  private key (PEM, of an elliptic curve) that signs the verdict
@@ -109,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_report(report, arguments)
     # Not of a check that was interrupted, which leaves out what its choice demands.
     if proof is not None and arguments.verdict is not None:
-        write_statement(make_verdict(proof, report), arguments.verdict)
+        write_verdict(arguments.verdict, proof, report)
         if arguments.key is not None:
             sign(arguments.verdict, arguments.key)
     return _STATUS[report.verdict]
@@ -134,25 +139,17 @@ def _open_proof(arguments: argparse.Namespace) -> Proof | None:
     Raises:
         SettingError: If an option is for a proof, and a ledger is given.
     """
-    arguments.proof = None
-    path = arguments.ledger
-    names = ("public_key", "identity", "provider", "anyway", "verdict", "key")
-    given = list_given(arguments, names)
+    arguments.proof, path = None, arguments.ledger
     if not path.is_file() or path.suffix == ".jsonl":
-        if given:
-            raise SettingError(
-                f"{given[0]} is for a proof, and {path} is not one. d9m prove writes one."
-            )
+        names = ("public_key", "identity", "provider", "anyway", "verdict", "key")
+        refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
         return None
-    if arguments.key is not None and arguments.verdict is None:
-        raise SettingError("--key signs a verdict. Add --verdict FILE, or leave it out.")
+    if arguments.verdict is None:
+        refuse_options(arguments, ["key"], "it signs a verdict, and --verdict is not given")
+    if arguments.follow or arguments.print_commands:
+        refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
     check_new_file(arguments.verdict)
-    if arguments.verdict is not None and (arguments.follow or arguments.print_commands):
-        raise SettingError(
-            "--verdict is for a check of chosen segments. Leave out --follow or --print-commands."
-        )
-    signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
-    proof = open_proof(path, signer)
+    proof = open_proof(path, Signer.from_options(arguments))
     for text in (*proof.problems, *proof.notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
     arguments.proof, arguments.ledger = path, proof.recorded.ledger.path
@@ -185,9 +182,8 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     if not is_drawn:
         return None, arguments.only or there
     seed = SystemRandom().randrange(10**6) if seed is None else seed
-    if arguments.proof is not None:
-        return seed, choose_segments(arguments.proof, seed, there, count)
-    return seed, sorted(Random(seed).sample(there, count))  # noqa: S311 - it can be repeated
+    file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]
+    return seed, choose_segments(file, seed, there, count)
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:

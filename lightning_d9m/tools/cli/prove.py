@@ -3,12 +3,16 @@
 import argparse
 from pathlib import Path
 
+from msgspec.structs import asdict
+
+from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_new_file, make_proof, write_statement
+from lightning_d9m.tools.proof.statement import check_new_file, write_statement
+from lightning_d9m.tools.proof.training import TRAINING, make_proof
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
@@ -33,21 +37,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         LedgerError: If the ledger cannot be read, or the proof cannot be written.
-        SettingError: If the proof exists, the run has not finished, something has changed since, or
+        SettingError: If the proof exists, the run has not finished, a model is not its result, or
             the key cannot be used.
     """
     output: Path = arguments.output
     check_new_file(output)
-    recorded = RecordedRun(arguments.ledger)
-    proof = make_proof(recorded, arguments.model, output.absolute().parent)
-    write_statement(proof, output)
-    predicate = proof["predicate"]
-    program, packages = len(predicate["run"]["files"]), len(predicate["packages"])
+    recorded, folder = RecordedRun(arguments.ledger), output.absolute().parent
+    names, proof = make_proof(recorded, arguments.model, folder)
+    write_statement(output, TRAINING, {name: hash_file(folder / name) for name in names}, proof)
+    program = len((proof.run["sources"] or {"program": ()})["program"])
     lines = [
-        f"files that it is about: {len(proof['subject'])}",
-        f"files of the program: {program}; packages: {packages}",
+        f"files that it is about: {len(names)}",
+        f"files of the program: {program}; packages: {len(proof.packages)}",
         "It does not commit to:",
-        *(f"  {own['what']}: {own['why']}" for own in predicate["uncommitted"]),
+        *(f"  {what}: {why}" for what, why in proof.uncommitted.items()),
+        *(f"  package {name}: {why}" for name, why in proof.unread.items()),
     ]
     facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": None}
     if arguments.key is not None or arguments.sigstore:
@@ -61,5 +65,5 @@ def run(arguments: argparse.Namespace) -> int:
         lines.append("It is not signed: give --key or --sigstore.")
     shown = [line for text in lines for line in wrap(printable(text))]
     verdict = f"{output} commits to {recorded.ledger.path} and what decided its result."
-    print_result(arguments.format, {**facts, **predicate}, shown, verdict)
+    print_result(arguments.format, {**facts, **asdict(proof)}, shown, verdict)
     return 0

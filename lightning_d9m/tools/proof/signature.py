@@ -1,16 +1,14 @@
-"""Signatures of statements, by the package ``model-signing`` of OpenSSF.
+"""Signatures of statements, by the command of the package ``model-signing`` of OpenSSF.
 
 A signature is a bundle of Sigstore beside the file, with an envelope (DSSE) that names the file's
-SHA-256, so ``model_signing verify`` accepts it without this package.
+SHA-256.
 """
 
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 from lightning_d9m.errors import SettingError
-
-SUFFIX = ".sig"
-_INSTALL = "Install it: pip install 'lightning-d9m[proof]'"
 
 
 def sign(path: Path, key: Path | None) -> Path:
@@ -22,48 +20,40 @@ def sign(path: Path, key: Path | None) -> Path:
     Raises:
         SettingError: If ``model-signing`` is not installed, or the key cannot be used.
     """
-    signing, _ = _load()
-    target = path.with_name(path.name + SUFFIX)
-    config = signing.Config()
-    try:
-        if key is None:
-            config.use_sigstore_signer()
-        else:
-            config.use_elliptic_key_signer(private_key=key)
-        config.sign(path, target)
-    except Exception as error:
+    options = ["sigstore"] if key is None else ["key", "--private_key", str(key.absolute())]
+    if problem := _run("sign", path, options):
         raise SettingError(
-            f"{path} cannot be signed with {key or 'Sigstore'}: {error}. Give a private key of an "
-            "elliptic curve, such as openssl ecparam -name prime256v1 -genkey -noout makes."
-        ) from error
-    return target
+            f"{path} cannot be signed with {key or 'Sigstore'}: {problem}. Install "
+            "'lightning-d9m[proof]', and give a private key of an elliptic curve, such as openssl "
+            "ecparam -name prime256v1 -genkey -noout makes."
+        )
+    return path.with_name(f"{path.name}.sig")
 
 
-def verify(path: Path, key: Path | None, identity: str = "", provider: str = "") -> str:
+def verify(path: Path, key: Path | None, identity: str | None, provider: str | None) -> str:
     """Return why the signature of a file is not that of a public key, or of an identity.
 
     Empty if it is. ``provider`` is the address of the service that confirms the identity.
     """
-    _, verifying = _load()
-    signature = path.with_name(path.name + SUFFIX)
-    if not signature.is_file():
-        return f"{path} has no signature: {signature} is not there."
-    config = verifying.Config()
-    try:
-        if key is None:
-            config.use_sigstore_verifier(identity=identity, oidc_issuer=provider)
-        else:
-            config.use_elliptic_key_verifier(public_key=key)
-        config.verify(path, signature)
-    except Exception:  # noqa: BLE001 - of any library below: nothing but success verifies
-        return f"{signature} is not a signature of {path}, as it is now, by {key or identity}."
-    return ""
+    options = ["sigstore", "--identity", str(identity), "--identity_provider", str(provider)]
+    problem = _run(
+        "verify", path, options if key is None else ["key", "--public_key", str(key.absolute())]
+    )
+    signer = key or identity
+    return problem and f"{path} has no valid signature, as it is now, by {signer}: {problem}."
 
 
-def _load() -> tuple[ModuleType, ModuleType]:
-    try:
-        from model_signing import signing, verifying
-    except ImportError as error:
-        text = f"Signatures need the package model-signing ({error}). {_INSTALL}"
-        raise SettingError(text) from error
-    return signing, verifying
+def _run(verb: str, path: Path, options: list[str]) -> str:
+    """Run a command; return the last line that it prints if it fails."""
+    file = str(path.absolute())
+    words = [sys.executable, "-m", "model_signing", verb, *options, "--signature", f"{file}.sig"]
+    # Not in the working folder, whose modules Python would import first: it may be the publisher's.
+    done = subprocess.run(
+        [*words, file],
+        check=False,
+        cwd=sys.prefix,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
+    return text.rpartition("\n")[2] if done.returncode else ""

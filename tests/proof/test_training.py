@@ -8,14 +8,16 @@ from random import Random
 import pytest
 from ledger_runs import chain_lines, make_facts, make_header
 
-from lightning_d9m.engine.ledger.format.records import Digests, End, Sources, encode_record
-from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.statement import (
-    choose_segments,
-    compare_here,
-    hash_package,
-    make_proof,
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    Digests,
+    End,
+    Sources,
+    StepDigests,
+    encode_record,
 )
+from lightning_d9m.errors import SettingError
+from lightning_d9m.tools.proof.training import choose_segments, hash_package, make_proof
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 
@@ -39,12 +41,12 @@ def test_a_package_is_hashed_by_its_content(package):
     file.write_text("x = 2\n")
     assert hash_package(installed) != hashlib.sha256(f"own.py {own}\n".encode()).hexdigest()
     file.unlink()
-    assert hash_package(installed) is not None
+    assert hash_package(installed)
     (installed._path / "direct_url.json").write_text('{"dir_info": {"editable": true}}')
-    assert hash_package(installed) is None
+    assert not hash_package(installed)
     (installed._path / "direct_url.json").unlink()
     (installed._path / "RECORD").write_text("own.pth,,\n")
-    assert hash_package(installed) is None
+    assert not hash_package(installed)
 
 
 def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number(tmp_path):
@@ -57,26 +59,6 @@ def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number(tmp_path):
     assert choose_segments(proof, None, [1, 2], 1) == [1, 2]
 
 
-def test_another_version_or_stack_is_a_note_and_other_files_a_problem():
-    from lightning_d9m.engine.ledger.stack import capture_stack
-
-    package = {"version": PathDistribution.from_name("pytest").version, "sha256": "0" * 64}
-
-    def compare(stack, **changes):
-        run = {"files": {}, "named": {}, "stack": stack}
-        packages = {"pytest": {**package, **changes}}
-        return compare_here({"predicate": {"run": run, "packages": packages}})
-
-    here = capture_stack({})
-    problems, notes = compare(here)
-    assert "pytest" in problems[0]
-    assert not notes
-    assert compare(here, version="0.1")[1][0].startswith("pytest: 0.1 there, ")
-    problems, notes = compare({**here, "python.version": "3.0"})
-    assert not problems
-    assert len(notes) == 2
-
-
 def write_run(folder, *records, **end):
     folder.mkdir()
     known = [make_header(), make_facts(), *records, End(**{"status": "finished", **end})]
@@ -87,24 +69,34 @@ def write_run(folder, *records, **end):
 def test_what_a_run_did_not_record_is_named(tmp_path):
     final = Digests(moment="final", epoch=0, step=3, totals={"weights": "0" * 32}, groups={})
     run = write_run(tmp_path / "fit-000", final)
-    found = {own["what"] for own in make_proof(run, [], tmp_path)["predicate"]["uncommitted"]}
-    assert {"training data", "state", "program", "packages", "validation data"} <= found
+    found = make_proof(run, [], tmp_path)[1].uncommitted
+    assert {"training data", "state", "program", "validation data"} <= found.keys()
     with pytest.raises(SettingError, match="no SHA-256 of its final weights"):
         make_proof(run, [tmp_path / "model.ckpt"], tmp_path)
 
 
-def test_a_run_that_failed_or_an_environment_that_changed_is_not_proved(tmp_path):
+def test_the_first_state_after_a_checkpoint_needs_a_hash(tmp_path):
+    """It ends a segment; later steps are only compared."""
+    totals = dict.fromkeys(("data", "weights_sha256", "state_sha256"), "0" * 32)
+    place = {"epoch": 0, "entries": {}}
+    saved = Checkpoint(path="a.ckpt", epoch=0, step=3, batch=3)
+    first = StepDigests(step=4, totals=totals, **place)
+    second = StepDigests(step=5, totals={}, **place)
+    final = Digests(moment="final", epoch=0, step=5, totals=totals, groups={})
+    for number, records in enumerate([(first, second), (second, first)]):
+        run = write_run(tmp_path / f"fit-00{number}", saved, *records, final)
+        assert ("state" in make_proof(run, [], tmp_path)[1].uncommitted) == bool(number)
+
+
+def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_named(tmp_path):
     failed = write_run(tmp_path / "fit-000", status="failed")
     with pytest.raises(SettingError, match="has not finished"):
         make_proof(failed, [], tmp_path)
-    gone = Sources(program={}, named={}, packages={"absent": "1.0"}, used=("absent",))
-    proof = make_proof(write_run(tmp_path / "fit-002", gone), [], tmp_path)
-    left = {own["what"]: own["why"] for own in proof["predicate"]["uncommitted"]}
-    assert left["package absent"] == "it is not installed any more"
-    sources = Sources(program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",))
-    changed = write_run(tmp_path / "fit-001", sources)
-    with pytest.raises(SettingError, match=r"The training used numpy 0\.1"):
-        make_proof(changed, [], tmp_path)
+    packages = {"absent": "1.0", "numpy": "0.1"}
+    changed = Sources(program={}, named={}, packages=packages, used=("absent", "numpy"))
+    _, proof = make_proof(write_run(tmp_path / "fit-001", changed), [], tmp_path)
+    assert proof.unread["absent"] == "it is not installed here"
+    assert "the training used 0.1, and here is" in proof.unread["numpy"]
 
 
 def test_the_interpreter_hashes_its_own_pytest():
