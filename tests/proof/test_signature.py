@@ -17,19 +17,19 @@ def test_a_key_that_is_none(tmp_path, monkeypatch):
     (tmp_path / "model_signing.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
-        sign(file, key)
+        sign(file, "key --private_key key.pem")
     (tmp_path / "proof.json.sig").write_text("{}")
-    assert "has no valid signature" in verify(file, key, None, None)
+    assert "has no valid signature by key" in verify(file, "key --public_key key.pem")[0]
 
 
 def test_the_package_that_signs_is_absent(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     monkeypatch.setattr(sys, "executable", sys._base_executable)
-    with pytest.raises(SettingError, match=r"No module named model_signing. Install"):
-        sign(tmp_path / "proof.json", None)
+    with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
+        sign(tmp_path / "proof.json", "sigstore")
 
 
-def test_without_a_key_sigstore_signs_and_verifies(tmp_path, monkeypatch):
+def test_a_method_is_words_of_the_command(tmp_path, monkeypatch):
     used = []
 
     def run(words, **_):
@@ -38,9 +38,8 @@ def test_without_a_key_sigstore_signs_and_verifies(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run)
     file = tmp_path / "proof.json"
-    assert sign(file, None) == tmp_path / "proof.json.sig"
-    assert verify(file, None, "me@here", "https://there") == ""
+    assert sign(file, "sigstore") == f"{file}.sig"
+    assert verify(file, "sigstore --identity 'my job'") == []
     files = ["--signature", f"{file}.sig", str(file)]
     assert used[0] == ["sign", "sigstore", *files]
-    known = ["--identity", "me@here", "--identity_provider", "https://there"]
-    assert used[1] == ["verify", "sigstore", *known, *files]
+    assert used[1] == ["verify", "sigstore", "--identity", "my job", *files]

@@ -56,7 +56,6 @@ def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number(tmp_path):
     known = hashlib.sha256(f"{hashlib.sha256(b'1').hexdigest()} 7".encode()).hexdigest()
     drawn = [choose_segments(file, 7, range(1000), 10) for file in (proof, other)]
     assert drawn[0] == sorted(Random(int(known, 16)).sample(range(1000), 10)) != drawn[1]
-    assert choose_segments(proof, None, [1, 2], 1) == [1, 2]
 
 
 def write_run(folder, *records, **end):
@@ -66,26 +65,28 @@ def write_run(folder, *records, **end):
     return RecordedRun(folder)
 
 
-def test_what_a_run_did_not_record_is_named(tmp_path):
-    final = Digests(moment="final", epoch=0, step=3, totals={"weights": "0" * 32}, groups={})
-    run = write_run(tmp_path / "fit-000", final)
-    found = make_proof(run, [], tmp_path)[1].uncommitted
-    assert {"training data", "state", "program", "validation data"} <= found.keys()
-    with pytest.raises(SettingError, match="no SHA-256 of its final weights"):
-        make_proof(run, [tmp_path / "model.ckpt"], tmp_path)
+TOTALS = dict.fromkeys(("data", "weights_sha256", "state_sha256"), "0" * 32)
+PROGRAM = Sources(program={}, named={}, packages={}, used=())
 
 
-def test_the_first_state_after_a_checkpoint_needs_a_hash(tmp_path):
-    """It ends a segment; later steps are only compared."""
-    totals = dict.fromkeys(("data", "weights_sha256", "state_sha256"), "0" * 32)
-    place = {"epoch": 0, "entries": {}}
+def make_final(**totals):
+    return Digests(moment="final", epoch=0, step=5, totals=totals, groups={})
+
+
+def test_the_first_state_after_a_checkpoint_needs_a_hash_and_the_last_one(tmp_path):
+    """They end a segment; later steps are only compared."""
     saved = Checkpoint(path="a.ckpt", epoch=0, step=3, batch=3)
-    first = StepDigests(step=4, totals=totals, **place)
-    second = StepDigests(step=5, totals={}, **place)
-    final = Digests(moment="final", epoch=0, step=5, totals=totals, groups={})
-    for number, records in enumerate([(first, second), (second, first)]):
-        run = write_run(tmp_path / f"fit-00{number}", saved, *records, final)
-        assert ("state" in make_proof(run, [], tmp_path)[1].uncommitted) == bool(number)
+    first = StepDigests(step=4, totals=TOTALS, epoch=0, entries={})
+    second = StepDigests(step=5, totals={}, epoch=0, entries={})
+    wrong = [(second, first, make_final(**TOTALS)), (first, second, make_final(data="0" * 32))]
+    for number, records in enumerate([*wrong, (first, second)]):
+        run = write_run(tmp_path / f"fit-00{number}", saved, *records, PROGRAM)
+        with pytest.raises(SettingError, match="was not recorded for a proof throughout"):
+            make_proof(run, [], tmp_path)
+    right = write_run(tmp_path / "fit-009", saved, first, second, make_final(**TOTALS), PROGRAM)
+    uncommitted = make_proof(right, [], tmp_path)[1].uncommitted
+    assert uncommitted["1 checkpoint"] == "removed or replaced since: step 3"
+    assert uncommitted["program"] == "it is not in a file"
 
 
 def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_named(tmp_path):
@@ -94,9 +95,10 @@ def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_name
         make_proof(failed, [], tmp_path)
     packages = {"absent": "1.0", "numpy": "0.1"}
     changed = Sources(program={}, named={}, packages=packages, used=("absent", "numpy"))
-    _, proof = make_proof(write_run(tmp_path / "fit-001", changed), [], tmp_path)
-    assert proof.unread["absent"] == "it is not installed here"
-    assert "the training used 0.1, and here is" in proof.unread["numpy"]
+    run = write_run(tmp_path / "fit-001", make_final(**TOTALS), changed)
+    unread = make_proof(run, [], tmp_path)[1].unread
+    assert unread["absent"] == "it is not installed here"
+    assert "the training used 0.1, and here is" in unread["numpy"]
 
 
 def test_the_interpreter_hashes_its_own_pytest():

@@ -38,7 +38,7 @@ def keys(tmp_path_factory):
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     (folder / "private.pem").write_bytes(private)
     (folder / "public.pem").write_bytes(public)
-    return folder / "private.pem", folder / "public.pem"
+    return {name: folder / f"{name}.pem" for name in ("private", "public")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,20 +121,20 @@ def edit(proof, path="proof.json"):
 
 
 def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check, d9m, keys):
-    private, public = keys
-    prove("--key", private)
-    other = [sys.executable, "-m", "model_signing", "verify", "key", "proof.json"]
-    other += ["--signature", "proof.json.sig", "--public_key", str(public)]
+    private, public = (f"key --{name}_key {key}" for name, key in keys.items())
+    prove("--sign", private)
+    other = [sys.executable, "-m", "model_signing", "verify", *public.split()]
+    other += ["--signature", "proof.json.sig", "proof.json"]
     subprocess.run(other, check=True, capture_output=True)
-    options = ("--segments", "1", "--choose", "7", "--verdict", "verdict.json", "--key", private)
-    status, found = check("--public-key", public, *options)
+    options = ("--segments", "1", "--choose", "7", "--verdict", "verdict.json", "--sign", private)
+    status, found = check("--signer", public, *options)
     assert (status, found["problems"], found["choice"]) == (0, [], 7)
     assert [own["verdict"] for own in found["checked"]] == ["equal"]
 
     def verify(*words):
         return d9m("verify", "verdict.json", "proof.json", *words)[:2]
 
-    assert verify("--public-key", public, "--choose", "7")[0] == 0
+    assert verify("--signer", public, "--choose", "7")[0] == 0
     verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == ["LIGHTNING_D9M_SEGMENTS_EQUAL_1_OF_4"]
     # A replayed verdict: one of another check, on another proof, edited, or without its signature.
@@ -143,13 +143,13 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     assert "chosen with 7, not 8" in said
     verdict["predicate"][CHECK]["choice"] = 8
     edit(verdict, "verdict.json")
-    status, said = verify("--public-key", public, "--choose", "8")
+    status, said = verify("--signer", public, "--choose", "8")
     assert status == 1
     assert "has no valid signature" in " ".join(said.split())
     edit(json.loads(Path("proof.json").read_text()))  # the same statement in other bytes
     assert "another proof" in verify("--choose", "8")[1]
     Path("verdict.json.sig").unlink()
-    assert "No such file" in verify("--public-key", public)[1]
+    assert "No such file" in verify("--signer", public)[1]
 
 
 def test_a_proof_of_a_training_with_another_label_is_rejected_by_its_segment(prove, check):
@@ -275,10 +275,8 @@ def test_what_is_not_a_proof(d9m, stranger):
     edit({**statement, "predicateType": "other"}, "verdict.json")
     refuses("verdict.json exists", *check("--verdict", "verdict.json"))
     refuses("it is for a check of chosen", *check("--verdict", "new.json", "--follow"))
-    refuses("belong together", *check("--identity", "me"))
-    refuses("Give a public key", *check("--public-key", "no.pem"))
     refuses("is not a verdict", "verify", "run/saved/step=60.ckpt", "--choose", "1")
-    refuses("--verdict is not given", *check("--key", "k.pem"))
+    refuses("--verdict is not given", *check("--sign", "sigstore"))
     refuses("Name the proof", "verify", "verdict.json")
     refuses("is a statement of other", "verify", "verdict.json", "proof.json")
 

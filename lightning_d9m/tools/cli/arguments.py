@@ -72,9 +72,8 @@ expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that 
 actual:THIS_RUN?  ledger of the later run, in the same forms
 """
 SIGNER = """
---public-key FILE  the key (PEM) whose signature the proof or verdict must have
-| --identity TEXT  the person or job whose signature by Sigstore it must have
---provider URL  the service that confirms the identity
+--signer METHOD  how model_signing verifies the signature, in its words, such as "key --public_key
+    FILE", or "sigstore --identity TEXT --identity_provider URL"
 """
 TIMEOUT = """
 --timeout SECONDS  stop a run that takes longer and treat it as hanging

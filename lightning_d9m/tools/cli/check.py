@@ -25,7 +25,7 @@ from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
 from lightning_d9m.tools.proof.statement import check_new_file
 from lightning_d9m.tools.proof.training import choose_segments
-from lightning_d9m.tools.proof.verification import Proof, Signer, open_proof, write_verdict
+from lightning_d9m.tools.proof.verification import open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
     REPORT,
     CheckedSegment,
@@ -49,7 +49,7 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 {SIGNER.strip()}
 --anyway  run the segments even if the proof does not hold without them
 --verdict FILE  write the result on a proof, as a statement that a third party can check
---key FILE  private key (PEM, of an elliptic curve) that signs the verdict
+--sign METHOD  sign the verdict with model_signing, see d9m prove
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 {COMMAND}"""
 EXAMPLE = "d9m check logs/d9m/fit-000 --segments 5 -- python train.py"
@@ -80,10 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all chosen segments are equal, 1 if some differ, 3 if none differs but some failed.
     """
     command = get_command(arguments)
-    proof = _open_proof(arguments)
-    recorded = RecordedRun(arguments.ledger) if proof is None else proof.recorded
+    recorded, problems, limits = _open(arguments)
     choice, numbers = _choose(arguments, recorded)
-    is_refused = proof is not None and bool(proof.problems) and not arguments.anyway
+    is_refused = bool(problems) and not arguments.anyway
     if arguments.print_commands and not is_refused:
         for number in numbers:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
@@ -91,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     report = CheckReport(str(recorded.ledger.path), str(output), choice)
     runs = Runs(command, output, arguments.timeout, evaluations=False)
-    report.problems = [] if proof is None else proof.problems
+    report.problems = problems
     numbers = [] if is_refused else numbers
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
@@ -110,13 +109,13 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         # What was checked before an interruption is shown, too.
         if report.checked or report.problems:
-            report.write(recorded, *([] if proof is None else proof.notes), *report.notes)
+            report.write(recorded, *limits, *report.notes)
             _print_report(report, arguments)
     # Not of a check that was interrupted, which leaves out what its choice demands.
-    if proof is not None and arguments.verdict is not None:
-        write_verdict(arguments.verdict, proof, report)
-        if arguments.key is not None:
-            sign(arguments.verdict, arguments.key)
+    if arguments.verdict is not None:
+        write_verdict(arguments.verdict, arguments.proof, report)
+        if arguments.sign is not None:
+            sign(arguments.verdict, arguments.sign)
     return _STATUS[report.verdict]
 
 
@@ -133,27 +132,27 @@ def _run_in_turn(
             break
 
 
-def _open_proof(arguments: argparse.Namespace) -> Proof | None:
-    """Return the proof that is checked, whose ledger becomes the argument; None for a ledger.
+def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[str]]:
+    """Return the run, what contradicts its proof, if one is given, and what that limits.
 
     Raises:
         SettingError: If an option is for a proof, and a ledger is given.
     """
     arguments.proof, path = None, arguments.ledger
     if not path.is_file() or path.suffix == ".jsonl":
-        names = ("public_key", "identity", "provider", "anyway", "verdict", "key")
+        names = ("signer", "anyway", "verdict", "sign")
         refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
-        return None
+        return RecordedRun(path), [], []
     if arguments.verdict is None:
-        refuse_options(arguments, ["key"], "it signs a verdict, and --verdict is not given")
+        refuse_options(arguments, ["sign"], "it signs a verdict, and --verdict is not given")
     if arguments.follow or arguments.print_commands:
         refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
     check_new_file(arguments.verdict)
-    proof = open_proof(path, Signer.from_options(arguments))
-    for text in (*proof.problems, *proof.notes):
+    recorded, problems, notes = open_proof(path, arguments.signer)
+    for text in (*problems, *notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
-    arguments.proof, arguments.ledger = path, proof.recorded.ledger.path
-    return proof
+    arguments.proof, arguments.ledger = path, recorded.ledger.path
+    return recorded, problems, notes
 
 
 def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int | None, list[int]]:

@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if path.suffix == ".json":
         return _verify_verdict(arguments)
-    names = ("public_key", "identity", "provider", "choose")
-    refuse_options(arguments, names, f"{path} is not a verdict of d9m check")
+    refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
     from lightning_d9m.integrations.lightning.resume.saved_run import read_state
     from lightning_d9m.integrations.lightning.saved_state import check_checkpoint, load_checkpoint
 
@@ -101,15 +100,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify_verdict(arguments: argparse.Namespace) -> int:
-    from lightning_d9m.tools.proof.verification import Signer, check_verdict
+    from lightning_d9m.tools.proof.verification import UNSIGNED, check_verdict
 
     path, proof = arguments.checkpoint, arguments.ledger
     if proof is None:
         raise SettingError(f"Name the proof that {path} is on: d9m verify {path} proof.json")
-    signer = Signer.from_options(arguments)
-    problems = check_verdict(path, proof, signer, arguments.choose)
+    problems = check_verdict(path, proof, arguments.signer, arguments.choose)
     facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "problems": problems}
-    lines = [*(problems or [f"{path} is a verdict that {proof} holds."]), *signer.notes]
+    lines = [
+        *(problems or [f"{path} is a verdict that {proof} holds."]),
+        *([] if arguments.signer else [UNSIGNED]),
+    ]
     print_result(arguments.format, facts, wrap_on_terminal(lines))
     return int(bool(problems))
 

@@ -1,59 +1,50 @@
 """Signatures of statements, by the command of the package ``model-signing`` of OpenSSF.
 
 A signature is a bundle of Sigstore beside the file, with an envelope (DSSE) that names the file's
-SHA-256.
+SHA-256. A method is what that command takes between ``sign`` or ``verify`` and the file, so that
+keys, certificates and identities that Sigstore knows can be used as there.
 """
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
 
+# Without the working folder, whose modules Python would import first: it may be the publisher's.
+_COMMAND = """
+import runpy, sys
+sys.path[:] = filter(None, sys.path)
+runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
+"""
 
-def sign(path: Path, key: Path | None) -> Path:
-    """Sign a file with a private key (PEM, of an elliptic curve), or without one by Sigstore.
 
-    Returns:
-        The file of the signature, beside the other one.
+def sign(path: Path, method: str) -> str:
+    """Sign a file; return the path of the signature, beside it.
 
     Raises:
-        SettingError: If ``model-signing`` is not installed, or the key cannot be used.
+        SettingError: If ``model-signing`` is not installed, or the method cannot be used.
     """
-    options = ["sigstore"] if key is None else ["key", "--private_key", str(key.absolute())]
-    if problem := _run("sign", path, options):
+    if problem := _run("sign", path, method):
         raise SettingError(
-            f"{path} cannot be signed with {key or 'Sigstore'}: {problem}. Install "
-            "'lightning-d9m[proof]', and give a private key of an elliptic curve, such as openssl "
-            "ecparam -name prime256v1 -genkey -noout makes."
+            f"{path} cannot be signed with {method}: {problem}. Install 'lightning-d9m[proof]', "
+            "and give the words of model_signing sign, such as sigstore, or with a private key of "
+            "an elliptic curve: key --private_key FILE."
         )
-    return path.with_name(f"{path.name}.sig")
+    return f"{path}.sig"
 
 
-def verify(path: Path, key: Path | None, identity: str | None, provider: str | None) -> str:
-    """Return why the signature of a file is not that of a public key, or of an identity.
-
-    Empty if it is. ``provider`` is the address of the service that confirms the identity.
-    """
-    options = ["sigstore", "--identity", str(identity), "--identity_provider", str(provider)]
-    problem = _run(
-        "verify", path, options if key is None else ["key", "--public_key", str(key.absolute())]
-    )
-    signer = key or identity
-    return problem and f"{path} has no valid signature, as it is now, by {signer}: {problem}."
+def verify(path: Path, method: str) -> list[str]:
+    """Return why the signature of a file is not valid, in a sentence; nothing if it is."""
+    problem = _run("verify", path, method)
+    return [f"{path}, as it is now, has no valid signature by {method}: {problem}."] * bool(problem)
 
 
-def _run(verb: str, path: Path, options: list[str]) -> str:
-    """Run a command; return the last line that it prints if it fails."""
-    file = str(path.absolute())
-    words = [sys.executable, "-m", "model_signing", verb, *options, "--signature", f"{file}.sig"]
-    # Not in the working folder, whose modules Python would import first: it may be the publisher's.
-    done = subprocess.run(
-        [*words, file],
-        check=False,
-        cwd=sys.prefix,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+def _run(verb: str, path: Path, method: str) -> str:
+    """Run the command; return the last line that it prints if it fails."""
+    words = [sys.executable, "-c", _COMMAND, verb, *shlex.split(method)]
+    words += ["--signature", f"{path}.sig", str(path)]
+    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
     return text.rpartition("\n")[2] if done.returncode else ""

@@ -38,7 +38,6 @@ _NEVER = {
     "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
     "its command names",
 }
-_UNPROVABLE = "the run was not recorded with provable=True throughout"
 
 
 class Training(Struct):
@@ -70,20 +69,21 @@ def make_proof(
         folder: The folder that has the proof.
 
     Raises:
-        SettingError: If the run has not finished, or a model has other weights.
+        SettingError: If the run has not finished, or was not recorded for a proof, or a model has
+            other weights.
     """
-    ledger, points = recorded.ledger, recorded.points
+    ledger, points, uncommitted = recorded.ledger, recorded.points, dict(_NEVER)
     if not recorded.is_finished:
         raise SettingError(
             f"The fit of {ledger.path} has not finished, so it has no result to prove. Prove a "
             "training that ended."
         )
-    sources, finals, uncommitted = _read_ledger(recorded)
+    sources, finals = _read_ledger(recorded)
     for model in models:
-        _check_model(finals.get(min(ledger.files)), model)
-    if sources is None:
-        uncommitted |= {"program": _UNPROVABLE, "packages": _UNPROVABLE}
-    elif not sources.program:
+        _check_model(finals[min(finals)], model)
+    if recorded.last_step and any(own.totals[DATA] == _NO_DATA for own in finals.values()):
+        uncommitted["training data"] = "the loop does not pass its batches to a Recorder"
+    if not sources.program:
         uncommitted["program"] = "it is not in a file"
     if list_continued(ledger.files[min(ledger.files)]):
         uncommitted["program before the resume"] = "the proof has that of the resumed run"
@@ -92,7 +92,7 @@ def make_proof(
         uncommitted[pluralize(len(missing), "checkpoint")] = why
     run = {
         **ledger.header.as_record(),
-        "sources": sources and sources.as_record(),
+        "sources": sources.as_record(),
         "steps": recorded.last_step,
         "checkpoints": [point.step for point in points],
         "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
@@ -101,14 +101,16 @@ def make_proof(
         [os.path.relpath(path.resolve(), folder.resolve()) for path in paths]
         for paths in (_list_files(recorded), models)
     )
-    packages, unread = ({}, {}) if sources is None else _hash_packages(sources)
-    return [*dict.fromkeys(files + named)], Training(run, named, uncommitted, packages, unread)
+    training = Training(run, named, uncommitted, *_hash_packages(sources))
+    return [*dict.fromkeys(files + named)], training
 
 
-def _read_ledger(
-    recorded: RecordedRun,
-) -> tuple[Sources | None, dict[int, Digests], dict[str, str]]:
-    """Return the record of the program, the final digests by rank, and what has no SHA-256."""
+def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
+    """Return the record of the program, and the final digests by rank.
+
+    Raises:
+        SettingError: If a state that ends a segment has no SHA-256.
+    """
     sources, finals, is_committed = None, dict[int, Digests](), True
     for rank in recorded.ledger.files:
         follows = False  # a checkpoint, whose state the next record of a step shows
@@ -124,32 +126,27 @@ def _read_ledger(
                 elif isinstance(record, Digests) and record.moment == FINAL:
                     finals[rank] = record
         is_committed &= rank in finals and finals[rank].totals.keys() >= {*COMMITTED}
-    uncommitted = dict(_NEVER)
-    if not is_committed:
-        uncommitted["state"] = f"{_UNPROVABLE}: its digests are XXH3, and can be forged"
-        uncommitted["training data"] = _UNPROVABLE
-    elif recorded.last_step and any(own.totals[DATA] == _NO_DATA for own in finals.values()):
-        uncommitted["training data"] = "the loop does not pass its batches to a Recorder"
-    return sources, finals, uncommitted
+    if sources is None or not is_committed:
+        raise SettingError(
+            f"{recorded.ledger.path} was not recorded for a proof throughout: its digests are "
+            "XXH3, which can be forged. Train with DeterminismCallback(provable=True) or "
+            "LIGHTNING_D9M_PROVABLE=1."
+        )
+    return sources, finals
 
 
-def _check_model(final: Digests | None, model: Path) -> None:
+def _check_model(final: Digests, model: Path) -> None:
     """Raise a ``SettingError`` unless a file holds the weights of a record."""
     from lightning_d9m.engine.hashing.sha256 import hash_named
     from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
 
-    expected = "" if final is None else final.totals.get(WEIGHTS_HASH, "")
-    if final is None or not expected:
-        raise SettingError(
-            "The run has no SHA-256 of its final weights, so no model can be proved. Train with "
-            "DeterminismCallback(provable=True), on whole weights."
-        )
     weights = find_weights(load_checkpoint(model))
     names = final.groups.get("weights", {})  # a model has buffers, too
-    if hash_named({name: weights.get(name) for name in names})[:DIGEST_DIGITS] != expected:
+    found = hash_named({name: weights.get(name) for name in names})
+    if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
         raise SettingError(
             f"{escape(str(model))} does not hold the final weights of the run. Name a file that "
-            "the training has saved at its end."
+            "the training has saved at its end, with whole weights."
         )
 
 
@@ -200,12 +197,7 @@ def hash_package(package: Distribution) -> str:
     return hasher.hexdigest()
 
 
-def choose_segments(proof: Path, number: int | None, there: Sequence[int], count: int) -> list[int]:
-    """Return the segments that a number chooses: nobody knows them before the proof exists.
-
-    Without a number, all count.
-    """
-    if number is None:
-        return [*there]
+def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) -> list[int]:
+    """Return the segments that a number chooses: nobody knows them before the proof exists."""
     seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
-    return sorted(Random(seed).sample([*there], count))  # noqa: S311 - it can be repeated
+    return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated

@@ -1,17 +1,15 @@
 """The check of a proof: what can be told without training, and the verdict after it."""
 
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 from msgspec import field as renamed
 
 from lightning_d9m.engine.hashing.files import hash_file
-from lightning_d9m.errors import D9mError, LedgerError, SettingError
+from lightning_d9m.errors import D9mError, LedgerError
 from lightning_d9m.text import describe_names, escape
 from lightning_d9m.tools.proof.signature import verify
 from lightning_d9m.tools.proof.statement import read_statement, write_statement
@@ -24,58 +22,14 @@ VERDICT = "https://in-toto.io/attestation/svr/v0.1"
 CHECK = "urn:lightning-d9m:check:1"
 
 
-class Signer(NamedTuple):
-    """The signer that a statement must have: a public key, or an identity that Sigstore knows."""
-
-    key: Path | None
-    identity: str | None
-    provider: str | None
-
-    @classmethod
-    def from_options(cls, options: Namespace) -> "Signer":
-        """Return the signer that the options of a command name.
-
-        Raises:
-            SettingError: If they name none that can be used.
-        """
-        signer = cls(options.public_key, options.identity, options.provider)
-        if (signer.identity is None) != (signer.provider is None):
-            raise SettingError("--identity and --provider belong together. Give both, or a key.")
-        if signer.key is not None and not signer.key.is_file():
-            raise SettingError(f"No such file: {signer.key}. Give a public key.")
-        return signer
-
-    def list_problems(self, path: Path) -> list[str]:
-        """Return why this signer has not signed a file; nothing if it has, or none is given."""
-        problem = "" if self.notes else verify(path, *self)
-        return [problem] if problem else []
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence if no signer is given."""
-        text = "Nobody's signature was verified: give --public-key, or --identity."
-        return [] if self.key or self.identity else [text]
+UNSIGNED = "Nobody's signature was verified: give --signer."
 
 
-@dataclass
-class Proof:
-    """A proof whose files were read.
-
-    Attributes:
-        path: Its file.
-        recorded: The run that it is about.
-        problems: Sentences on what contradicts it; none if it holds as far as no training tells.
-        notes: Sentences on what limits a check.
-    """
-
-    path: Path
-    recorded: RecordedRun
-    problems: list[str]
-    notes: list[str]
-
-
-def open_proof(path: Path, signer: Signer) -> Proof:
+def open_proof(path: Path, signer: str | None) -> tuple[RecordedRun, list[str], list[str]]:
     """Read a proof, and compare it with its files and with program, packages and stack here.
+
+    Returns:
+        The run that it is about, sentences on what contradicts it, and on what limits a check.
 
     Raises:
         LedgerError: If it is none, or its ledger is not beside it.
@@ -91,19 +45,21 @@ def open_proof(path: Path, signer: Signer) -> Proof:
         )
     recorded = RecordedRun(next(own for own in ledgers if own.is_file()).parent)
     left_out = "; ".join(map(escape, (*said.uncommitted, *said.unread)))
-    notes = [*signer.notes, f"The proof does not commit to: {left_out}."]
-    problems = signer.list_problems(path)
-    if not problems:  # in the order of what a contradiction means for all that follows
-        problems += _list_changed("The file", files, folder)
+    notes = [f"The proof does not commit to: {left_out}."]
+    if not signer:
+        notes.insert(0, UNSIGNED)
+    # In the order of what a contradiction means for all that follows.
+    problems = verify(path, signer) if signer else []
+    problems = problems or [*_list_changed("The file", files, folder)]
     if not problems:
         try:
             names, own = make_proof(recorded, [folder / name for name in said.models], folder)
         except D9mError as error:
-            problems.append(str(error))
+            problems = [str(error)]
         else:
-            problems += _list_left_out({*names} - files.keys(), said, own)
+            problems = [*_list_left_out({*names} - files.keys(), said, own)]
             _compare_here(said, own, problems, notes)
-    return Proof(path, recorded, problems, notes)
+    return recorded, problems, notes
 
 
 def _list_changed(what: str, hashes: Mapping[str, str], folder: Path) -> Iterator[str]:
@@ -134,7 +90,7 @@ def _compare_here(said: Training, own: Training, problems: list[str], notes: lis
     Other files of the program, or other content of the same version of a package, contradict the
     proof; another stack limits the check.
     """
-    sources = own.run["sources"] or {"program": {}, "named": {}}
+    sources = own.run["sources"]
     files = {**sources["program"], **sources["named"]}
     problems += _list_changed("The program's file", files, Path())
     stack = [*_compare_stack(own.run["stack"])]
@@ -170,7 +126,7 @@ class _Verdict(Struct):
     check: CheckReport = renamed(name=CHECK)
 
 
-def write_verdict(path: Path, proof: Proof, report: CheckReport) -> None:
+def write_verdict(path: Path, proof: Path, report: CheckReport) -> None:
     """Write the verdict of a check, a Simple Verification Result of in-toto (version 0.1).
 
     Its subject is the proof, and it has the number of the check's choice, so that it cannot pass
@@ -186,30 +142,30 @@ def write_verdict(path: Path, proof: Proof, report: CheckReport) -> None:
         "properties": [f"LIGHTNING_D9M_SEGMENTS_EQUAL_{count}"] * (report.verdict == "equal"),
         CHECK: report.as_json(),
     }
-    write_statement(path, VERDICT, {proof.path.name: hash_file(proof.path)}, predicate)
+    write_statement(path, VERDICT, {proof.name: hash_file(proof)}, predicate)
 
 
-def check_verdict(path: Path, proof: Path, signer: Signer, number: int | None) -> list[str]:
+def check_verdict(path: Path, proof: Path, signer: str | None, number: int | None) -> list[str]:
     """Return sentences on why a verdict is not one on a proof.
 
     Args:
         path: The verdict.
         proof: The proof.
-        signer: The signer that the verdict must have.
+        signer: The method that must verify the signature; None for none.
         number: The number with which its segments must have been chosen; None for any.
 
     Raises:
         LedgerError: If a file cannot be read, or is not a verdict.
     """
     files, verdict = read_statement(path, VERDICT, _Verdict)
-    found, problems = verdict.check, signer.list_problems(path)
+    found, problems = verdict.check, verify(path, signer) if signer else []
     if [*files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another proof than {proof}.")
     numbers = [own.number for own in found.checked]
-    is_drawn = len(numbers) <= len(found.there) and numbers == choose_segments(
-        proof, found.choice, found.there, len(numbers)
-    )
-    if number is not None and (found.choice != number or not is_drawn):
+    if number is not None and (
+        found.choice != number
+        or numbers != choose_segments(proof, number, found.there, len(numbers))
+    ):
         problems.append(f"Its segments were chosen with {found.choice}, not {number}.")
     if found.verdict != "equal" or not verdict.properties:
         problems.append(f"It says that the run is {found.verdict}.")
