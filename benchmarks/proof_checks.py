@@ -3,8 +3,9 @@
     python benchmarks/proof_checks.py honest [NAME ...]   needs wild/requirements.txt
     python benchmarks/proof_checks.py lies [NAME ...]
 
-Each training is proved, and a stranger, in a copy of its folder, checks the proof. The results are
-in results/proof-honest.json and results/proof-lies.json, where others keep theirs.
+Each training is proved, and a stranger, in a copy of its folder, checks the proof; the programs are
+forks of a process that has imported torch and Lightning. The results are kept in
+results/proof-honest.json and results/proof-lies.json.
 """
 
 import json
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE / "wild")]
+sys.path.extend(map(str, (HERE, HERE / "wild", HERE.parent / "tests/support")))
 
 import segments
+from forking_python import shared_python
 from measurement import describe_machine, keep
 from variants import VARIANTS
+
+from lightning_d9m.engine.hashing.files import hash_file
 
 EXAMPLES = HERE.parent / "examples"
 # The program of each honest training, and its arguments, by name.
@@ -39,16 +43,19 @@ HONEST: dict[str, list[str]] = {name: ["wild/variants.py", name] for name in VAR
     )
 }
 VARIABLES = {
-    **{"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PROVABLE": "1", "LIGHTNING_D9M_LEDGER_DIR": "run"},
-    **{"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+    "LIGHTNING_D9M": "1",
+    "LIGHTNING_D9M_PROVABLE": "1",
+    "LIGHTNING_D9M_LEDGER_DIR": "run",
+    "PYTHONHASHSEED": "0",
 }
 
 
 def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a Python command in a folder."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
-    return subprocess.run([*words], cwd=folder, env=environment, **options)
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def prove(folder: Path, *options: str) -> str:
@@ -80,13 +87,14 @@ def list_reasons(found: dict[str, Any]) -> list[str]:
 def measure_honest(names: list[str]) -> int:
     """Prove and check honest trainings; return 1 if one is not accepted."""
     results: dict[str, Any] = {}
+    python = shared_python()
     for name in names or HONEST:
         program, *words = HONEST[name]
         with tempfile.TemporaryDirectory() as root:
             folder, copy = Path(root, "published"), Path(root, "stranger")
             folder.mkdir()
             shutil.copy(HERE / program, folder / "train.py")
-            command = [sys.executable, "train.py", *words]
+            command = [python, "train.py", *words]
             done = run(folder, *command, **VARIABLES)
             problem = done.stderr[-500:] if done.returncode else prove(folder)
             if problem:
@@ -106,6 +114,106 @@ def measure_honest(names: list[str]) -> int:
     return int(any(own["verdict"] != "equal" for own in results.values()))
 
 
+def edit_proof(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the proof by hand."""
+    file = folder / "proof.json"
+    proof = json.loads(file.read_text())
+    change(proof)
+    file.write_text(json.dumps(proof))
+
+
+def train_further(folder: Path) -> None:
+    """Change the final model a little."""
+    import torch
+
+    path = folder / "run/saved/step=60.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["layers.1.weight"] += 1e-6
+    torch.save(checkpoint, path)
+
+
+def replace_ledger(folder: Path, other: Path) -> None:
+    """Take the ledger of another run, and make its hash in the proof again."""
+    ledger = "run/fit-000/rank-0.jsonl"
+    shutil.copy(other / ledger, folder / ledger)
+    found = hash_file(folder / ledger)
+    edit_proof(
+        folder,
+        lambda proof: [
+            own["digest"].update(sha256=found) for own in proof["subject"] if own["name"] == ledger
+        ],
+    )
+
+
+def list_lies(other: Path) -> dict[str, Callable[[Path], object]]:
+    """Return what a liar does to an honest proof and its files; ``other`` is another proved run."""
+    return {
+        "other code": lambda folder: (folder / "train.py").write_text(
+            (folder / "train.py").read_text().replace("1e-3", "2e-3")
+        ),
+        "package changed in place": lambda folder: edit_proof(
+            folder, lambda proof: proof["predicate"]["packages"].update(numpy="0" * 64)
+        ),
+        "model trained further": train_further,
+        "proof of another run": lambda folder: shutil.copy(other / "proof.json", folder),
+        "ledger of another run": lambda folder: replace_ledger(folder, other),
+        "checkpoint left out": lambda folder: edit_proof(
+            folder, lambda proof: proof["subject"].pop(1)
+        ),
+        "gap left out": lambda folder: edit_proof(
+            folder, lambda proof: proof["predicate"]["uncommitted"].pop("validation data")
+        ),
+    }
+
+
+# The segments that a check needs, where they are not the first two of those between steps 0, 15,
+# 30, 45 and 60.
+SEGMENTS = {"early end": "3", "extra step": "4", "final digest edited": "3"} | dict.fromkeys(
+    (
+        *("ulp in a checkpoint", "checkpoint of another run", "checkpoint of another step"),
+        *("loss edited", "records removed"),
+    ),
+    "2",
+)
+
+
+def measure_lies(names: list[str]) -> int:
+    """Check proofs of wrong trainings, and changed ones; return 1 if one is accepted."""
+    python, results = shared_python(), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as root:
+
+        def publish(wrong: str) -> Path:
+            folder = Path(root, wrong.replace(" ", "-") or "honest")
+            folder.mkdir()
+            shutil.copy(segments.PROGRAM, folder / "train.py")
+            run(folder, python, "train.py", "run", **VARIABLES, WRONG=wrong).check_returncode()
+            return folder
+
+        honest, other = publish(""), publish("rate")
+        raw = Path(shutil.copytree(honest, Path(root, "raw")))
+        assert not prove(honest, "--model", "run/saved/step=60.ckpt")
+        assert not prove(other)
+        edits, lies = segments.list_edits(other / "run"), list_lies(other)
+        trained = ["other data", "one sample more", *segments.TRAINED]
+        for name in names or ["", *trained, *edits, *lies]:
+            if name in trained:  # the training was wrong, and all else follows from it
+                folder = other if name == "rate" else publish(name)
+            else:
+                source = raw if name in edits else honest
+                folder = Path(shutil.copytree(source, Path(root, f"copy of {name}")))
+                if name:
+                    (edits | lies)[name](folder if name in lies else folder / "run")
+            problem = prove(folder)  # again, for changed files
+            chosen = ("--only", SEGMENTS.get(name, "0,1"))
+            found = check(folder, *chosen, "--", python, "train.py", "again")
+            reasons = [problem] if problem else list_reasons(found)
+            verdict = "not provable" if problem else found["verdict"]
+            results[name or "honest"] = {"verdict": verdict, "reasons": reasons}
+            print(name or "honest", json.dumps(results[name or "honest"]), flush=True)
+    keep(HERE / "results/proof-lies.json", {"machine": describe_machine(), **results})
+    return int(any((own["verdict"] == "equal") != (n == "honest") for n, own in results.items()))
+
+
 if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["lies"]
-    sys.exit({"honest": measure_honest}[part](rest))
+    sys.exit({"honest": measure_honest, "lies": measure_lies}[part](rest))

@@ -1,4 +1,4 @@
-"""Trainings that differ in one thing, for benchmarks/proof_lies.py: python variants.py NAME."""
+"""Trainings that differ in one thing, for benchmarks/proof_checks.py: python variants.py NAME."""
 
 import sys
 
@@ -137,7 +137,7 @@ VARIANTS = {
     },
     "early stopping": {"callbacks": lambda: [callbacks.EarlyStopping("val_loss", patience=1)]},
     "validation within": {"trainer": {"val_check_interval": 0.5}},
-    "by steps": {"trainer": {"max_epochs": -1, "max_steps": 15}, "saving": {"every_n_train_steps": 4}},
+    "by steps": {"trainer": {"max_steps": 15}, "saving": {"every_n_train_steps": 4}},
     "last alone": {"saving": {"save_top_k": 1, "save_last": True}},
     "weights alone": {"saving": {"save_weights_only": True}},
     "limited": {"trainer": {"limit_train_batches": 0.5, "limit_val_batches": 1}},

@@ -114,8 +114,8 @@ class Net(L.LightningModule):
 
 
 def make_data():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(20 * BATCH, 16, generator=generator)
+    generator = torch.Generator().manual_seed(int(WRONG == "other data"))
+    x = torch.randn(20 * BATCH + (WRONG == "one sample more"), 16, generator=generator)
     y = x[:, :4].argmax(1)
     if WRONG == "label":
         y[3] = (y[3] + 1) % 4

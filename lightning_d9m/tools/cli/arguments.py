@@ -180,6 +180,15 @@ def refuse_options(arguments: argparse.Namespace, names: Sequence[str], reason: 
             raise SettingError(f"--{name.replace('_', '-')} has no effect here: {reason}.")
 
 
+def check_new_file(path: Path) -> None:
+    """Raise a ``SettingError`` if a file exists, or is in no folder."""
+    if path.exists() or not path.absolute().parent.is_dir():
+        raise SettingError(
+            f"{path} {'exists already' if path.exists() else 'is in no folder'}, so nothing can be "
+            "written to it. Give another file."
+        )
+
+
 def get_command(arguments: argparse.Namespace) -> list[str]:
     """Return the training's command.
 

@@ -14,6 +14,7 @@ from lightning_d9m.text import pluralize, printable
 from lightning_d9m.tools.cli.arguments import (
     COMMAND,
     SIGNER,
+    check_new_file,
     get_command,
     refuse_options,
     whole_number,
@@ -23,7 +24,6 @@ from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_new_file
 from lightning_d9m.tools.proof.training import choose_segments
 from lightning_d9m.tools.proof.verification import open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
@@ -143,11 +143,12 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[s
         names = ("signer", "anyway", "verdict", "sign")
         refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
         return RecordedRun(path), [], []
-    if arguments.verdict is None:
-        refuse_options(arguments, ["sign"], "it signs a verdict, and --verdict is not given")
     if arguments.follow or arguments.print_commands:
         refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
-    check_new_file(arguments.verdict)
+    if arguments.verdict is None:
+        refuse_options(arguments, ["sign"], "it signs a verdict, and --verdict is not given")
+    else:
+        check_new_file(arguments.verdict)
     recorded, problems, notes = open_proof(path, arguments.signer)
     for text in (*problems, *notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
@@ -173,12 +174,8 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
             f"Segments: {', '.join(map(str, there))}."
         )
     is_drawn = not (arguments.only or arguments.follow or count is None or count >= len(there))
-    if not is_drawn and seed is not None:
-        raise SettingError(
-            f"--choose is {seed}, and nothing is chosen: there are {len(there)} segments. Give a "
-            "smaller number with --segments, or leave out --choose."
-        )
     if not is_drawn:
+        refuse_options(arguments, ["choose"], f"there are {len(there)} segments, and all run")
         return None, arguments.only or there
     seed = SystemRandom().randrange(10**6) if seed is None else seed
     file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]

@@ -6,12 +6,12 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from lightning_d9m.engine.hashing.files import hash_file
-from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
+from lightning_d9m.tools.cli.arguments import check_new_file
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_new_file, write_statement
+from lightning_d9m.tools.proof.statement import write_statement
 from lightning_d9m.tools.proof.training import TRAINING, make_proof
 from lightning_d9m.tools.segments.segment import RecordedRun
 
@@ -57,11 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sign is None:
         lines.append("It is not signed: give --sign.")
     else:
-        try:
-            facts["signature"] = sign(output, arguments.sign)
-        except SettingError:
-            output.unlink()  # as if nothing had been done
-            raise
+        facts["signature"] = sign(output, arguments.sign)
         lines.append(f"signature: {facts['signature']}")
     shown = [line for text in lines for line in wrap(printable(text))]
     verdict = f"{output} commits to {recorded.ledger.path} and what decided its result."

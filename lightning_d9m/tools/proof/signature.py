@@ -28,16 +28,16 @@ def sign(path: Path, method: str) -> str:
     """
     if problem := _run("sign", path, method):
         raise SettingError(
-            f"{path} cannot be signed with {method}: {problem}. Install 'lightning-d9m[proof]', "
-            "and give the words of model_signing sign, such as sigstore, or with a private key of "
-            "an elliptic curve: key --private_key FILE."
+            f"{path} is written and cannot be signed with {method}: {problem}. Install "
+            "'lightning-d9m[proof]', and give the words of model_signing sign, such as sigstore, "
+            "or with a private key of an elliptic curve: key --private_key FILE."
         )
     return f"{path}.sig"
 
 
-def verify(path: Path, method: str) -> list[str]:
-    """Return why the signature of a file is not valid, in a sentence; nothing if it is."""
-    problem = _run("verify", path, method)
+def verify(path: Path, method: str | None) -> list[str]:
+    """Return why the signature of a file is not valid; nothing if it is, or without a method."""
+    problem = _run("verify", path, method) if method else ""
     return [f"{path}, as it is now, has no valid signature by {method}: {problem}."] * bool(problem)
 
 

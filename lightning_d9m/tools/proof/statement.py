@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec import Raw, Struct, json
 
-from lightning_d9m.errors import LedgerError, SettingError, file_errors, written_whole
+from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.text import escape
 
 _IN_TOTO: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
@@ -27,15 +27,6 @@ class _Statement(Struct, rename={"form": "_type", "kind": "predicateType"}):
     kind: str
     predicate: Raw
     form: Literal["https://in-toto.io/Statement/v1"]
-
-
-def check_new_file(path: Path | None) -> None:
-    """Raise a ``SettingError`` if a statement cannot be written to a new file."""
-    if path is not None and (path.exists() or not path.absolute().parent.is_dir()):
-        raise SettingError(
-            f"{path} {'exists already' if path.exists() else 'is in no folder'}, so nothing can be "
-            "written to it. Give another file."
-        )
 
 
 def write_statement(path: Path, kind: str, files: Mapping[str, str], predicate: Any) -> None:

@@ -20,8 +20,6 @@ from lightning_d9m.version import __version__
 
 VERDICT = "https://in-toto.io/attestation/svr/v0.1"
 CHECK = "urn:lightning-d9m:check:1"
-
-
 UNSIGNED = "Nobody's signature was verified: give --signer."
 
 
@@ -45,12 +43,9 @@ def open_proof(path: Path, signer: str | None) -> tuple[RecordedRun, list[str], 
         )
     recorded = RecordedRun(next(own for own in ledgers if own.is_file()).parent)
     left_out = "; ".join(map(escape, (*said.uncommitted, *said.unread)))
-    notes = [f"The proof does not commit to: {left_out}."]
-    if not signer:
-        notes.insert(0, UNSIGNED)
+    notes = [*([] if signer else [UNSIGNED]), f"The proof does not commit to: {left_out}."]
     # In the order of what a contradiction means for all that follows.
-    problems = verify(path, signer) if signer else []
-    problems = problems or [*_list_changed("The file", files, folder)]
+    problems = verify(path, signer) or [*_list_changed("The file", files, folder)]
     if not problems:
         try:
             names, own = make_proof(recorded, [folder / name for name in said.models], folder)
@@ -158,7 +153,7 @@ def check_verdict(path: Path, proof: Path, signer: str | None, number: int | Non
         LedgerError: If a file cannot be read, or is not a verdict.
     """
     files, verdict = read_statement(path, VERDICT, _Verdict)
-    found, problems = verdict.check, verify(path, signer) if signer else []
+    found, problems = verdict.check, verify(path, signer)
     if [*files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another proof than {proof}.")
     numbers = [own.number for own in found.checked]
