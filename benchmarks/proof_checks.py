@@ -18,8 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.extend(map(str, (HERE, HERE / "wild", HERE.parent / "tests/support")))
+sys.path.extend(str(Path(__file__).parent / own) for own in ("", "wild", "../tests/support"))
 
 import segments
 from forking_python import shared_python
@@ -28,7 +27,7 @@ from variants import VARIANTS
 
 from lightning_d9m.engine.hashing.files import hash_file
 
-EXAMPLES = HERE.parent / "examples"
+HERE = Path(__file__).resolve().parent
 # The program of each honest training, and its arguments, by name.
 HONEST: dict[str, list[str]] = {name: ["wild/variants.py", name] for name in VARIANTS} | {
     Path(program).stem: [program, *words]

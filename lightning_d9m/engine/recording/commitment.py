@@ -5,7 +5,6 @@
 
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -23,12 +22,9 @@ from lightning_d9m.program import is_of_framework
 
 # A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
-# What Python and pip install. A package that is installed from its folder is the program's.
-_INSTALLED = {
-    os.path.realpath(sysconfig.get_path(name))
-    for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
+# Folders of packages. One that is installed from its folder is the program's.
 _LIBRARIES = {"site-packages", "dist-packages"}
+_STANDARD = Path(os.__file__).resolve().parent
 
 
 def chain_batch(before: str, batch: object) -> str:
@@ -105,5 +101,5 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
 def _find_program_folder(name: str) -> Path | None:
     """Return the folder that a path leads to; None if it is of Python or of a package."""
     folder = Path(name).resolve()
-    above = {str(own) for own in (folder, *folder.parents)}
-    return None if above & _INSTALLED or _LIBRARIES & {*folder.parts} else folder
+    is_installed = _STANDARD in (folder, *folder.parents) or _LIBRARIES & {*folder.parts}
+    return None if is_installed else folder
