@@ -477,6 +477,8 @@ class Run:
             totals={
                 **totals,
                 **{k: digest_value(sorted(v.items())) for k, v in gradients.items()},
+                # SHA-256 takes 20 times as long, and what a proof needs are the states that end
+                # segments: this one, and those of end_step.
                 **(self._commit() if moment == FINAL else {}),
             },
             groups=snapshot.groups | gradients,

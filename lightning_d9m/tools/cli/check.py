@@ -47,7 +47,6 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 --jobs N  how many segments run at once, each in its own process (default: 1)
 | --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
 {SIGNER.strip()}
---anyway  run the segments even if the proof does not hold without them
 --verdict FILE  write the result on a proof, as a statement that a third party can check
 --sign METHOD  sign the verdict with model_signing, see d9m prove
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
@@ -82,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = get_command(arguments)
     recorded, problems, limits = _open(arguments)
     choice, numbers = _choose(arguments, recorded)
-    is_refused = bool(problems) and not arguments.anyway
-    if arguments.print_commands and not is_refused:
+    if arguments.print_commands and not problems:
         for number in numbers:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
@@ -91,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
     report = CheckReport(str(recorded.ledger.path), str(output), choice)
     runs = Runs(command, output, arguments.timeout, evaluations=False)
     report.problems = problems
-    numbers = [] if is_refused else numbers
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
         title = f"segment {number}{place}"
@@ -99,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     report.notes = [name_other_command(recorded, command)]
     try:
-        if arguments.follow and not is_refused:
+        if problems:
+            pass  # what follows would say nothing of this proof
+        elif arguments.follow:
             links = output / "checkpoints"
             recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
         elif arguments.jobs > 1:
@@ -140,7 +139,7 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[s
     """
     arguments.proof, path = None, arguments.ledger
     if not path.is_file() or path.suffix == ".jsonl":
-        names = ("signer", "anyway", "verdict", "sign")
+        names = ("signer", "verdict", "sign")
         refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
         return RecordedRun(path), [], []
     if arguments.follow or arguments.print_commands:
@@ -244,7 +243,7 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
         f"({share:.1%} of {pluralize(report.last_step, 'step')}) are what the program computes."
     )
     if report.problems and not report.checked:
-        verdict = "different: the proof does not hold, so nothing was run; --anyway runs it."
+        verdict = "different: the proof does not hold, so nothing was run."
     if report.verdict == "equal" and report.missed:
         verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
     verdict = f"{verdict} {describe_varying(report.varying_ops)}".rstrip()

@@ -97,6 +97,7 @@ def make_proof(
         "checkpoints": [point.step for point in points],
         "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
     }
+    # Relative, so that the folder can be published as a whole.
     files, named = (
         [os.path.relpath(path.resolve(), folder.resolve()) for path in paths]
         for paths in (_list_files(recorded), models)
