@@ -165,6 +165,16 @@ def list_lies(other: Path) -> dict[str, Callable[[Path], object]]:
     }
 
 
+def forge(folder: Path) -> None:
+    """Keep the XXH3 of a state that ends a segment, and change its SHA-256, as a forger would."""
+
+    def change(records: list[dict[str, Any]]) -> None:
+        record = next(own for own in records if own["kind"] == "step" and own["step"] == 31)
+        record["totals"]["state_sha256"] = record["totals"]["state_sha256"][::-1]
+
+    segments.edit_ledger(folder / "fit-000/rank-0.jsonl", change)
+
+
 # The segments that a check needs, where they are not the first two of those between steps 0, 15,
 # 30, 45 and 60.
 SEGMENTS = {"early end": "3", "extra step": "4", "final digest edited": "3"} | dict.fromkeys(
@@ -192,7 +202,8 @@ def measure_lies(names: list[str]) -> int:
         raw = Path(shutil.copytree(honest, Path(root, "raw")))
         assert not prove(honest, "--model", "run/saved/step=60.ckpt")
         assert not prove(other)
-        edits, lies = segments.list_edits(other / "run"), list_lies(other)
+        edits = {**segments.list_edits(other / "run"), "forged digest": forge}
+        lies = list_lies(other)
         trained = ["other data", "one sample more", *segments.TRAINED]
         for name in names or ["", *trained, *edits, *lies]:
             if name in trained:  # the training was wrong, and all else follows from it
