@@ -15,6 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from functools import cache
+from importlib.metadata import Distribution
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ from measurement import describe_machine, keep
 from variants import VARIANTS
 
 from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.proof import training
 
 HERE = Path(__file__).resolve().parent
 # The program of each honest training, and its arguments, by name.
@@ -46,31 +52,54 @@ VARIABLES = {
     "LIGHTNING_D9M_PROVABLE": "1",
     "LIGHTNING_D9M_LEDGER_DIR": "run",
     "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
 }
+os.environ["OMP_NUM_THREADS"] = "1"  # also for checks
 
 
-def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python command in a folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
+READ = training.hash_package
+
+
+@cache
+def hash_once(name: str) -> str:
+    """Return the hash of a package, which does not change meanwhile."""
+    return READ(Distribution.from_name(name))
+
+
+training.hash_package = lambda package: hash_once(package.name)
+training.packages_distributions = cache(training.packages_distributions)
+
+
+def train(folder: Path, *words: str, **variables: str) -> str:
+    """Run a program in a folder, recorded for a proof; return the error, empty without one."""
+    environment = {**os.environ, **VARIABLES, **variables}
+    done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
+    return done.stderr[-500:] if done.returncode else ""
+
+
+def call(folder: Path, *words: str) -> tuple[str, str]:
+    """Call a command in a folder; return what it prints, and its errors."""
+    with chdir(folder), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors:
+        main([*words, "--json"] if "--" not in words else [*words])
+    return out.getvalue(), errors.getvalue()
 
 
 def prove(folder: Path, *options: str) -> str:
-    """Prove the run in a folder; return the error, empty without one."""
+    """Prove the run in a folder, unless it is proved; return the error, empty without one."""
+    if (folder / "proof.json").exists():
+        return ""
     fit = min(folder.glob("run/**/rank-0.jsonl"), default=folder / "run").parent
-    words = [sys.executable, "-m", "lightning_d9m", "prove", str(fit), "--json", *options]
-    return run(folder, *words).stderr if not (folder / "proof.json").exists() else ""
+    printed, errors = call(folder, "prove", str(fit), *options)
+    return "" if printed else errors
 
 
 def check(folder: Path, *words: str) -> dict[str, Any]:
     """Check the proof in a folder; return what the command prints."""
-    command = [sys.executable, "-m", "lightning_d9m", "check", "proof.json", "--json", *words]
-    done = run(folder, *command)
-    if not done.stdout.strip():
-        return {"verdict": "error", "checked": [], "problems": [done.stderr.strip()[-500:]]}
-    return dict(json.loads(done.stdout))
+    printed, errors = call(folder, "check", "proof.json", "--json", *words)
+    known = {"verdict": "error", "checked": [], "problems": [errors[-500:]]}
+    return dict(json.loads(printed)) if printed else known
 
 
 def list_reasons(found: dict[str, Any]) -> list[str]:
@@ -94,9 +123,7 @@ def measure_honest(names: list[str]) -> int:
             folder.mkdir()
             shutil.copy(HERE / program, folder / "train.py")
             command = [python, "train.py", *words]
-            done = run(folder, *command, **VARIABLES)
-            problem = done.stderr[-500:] if done.returncode else prove(folder)
-            if problem:
+            if problem := train(folder, *command) or prove(folder):
                 results[name] = {"verdict": "error", "reasons": [problem]}
             else:
                 shutil.copytree(folder, copy, symlinks=True)
@@ -195,7 +222,7 @@ def measure_lies(names: list[str]) -> int:
             folder = Path(root, wrong.replace(" ", "-") or "honest")
             folder.mkdir()
             shutil.copy(segments.PROGRAM, folder / "train.py")
-            run(folder, python, "train.py", "run", **VARIABLES, WRONG=wrong).check_returncode()
+            assert not (problem := train(folder, python, "train.py", "run", WRONG=wrong)), problem
             return folder
 
         honest, other = publish(""), publish("rate")
