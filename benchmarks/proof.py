@@ -3,7 +3,7 @@
 The share is the time within the functions that commit, over that of the fit, so that the noise of
 whole fits does not count. Run it alone on the machine:
 
-    python benchmarks/proof.py [--epochs 20]
+    python benchmarks/proof.py [--epochs 6] [prove] [digits] [10M]
 """
 
 import argparse
@@ -86,32 +86,36 @@ def fit(name: str, epochs: int, folder: Path, every: int = 1) -> dict[str, float
     return {"fit": time.perf_counter() - start, **spent}
 
 
-def run(epochs: int) -> dict[str, Any]:
-    """Return the figures."""
-    found: dict[str, Any] = {}
-    # First, because d9m prove takes the first fit of a program.
+def measure_prove() -> dict[str, Any]:
+    """Return the time to prove a run of 1,000 epochs, and the size of the proof."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         fit("short epochs", 1000, path / "run", every=10)
         start = time.perf_counter()
         assert main(["prove", str(path / "run/fit-000"), "-o", str(path / "proof.json")]) == 0
-        found["prove"] = {
+        return {
             "seconds": round(time.perf_counter() - start, 2),
             "bytes for 1,000 epochs and 100 checkpoints": (path / "proof.json").stat().st_size,
         }
-    for name in ("digits", "10M"):
-        with tempfile.TemporaryDirectory() as folder:
-            fit(name, 1, Path(folder) / "warm")
-            seconds = fit(name, epochs, Path(folder) / "run")
-            parts = {own: round(seconds[own], 4) for own in seconds}
-            committing = sum(seconds.values()) - seconds["fit"]
-            found[name] = {"seconds": parts, "share": round(committing / seconds["fit"], 4)}
-    return found
+
+
+def measure_share(name: str, epochs: int) -> dict[str, Any]:
+    """Return the seconds of a fit and of what commits, and its share."""
+    with tempfile.TemporaryDirectory() as folder:
+        fit(name, 1, Path(folder) / "warm")
+        seconds = fit(name, epochs, Path(folder) / "run")
+        committing = sum(seconds.values()) - seconds["fit"]
+        parts = {own: round(seconds[own], 4) for own in seconds}
+        return {"epochs": epochs, "seconds": parts, "share": round(committing / seconds["fit"], 4)}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("parts", nargs="*", default=["prove", "digits", "10M"])
+    parser.add_argument("--epochs", type=int, default=6)
     arguments = parser.parse_args()
+    found = {}
+    for part in arguments.parts:  # d9m prove is first, because it takes the first fit of a program
+        found[part] = measure_prove() if part == "prove" else measure_share(part, arguments.epochs)
     results = Path(__file__).parent / "results/proof.json"
-    keep(results, {"machine": describe_machine(), **run(arguments.epochs)})
+    keep(results, {"machine": describe_machine(), **found})

@@ -54,7 +54,7 @@ from lightning_d9m.engine.ledger.format.records import (
     RunFacts,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, FOLLOWED_STEPS
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
     SEGMENT,
@@ -477,7 +477,9 @@ class Run:
             totals={
                 **totals,
                 **{k: digest_value(sorted(v.items())) for k, v in gradients.items()},
-                **self._commit(),
+                # SHA-256 takes 20 times as long, and what a proof needs are the states that end
+                # segments: this one, and those of end_step.
+                **(self._commit() if moment == FINAL else {}),
             },
             groups=snapshot.groups | gradients,
             loss=self.loss_text,

@@ -10,9 +10,9 @@ import msgspec
 from rich.filesize import decimal
 
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
-from lightning_d9m.tools.cli.arguments import FORMAT
+from lightning_d9m.tools.cli.arguments import FORMAT, check_new_file
 from lightning_d9m.tools.cli.report import check_output, compare_chosen, compare_pair, write_page
 from lightning_d9m.tools.comparison.ledgers import Comparison
 from lightning_d9m.tools.history.bundle import (
@@ -78,11 +78,7 @@ def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> No
         paths = compared or paths
     arguments.expected, arguments.actual = [*paths, None, None][:_PAIR]
     ledgers = compare_chosen(arguments).ledgers
-    if output.exists():
-        raise LedgerError(
-            f"{output} exists already, so no bundle was written. Give another file with --output, "
-            "or remove it."
-        )
+    check_new_file(output)
     write_bundle(output, ledgers, located or find_located(ledgers[1].path)[0], arguments.add)
 
 

@@ -191,7 +191,7 @@ class RecordedRun:
                     elif isinstance(record, Digests | StepDigests) and record.step >= found.step:
                         # Digests are taken after what follows a step, such as the end of an epoch.
                         found.step, found.ends_within = record.step, isinstance(record, Digests)
-                        found.is_provable = STATE_HASH in record.totals
+                        found.is_provable |= STATE_HASH in record.totals
                         if isinstance(record, Digests) and record.moment == "epoch":
                             found.epoch_ends.append(record.step)
         return found
