@@ -25,6 +25,7 @@ from lightning_d9m.tools.segments.check import (
     CheckReport,
     check_segment,
     follow_run,
+    remove_links,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
@@ -94,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         report.checked.append(check_segment(so_far, runs, number, title, later))
 
     report.notes = [name_other_command(recorded, command)]
+    links = output / "checkpoints"
     try:
         if arguments.follow and not is_refused:
-            links = output / "checkpoints"
             recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
         elif arguments.jobs > 1:
             _run_jobs(arguments, numbers, report)
@@ -104,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
             _run_in_turn(recorded, numbers, check, report)
     finally:
         # What was checked before an interruption is shown, too.
+        if remove_links(links, report.checked):
+            report.notes.append(f"The checkpoints before a difference are kept in {links}.")
         if report.checked or report.problems:
             report.write(recorded, *([] if proof is None else proof.notes), *report.notes)
             _print_report(report, arguments)
