@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
 
 import msgspec
@@ -61,9 +61,6 @@ _PATTERNS = tuple(
 )
 _ASSIGNED = re.compile(rf"((?<![\w-]){_NAME}=)('[^']*'|\"[^\"]*\"|[^\s'\"&]+)", re.IGNORECASE)
 _QUOTED = re.compile(rf"({_NAME}['\"]?\]? *[:=] *)[rbf]?('[^']+'|\"[^\"]+\")", re.IGNORECASE)
-
-
-Facts = TypeVar("Facts", bound=msgspec.Struct)
 
 
 class SecretFilter:
@@ -201,20 +198,13 @@ def write_bundle(
                 secrets=secrets.count,
             )
             document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-            with new_archive(path) as archive:
+            with (
+                written_whole(path) as part,
+                ZipFile(part, "x", ZIP_DEFLATED, strict_timestamps=False) as archive,
+            ):
                 archive.writestr(_MANIFEST, document)
                 for member in sorted(files):
                     archive.write(files[member], member)
-
-
-@contextmanager
-def new_archive(path: Path) -> Iterator[ZipFile]:
-    """Yield an archive that is at a path once it is complete."""
-    with (
-        written_whole(path) as part,
-        ZipFile(part, "x", ZIP_DEFLATED, strict_timestamps=False) as archive,
-    ):
-        yield archive
 
 
 def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) -> None:
@@ -285,21 +275,6 @@ def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
 _DAMAGE = (BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
 
 
-@contextmanager
-def open_bundle(
-    path: Path, most_bytes: int = MOST_BYTES
-) -> Iterator[tuple[Manifest, list[Ledger]]]:
-    """Yield what an archive holds; its ledgers are in a temporary folder until the end.
-
-    Raises:
-        LedgerError: If the file is not a bundle, is damaged, or too large.
-    """
-    with unpacked(path, _MANIFEST, Manifest, _LEDGER_FILE, most_bytes) as (manifest, folder):
-        for side in SIDES:
-            (folder / side).mkdir(exist_ok=True)
-        yield manifest, [read_ledger(folder / side) for side in SIDES]
-
-
 def is_capsule(path: Path) -> bool:
     """Return whether a file is an archive with one step of a run; see ``capsule.py``."""
     if not path.is_file() or not is_zipfile(path):
@@ -309,24 +284,25 @@ def is_capsule(path: Path) -> bool:
 
 
 @contextmanager
-def unpacked(
-    path: Path, name: str, kind: type[Facts], files: re.Pattern[str], most_bytes: int
-) -> Iterator[tuple[Facts, Path]]:
-    """Yield the facts in a file of an archive, and a temporary folder with other files of it.
+def open_bundle(
+    path: Path, most_bytes: int = MOST_BYTES
+) -> Iterator[tuple[Manifest, list[Ledger]]]:
+    """Yield what an archive holds; its ledgers are in a temporary folder until the end.
 
-    An archive may come from anybody: only files whose names match are unpacked, under their own
-    names, and nothing is unpacked if all are larger than ``most_bytes``.
+    An archive may come from anybody: only the files of ledgers are unpacked, under their own names,
+    and nothing is unpacked if all are larger than ``most_bytes``.
 
     Raises:
-        LedgerError: If the archive lacks the file, is damaged, or too large.
+        LedgerError: If the file is not a bundle, is damaged, or too large.
     """
-    with tempfile.TemporaryDirectory(prefix="d9m-bundle-") as folder:
+    with tempfile.TemporaryDirectory(prefix="d9m-bundle-") as name:
+        folder = Path(name)
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # a device may have no end
                 raise ValueError("it is not a regular file")
             with ZipFile(path) as archive:
-                facts = msgspec.json.decode(_read_facts(archive, name), type=kind)
-                _unpack(archive, Path(folder), files, most_bytes)
+                manifest = _read_manifest(archive)
+                _unpack_ledgers(archive, folder, most_bytes)
         except LedgerError:
             raise
         except OSError as error:
@@ -338,25 +314,27 @@ def unpacked(
                 f"{path} is not a bundle, or is damaged: {error}. Give a file that d9m bundle "
                 "wrote."
             ) from error
-        yield facts, Path(folder)
+        yield manifest, [read_ledger(folder / side) for side in SIDES]
 
 
-def _read_facts(archive: ZipFile, name: str) -> bytes:
-    if name not in archive.namelist():
-        raise ValueError(f"it does not hold {name}")
-    member = archive.getinfo(name)
+def _read_manifest(archive: ZipFile) -> Manifest:
+    if _MANIFEST not in archive.namelist():
+        raise ValueError(f"it does not hold {_MANIFEST}")
+    member = archive.getinfo(_MANIFEST)
     if member.file_size > _MOST_MANIFEST:
-        raise ValueError(f"its {name} has {member.file_size:,} bytes")
-    return archive.read(member)
+        raise ValueError(f"its {_MANIFEST} has {member.file_size:,} bytes")
+    return msgspec.json.decode(archive.read(member), type=Manifest)
 
 
-def _unpack(archive: ZipFile, folder: Path, files: re.Pattern[str], most_bytes: int) -> None:
-    members = [one for one in archive.infolist() if files.fullmatch(one.filename)]
+def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
+    members = [one for one in archive.infolist() if _LEDGER_FILE.fullmatch(one.filename)]
     size = sum(member.file_size for member in members)
     if size > most_bytes:
         raise LedgerError(
-            f"The files in the bundle {archive.filename} have {size:,} bytes, and at most "
+            f"The ledgers in the bundle {archive.filename} have {size:,} bytes, and at most "
             f"{most_bytes:,} are unpacked. Ask for a bundle of a shorter training."
         )
     # A reader of zipfile gives no more than the size that a member names, and makes no links.
     archive.extractall(folder, members)
+    for side in SIDES:
+        (folder / side).mkdir(exist_ok=True)

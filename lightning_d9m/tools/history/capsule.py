@@ -5,14 +5,12 @@ An archive holds ``capsule.json``, the operations of the step with the values th
 operations are those of torch, by their names.
 """
 
-import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import msgspec
 import torch
@@ -35,27 +33,31 @@ from lightning_d9m.engine.probes.step_tape import (
     refer,
 )
 from lightning_d9m.engine.recording.interruption import STEP_FILE, TAPE
-from lightning_d9m.errors import CommandError, D9mError, LedgerError, SettingError, file_errors
+from lightning_d9m.errors import (
+    CommandError,
+    D9mError,
+    LedgerError,
+    SettingError,
+    file_errors,
+    written_whole,
+)
 from lightning_d9m.text import escape
-from lightning_d9m.tools.history.bundle import CAPSULE_FACTS, SecretFilter, new_archive, unpacked
+from lightning_d9m.tools.history.bundle import CAPSULE_FACTS, SecretFilter
 from lightning_d9m.tools.segments.goto import find_segment
 from lightning_d9m.tools.segments.segment import RecordedRun, Segment
 
-_DATA = "data"
 STATE = "weight,buffer,optimizer,gradient"
 """The kinds of probes that tell state from data."""
+
+_DATA = "data"
 _NEEDED = ("op", "args", "kwargs", "rng", "rng_device", "requires_grad")
 
 
-class CapsuleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a capsule.
+class CapsuleFacts(msgspec.Struct, frozen=True):
+    """The global step, the header of the run's ledger, and how many secrets were removed.
 
-    Attributes:
-        step: The global step.
-        header: The header of the run's ledger.
-        sizes: Bytes of the values, by what they are, and of the files of the program.
-        left_out: Bytes of data that it does not hold.
-        secrets: How many secrets were removed.
+    ``sizes`` has the bytes of the values, by what they are, and of the program's files;
+    ``left_out`` is the size of the data that it does not hold.
     """
 
     step: int
@@ -67,15 +69,10 @@ class CapsuleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class StepOutcome:
-    """How a step ran again.
+    """How many operations a step has, how many of them ran, and how many left other bits.
 
-    Attributes:
-        ops: The number of its operations.
-        ran: How many of them ran; the others lack a value, or cannot run here.
-        different: How many leave other bits than in the run.
-        first: The first of them: its number, counted from 1, its name, and the line that called it.
-        obstacle: Why the first operation that has all its values could not run.
-        stack: The fields in which this stack differs from that of the run.
+    ``first`` describes the first of those; ``obstacle`` is why an operation that has all its values
+    could not run; ``stack`` names what differs from the stack of the run.
     """
 
     ops: int
@@ -131,11 +128,15 @@ def write_capsule(path: Path, step: int, ledger: Ledger, content: Path, *, with_
     sources = dict(_read_sources(found["ops"], secrets))
     sizes |= {name: len(text) for name, text in sources.items()}
     header = secrets.clean_values(ledger.header.as_record())
-    facts = CapsuleFacts(
-        step=step, header=header, sizes=sizes, left_out=left_out, secrets=secrets.count
-    )
-    with file_errors(LedgerError, f"No capsule is written to {path}"), new_archive(path) as archive:
-        archive.writestr(CAPSULE_FACTS, msgspec.json.format(msgspec.json.encode(facts), indent=1))
+    for entry in found["ops"]:
+        entry["source"] = entry["source"] and secrets.clean_code(entry["source"])
+    facts = CapsuleFacts(step, header, dict(sizes), left_out, secrets.count)
+    sources[CAPSULE_FACTS] = msgspec.json.format(msgspec.json.encode(facts), indent=1)
+    with (
+        file_errors(LedgerError, f"No capsule is written to {path}"),
+        written_whole(path) as part,
+        ZipFile(part, "x", ZIP_STORED, strict_timestamps=False) as archive,
+    ):
         for name, text in sources.items():
             archive.writestr(name, text)
         with archive.open(STEP_FILE, "w", force_zip64=True) as member:
@@ -172,21 +173,18 @@ def open_capsule(path: Path) -> tuple[CapsuleFacts, StepOutcome]:
     """Run the step of an archive, which may come from anybody.
 
     Raises:
-        LedgerError: If the file is not a capsule, is damaged, or too large.
+        LedgerError: If it is damaged.
     """
-    most = shutil.disk_usage(tempfile.gettempdir()).free
-    with unpacked(path, CAPSULE_FACTS, CapsuleFacts, re.compile(re.escape(STEP_FILE)), most) as (
-        facts,
-        folder,
-    ):
-        try:
-            return facts, run_step(facts, torch.load(folder / STEP_FILE, weights_only=True))
-        except D9mError:
-            raise
-        except Exception as error:
-            raise LedgerError(
-                f"{path} is damaged: {escape(str(error), 400)}. Give a file that d9m bundle wrote."
-            ) from error
+    try:
+        with ZipFile(path) as archive, archive.open(STEP_FILE) as member:
+            facts = msgspec.json.decode(archive.read(CAPSULE_FACTS), type=CapsuleFacts)
+            return facts, run_step(facts, torch.load(member, weights_only=True))
+    except D9mError:
+        raise
+    except Exception as error:
+        raise LedgerError(
+            f"{path} is damaged: {escape(str(error), 400)}. Give a file that d9m bundle wrote."
+        ) from error
 
 
 def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
