@@ -217,17 +217,18 @@ class Run:
             return None
         return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
 
-    def name_return(self, step: int) -> str:
-        """Return the command that returns to a step of this run; empty if there is none."""
+    def log_return(self, step: int | None = None) -> None:
+        """Log on rank 0 the command that returns to a step; without one, to a value not finite."""
         header, folder = self._header, self.folder
         command = "" if header is None else header.program.get("command", "")
         # Variables reach the first fit of a program; a segment is a return itself.
         if not command or header is None or folder is None or header.fit or self.stop is not None:
-            return ""
+            return
+        what = "the first value that is not finite" if step is None else f"step {step}"
+        where = "--first-nonfinite" if step is None else step
         path = os.path.relpath(folder)
-        return (
-            f"d9m goto {step} {quote(str(folder) if path.startswith('..') else path)} -- {command}"
-        )
+        path = quote(str(folder) if path.startswith("..") else path)
+        _log.warning("To return to %s: d9m goto %s %s -- %s", what, where, path, command)
 
     @property
     def loss_text(self) -> str | None:
@@ -646,6 +647,12 @@ class Run:
         """
         failed = end.status == "failed"
         try:
+            if (
+                end.status == "finished"
+                and self.loss is not None
+                and not self.loss.isfinite().all()
+            ):
+                self.log_return()
             with suppress(Exception) if failed else nullcontext():
                 if self.is_open:
                     self._write_held()

@@ -276,9 +276,7 @@ class TrainerRecorder:
     def log_return(self, trainer: Trainer) -> None:
         """Log the command that returns to the step in which a fit failed, on rank 0."""
         if trainer.state.fn == "fit" and self._step is not None:
-            command = self.run.name_return(self._step)
-            if command:
-                rank_zero().rank_zero_info(f"To return to step {self._step}: {command}")
+            self.run.log_return(self._step)
 
     def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.

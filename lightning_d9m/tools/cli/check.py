@@ -33,6 +33,7 @@ from lightning_d9m.tools.segments.check import (
     CheckReport,
     check_segment,
     follow_run,
+    remove_links,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
@@ -96,11 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
         report.checked.append(check_segment(so_far, runs, number, title, later))
 
     report.notes = [name_other_command(recorded, command)]
+    links = output / "checkpoints"
     try:
         if problems:
             pass  # what follows would say nothing of this proof
         elif arguments.follow:
-            links = output / "checkpoints"
             recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
         elif arguments.jobs > 1:
             _run_jobs(arguments, numbers, report)
@@ -108,15 +109,24 @@ def run(arguments: argparse.Namespace) -> int:
             _run_in_turn(recorded, numbers, check, report)
     finally:
         # What was checked before an interruption is shown, too.
+        if remove_links(links, report.checked):
+            report.notes.append(f"The checkpoints before a difference are kept in {links}.")
         if report.checked or report.problems:
             report.write(recorded, *limits, *report.notes)
             _print_report(report, arguments)
-    # Not of a check that was interrupted, which leaves out what its choice demands.
+    _write_verdict(arguments, report)
+    return _STATUS[report.verdict]
+
+
+def _write_verdict(arguments: argparse.Namespace, report: CheckReport) -> None:
+    """Write and sign the verdict on a proof, if one was asked for.
+
+    A check that was interrupted has none: it leaves out what its choice demands.
+    """
     if arguments.verdict is not None:
         write_verdict(arguments.verdict, arguments.proof, report)
         if arguments.sign is not None:
             sign(arguments.verdict, arguments.sign)
-    return _STATUS[report.verdict]
 
 
 def _run_in_turn(

@@ -321,6 +321,21 @@ def follow_run(
         time.sleep(_FOLLOW_SECONDS)
 
 
+def remove_links(folder: Path, checked: Sequence[CheckedSegment]) -> bool:
+    """Remove what ``follow_run`` has left in a folder, but for the beginnings of differences.
+
+    Returns:
+        Whether such a one is kept: the run may have removed its own.
+    """
+    kept = {str(own.first) for own in checked if own.verdict != "equal"}
+    for link in folder.glob("*"):
+        if link.name.partition("-")[0] not in kept:
+            shutil.rmtree(link) if link.is_dir() else link.unlink()
+    with suppress(OSError):  # it is not empty, or not there
+        folder.rmdir()
+    return folder.exists()
+
+
 def _link(path: Path, target: Path, before: int | None) -> Path | None:
     """Make a hard link to a file, or to all files of a folder, or a copy; return its path.
 

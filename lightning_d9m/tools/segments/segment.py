@@ -21,7 +21,14 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import STATE_HASH
-from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, MARK, RESUME
+from lightning_d9m.engine.recording.interruption import (
+    FOLDER,
+    INTERRUPT,
+    MARK,
+    RESUME,
+    SEVERAL,
+    SEVERAL_FITS,
+)
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
@@ -305,9 +312,15 @@ def run_segment(
     folder = runs.output / name / "segment"
     with file_errors(LedgerError, f"The folder {folder} cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / MARK
+    mark, several = folder / MARK, folder / SEVERAL
     given = {**variables, **segment.variables, FOLDER: str(folder)}
-    run = runs.run(name, title, variables=given, may_fail=True, killed_when=mark.exists, **options)
+
+    def is_over() -> bool:
+        return mark.exists() or several.exists()
+
+    run = runs.run(name, title, variables=given, may_fail=True, killed_when=is_over, **options)
+    if several.exists():
+        raise CommandError(SEVERAL_FITS)
     ledger = find_first_fit(run)
     if not mark.exists():
         ends = () if ledger is None else (ledger.outcome(rank).end for rank in ledger.files)
