@@ -94,12 +94,13 @@ def _scan_blocks(row: Tensor, name: str) -> Tensor:
     scan, join, neutral = _SCANS[name]
     size = len(row)
     if size <= _SCANNED or (row.is_complex() and name == "logcumsumexp"):
-        return scan(row.expand(2, -1), 1)[0]  # as the first of two equal rows
-    blocks = torch.nn.functional.pad(row, (0, -size % _SCANNED), value=neutral)
-    parts = scan(blocks.view(-1, _SCANNED), 1)
+        return scan(torch.stack([row, row]), 1)[0]  # as the first of two equal rows
+    if size % _SCANNED:  # a padding of nothing would copy the row
+        row = torch.nn.functional.pad(row, (0, -size % _SCANNED), value=neutral)
+    parts = scan(row.view(-1, _SCANNED), 1)
     ahead = _scan_blocks(parts[:-1, -1], name)
-    joined = join(parts[1:], ahead.unsqueeze(1))
-    return torch.cat([parts[:1], joined]).flatten()[:size].contiguous()
+    join(parts[1:], ahead.unsqueeze(1), out=parts[1:])
+    return parts.view(-1)[:size]
 
 
 # The scan, the operation that it repeats, and what that operation leaves as it is.
