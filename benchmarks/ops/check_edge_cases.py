@@ -70,7 +70,8 @@ def describe_difference(case: EdgeCase, own: object, actual: object) -> str | No
             return f"{left.dtype} {tuple(left.shape)} in place of {same.dtype} {tuple(same.shape)}"
         if case.strides and left.stride() != same.stride():
             return f"strides {left.stride()} in place of {same.stride()}"
-        if not is_close(*forgive(case, left, right), count_roundings(case, left)):
+        wanted = right.to(same.dtype)  # a reference is in float64
+        if not is_close(*forgive(case, left, wanted), count_roundings(case, left)):
             return f"{left.flatten()[:6]} in place of {right.flatten()[:6]}"
     return None
 
@@ -78,8 +79,8 @@ def describe_difference(case: EdgeCase, own: object, actual: object) -> str | No
 def count_roundings(case: EdgeCase, result: Tensor) -> float:
     """Return how many roundings may separate a result from what is expected."""
     if case.reference is not None:
-        return 1
-    if case.op == "ctc_loss":
+        return 8  # of sums, of products with weights, and of what multiplies them
+    if "ctc_loss" in case.op:
         return 3000  # exponents are sums of up to 30 logarithms of up to 100
     exact = case.op == "put_" or any(word in case.op for word in EXACT)
     return 0 if exact and case.edge != "gradient" and not result.is_complex() else ROUNDINGS

@@ -45,6 +45,7 @@ ONE_THREAD_PER_OUTPUT = {
     "complex",  # of a real and an imaginary part
     "_ctc_loss",  # forward: one thread for each state, one step after the other
     "index_fill_.int_Scalar",  # one number, by however many threads
+    "zero_",  # one number for each element
     "nll_loss2d_forward",  # without a reduction
 }
 """No two threads meet: they read, copy, or go through their own elements in order."""
@@ -193,8 +194,8 @@ def check():
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_answers_are_torchs_by_ops_that_are_deterministic_on_cuda(check, monkeypatch):
     """No replacement calls an op that may vary, on none of its paths."""
-    # The first one of each kind.
-    kinds = [*{(one.op, one.edge): one for one in reversed(check.list_cases())}.values()]
+    cases = enumerate(check.list_cases())
+    kinds = [one for number, one in cases if one.edge == "as it is" or number % 37 == 0]
     with threads_pinned(1), judged(monkeypatch) as (judge, ran):
         differences = check.find_differences(kinds)
         with patches_applied("CPU"):
