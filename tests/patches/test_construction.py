@@ -1,6 +1,6 @@
 """Replacements give torch's answer by ops that are deterministic on CUDA: edge cases, whole models.
 
-One edge case of each kind runs here. ``benchmarks/ops/check_edge_cases.py`` runs all, by the Triton
+One edge case of each kind runs here. ``benchmarks/ops/edge_cases.py`` runs all, by the Triton
 kernels, too; its result is checked here. The kinds are: each of 12 dtypes, empty and 0-d tensors,
 negative and out-of-range indices, indices of another length, shape and dtype, broadcast, strided,
 expanded and overlapping tensors, channels_last, ``out=``, shared memory, infinities, NaN and -0.0,
@@ -188,7 +188,7 @@ def check():
     """Return the module of ``benchmarks/`` that runs edge cases."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER / "ops")
-        return load_script(FOLDER / "ops" / "check_edge_cases.py")
+        return load_script(FOLDER / "ops" / "edge_cases.py")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
