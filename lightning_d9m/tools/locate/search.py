@@ -122,8 +122,7 @@ class SearchResult:
         """Return the result for ``--json``."""
         varying = {"varying_ops": self.varying_ops} if self.varying_ops else {}
         if self.cause is None:
-            runs = 2 * self.tries
-            return {"verdict": "equal", "runs": runs, "looks": self.looks, **varying}
+            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks} | varying
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude

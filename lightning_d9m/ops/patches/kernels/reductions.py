@@ -125,7 +125,7 @@ def histc(
     """
     if not self.is_floating_point() or (bins > 0 and not self.numel() and min <= max):
         return NotImplemented  # integers are counted exactly in any order
-    low, high = _round(min, self.dtype), _round(max, self.dtype)
+    low, high = torch.tensor([min, max], dtype=self.dtype, device="cpu").tolist()
     if bins > 0 and low == high:
         low, high = (float(bound) for bound in torch.stack(torch.aminmax(self)).tolist())
     if low == high:
@@ -133,15 +133,11 @@ def histc(
     require(bins > 0, math.isfinite(low), math.isfinite(high), low <= high)
     values = self.flatten()
     # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
-    span = torch.full((), _round(high - low, self.dtype), dtype=self.dtype, device=self.device)
+    span = torch.full((), high - low, dtype=self.dtype, device=self.device)
     places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
     places = torch.where((values >= low) & (values <= high), places, bins)
     bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
     return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
-
-
-def _round(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
