@@ -47,7 +47,7 @@ def pair(
     )
 
 
-def search(*pairs, tries=1):
+def search(*pairs, tries=1, varying=""):
     """Search in the given pairs; return the result, and (stage, settings) of each look."""
     looks = []
     remaining = iter(pairs)
@@ -60,7 +60,9 @@ def search(*pairs, tries=1):
             yield found
 
     files = SimpleNamespace(describe=lambda *, first_alone: "left by run 1" * first_alone)
-    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], files=files)
+    ledger = SimpleNamespace(header=SimpleNamespace(settings={"varying_ops": varying}))
+    made = [SimpleNamespace(fits={"fit-000": ledger})]
+    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], files=files, made=made)
     return Search(runner, tries).locate(), looks
 
 
@@ -71,6 +73,15 @@ def test_runs_that_agree():
     assert found.looks == ["whole run: nothing differs in 4 runs"]
     said = " ".join(describe(found, determinism=True))
     assert "no two runs differ. --tries 15 would show a difference in 10% of the runs" in said
+
+
+@pytest.mark.parametrize("kind", [None, "loss"])
+def test_ops_that_may_vary_are_named(kind):
+    """Beside every verdict, as `compare` and `check` do."""
+    found, _ = search(*[pair(kind)] * 4, varying="histc put_")
+    said = " ".join(describe(found, determinism=True))
+    assert "varying_ops lets histc, put_ run although they may vary." in said
+    assert found.as_json()["varying_ops"] == ("histc", "put_")
 
 
 LOSS, OUTPUT = pair("loss", "loss", step=4), pair("output", "layers", step=4)

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from lightning_d9m.engine.control.settings import RECORD_SAVES
-from lightning_d9m.engine.ledger.differences import Divergence
+from lightning_d9m.engine.ledger.differences import Divergence, describe_varying
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, printable
@@ -131,6 +131,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         # What is certain was found: the advice to look for it would not help.
         if found.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.advice)
+    yield from wrap(describe_varying(found.varying_ops)) if found.varying_ops else ()
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)
 

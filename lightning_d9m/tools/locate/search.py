@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.engine.ledger.differences import Divergence, name_value
+from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops, name_value
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, STATE, WRITTEN, describe_batch
 from lightning_d9m.errors import CommandError
 from lightning_d9m.text import escape, pluralize
@@ -78,6 +78,7 @@ class SearchResult:
         left: A sentence on files through which a run may have changed later ones.
         agreement: With which of two runs that exist the new runs agree; empty without them.
         writer: What ran when the first place was written; empty if it is not known.
+        varying_ops: Ops that some of the runs allowed although they may vary.
         tries: Most pairs of runs for each look.
     """
 
@@ -96,6 +97,7 @@ class SearchResult:
     left: str = ""
     agreement: str = ""
     writer: str = ""
+    varying_ops: tuple[str, ...] = ()
     tries: int = 1
 
     @property
@@ -120,8 +122,9 @@ class SearchResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
+        varying = {"varying_ops": self.varying_ops} if self.varying_ops else {}
         if self.cause is None:
-            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks}
+            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks} | varying
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude
@@ -152,6 +155,7 @@ class SearchResult:
             "ranks": [entry.rank for entry in self.divergences],
             **place,
             **{name: value for name, value in further.items() if value is not None},
+            **varying,
         }
 
 
@@ -212,6 +216,9 @@ class Search:
             self._find_outside()
         if self._gone:
             found.left = self._runner.files.describe(first_alone=True)
+        ledgers = [ledger for run in self._runner.made for ledger in run.fits.values()]
+        ledgers += (run.ledger for run in between or ())
+        found.varying_ops = list_varying_ops(*(ledger.header for ledger in ledgers))
         return found
 
     def _find_outside(self) -> None:
