@@ -50,18 +50,16 @@ SUMS = """{
     for (int i = 0; i < 300 * 90; i++) b[i] = fill_REAL(0);
     struct product_REAL p = {70, 90, 300, a, b, o, rows, terms, zero, right, columns, zero,
                              out, columns, zero};
-    d9m_share(product_REAL, &p, (89 + wide_REAL) / wide_REAL, 2);
+    d9m_share(product_REAL, &p, (89 + wide_REAL) / wide_REAL, 1, 0);
     mix_REAL(o, 70 * 90);
-    for (long kind = 0; kind < 3; kind++) {
-        struct row_sums_REAL s = {kind, 90, 1, 0, 90, 1, b, b, a, a, r};
-        d9m_share(row_sums_REAL, &s, 300, 2);
-        mix_REAL(r, 300);
-        struct column_sums_REAL c = {kind, 300, 90, 0, 90, b, b, a, a, r};
-        d9m_share(column_sums_REAL, &c, 2, 2);
-        mix_REAL(r, 90);
-    }
+    struct row_sums_REAL s = {90, 1, 0, 90, 1, b, r};
+    d9m_share(row_sums_REAL, &s, 300, 1, 0);
+    mix_REAL(r, 300);
+    struct column_sums_REAL c = {300, 90, 0, 90, b, r};
+    d9m_share(column_sums_REAL, &c, 2, 1, 0);
+    mix_REAL(r, 90);
     struct draw_REAL d = {12345, 256, r};
-    d9m_share(draw_REAL, &d, 256 * sizeof(REAL) / 256, 2);
+    d9m_share(draw_REAL, &d, 256 * sizeof(REAL) / 256, 1, 0);
     mix_REAL(r, 256);
 }
 """
@@ -81,7 +79,7 @@ def write_call(name: str, real: str) -> str:
         f"{{ static {real} b[{count}][ALL]; for (int i = 0; i < ALL * {count}; i++) "
         f"b[0][i] = fill_{real}({anything}); "
         f"struct {name}_{real} g = {{TERMS, {size}, {', '.join(members)}}}; "
-        f"d9m_share({name}_{real}, &g, {items}, 2); mix_{real}(b[0], ALL * {count}); }}\n"
+        f"d9m_share({name}_{real}, &g, {items}, 1, 0); mix_{real}(b[0], ALL * {count}); }}\n"
     )
 
 

@@ -107,11 +107,13 @@ torch.amp.grad_scaler:GradScaler
 torch.optim.optimizer
     _get_foreach_kernels_supported_devices | choose one formula for optimizers
 torch.optim.adagrad
-    _fused_adagrad _single_tensor_adagrad | compute portable steps
+    adagrad | compute portable steps
 torch.optim.adam
-    _fused_adam _single_tensor_adam | compute portable steps
+    adam | compute portable steps
+torch.optim.adamw
+    adamw | compute portable steps
 torch.optim.sgd
-    _fused_sgd _single_tensor_sgd | compute portable steps
+    sgd | compute portable steps
 torch._decomp.decompositions
     _upsample_linear_vec _replication_pad | patch interpolation and padding
     max_pool3d_with_indices | patch pooling | 2.13

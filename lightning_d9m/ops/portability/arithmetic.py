@@ -133,17 +133,12 @@ RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder,
 
 
 def _add_scaled(
-    add: Rule, combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
+    combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
 ) -> Tensor:
-    term = combine(left, right)
-    if value != 1:
-        term = term.mul_(value) if term.is_floating_point() else term * value
-    return add(start, term)  # type: ignore[no-any-return]
+    return start + (combine(left, right) if value == 1 else combine(left, right) * value)
 
 
-for _name, _combine in (("addcmul", torch.mul), ("addcdiv", torch.div)):
-    RULES[_name] = partial(_add_scaled, torch.add, _combine)
-    RULES[f"{_name}_"] = partial(_add_scaled, Tensor.add_, _combine)
+RULES |= {"addcmul": partial(_add_scaled, torch.mul), "addcdiv": partial(_add_scaled, torch.div)}
 
 
 @rule("reciprocal")

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 _SOURCES = ("kernels.c", "real.h", "formulas.py", "expressions.py", "coefficients.txt")
 # No contraction and no reassociation: then a compiler may not change the bits of a result.
 _FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math"
-_FLAGS += " -fwrapv -fPIC -shared -pthread"  # sums of whole numbers wrap
+_FLAGS += " -fwrapv -fPIC -shared"  # sums of whole numbers wrap
 # What torch requires of a processor before it reports these capabilities.
 _WIDTHS = {
     "AVX512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mprefer-vector-width=512",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.ops.portability.expressions import Kernel, Number
-from lightning_d9m.ops.portability.formulas import FUNCTIONS, TWO_OVER_PI
+from lightning_d9m.ops.portability.formulas import TWO_OVER_PI
 
 LANES, BLOCK, DEPTH, COUNTERS = 32, 4096, 256, 16
 _MASK = 0xFFFFFFFF
@@ -61,8 +61,6 @@ class Values(Number):
 
     def apply(self, operation: str, *operands: Any) -> "Values":
         """Compute an operation."""
-        if operation in FUNCTIONS:
-            return FUNCTIONS[operation](*operands)  # type: ignore[no-any-return]
         given = [one.tensor if isinstance(one, Values) else one for one in operands]
         if operation == "narrow":
             return Values(given[0].to(self.real), self.real)

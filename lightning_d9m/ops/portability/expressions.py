@@ -35,7 +35,7 @@ _TEXTS = {name: f"{{}} {sign} {{}}" for name, sign in _BINARY.items()} | {
     "wide": "(double){}",
     "narrow": "(REAL){}",
     "lookup": "(int64_t)TWO_OVER_PI[{}]",
-    "root": "NAME(root)({})",
+    "root": "({kind})sqrt({})",
     "length": "(REAL)n",
     "total": "NAME(add_row)({}, n)",
     "greatest": "NAME(find_greatest)({}, n)",
@@ -106,13 +106,12 @@ class Code(Number):
         assert len(kinds) <= 1, (operation, kinds)
         like = kinds.pop() if kinds else "double" if operation == "where" else "_Bool"
         names = [one.name if isinstance(one, Code) else _write(one, like) for one in operands]
-        text = _TEXTS.get(operation, f"d9m_{operation}({', '.join('{}' for _ in names)})")
-        if like == "double":
-            text = text.replace("NAME(root)", "sqrt")
         of_rows = operation in _OF_ROWS
         each = any(one.each for one in codes) and not of_rows
         kind = _KINDS.get(operation, like)
-        return Code(self.program, kind, text.format(*names), codes, each, of_rows)
+        return Code(
+            self.program, kind, _TEXTS[operation].format(*names, kind=like), codes, each, of_rows
+        )
 
 
 def _write(number: float, kind: str) -> str:
@@ -125,13 +124,11 @@ def _write(number: float, kind: str) -> str:
 
 def _list_needed(results: Iterable[Code], known: Container[Code] = ()) -> list[Code]:
     """Return the numbers that others are computed from, in order, up to those that are known."""
-    needed, left = set[Code](), [*results]
-    program = left[0].program if left else []
-    while left:
-        one = left.pop()
-        if one not in needed:
-            needed.add(one)
-            left += () if one in known else one.operands
+    needed = {*results}
+    program = next(iter(needed)).program if needed else []
+    for one in reversed(program):
+        if one in needed and one not in known:
+            needed |= {*one.operands}
     return [one for one in program if one in needed]
 
 
@@ -142,17 +139,6 @@ def _declare(results: Iterable[Code], known: dict[Code, str]) -> str:
     return " ".join(
         f"const {one.kind} {one.name} = {text};" for one, text in texts.items() if text != one.name
     )
-
-
-def write_function(name: str, formula: Callable[..., Any], count: int, kind: str = "double") -> str:
-    """Return a C function of numbers of one type."""
-    inputs = list[Code]()
-    for name_of_one in "xyzw"[:count]:
-        Code(inputs, kind, name_of_one)
-    result = formula(*inputs)
-    given = ", ".join(f"{kind} {one}" for one in "xyzw"[:count])
-    body = f"{_declare([result], {})} return {result.name};"
-    return f"ALWAYS {kind} {name}({given}) {{ {body} }}\n"
 
 
 class Kernel:

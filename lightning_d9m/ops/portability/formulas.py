@@ -1,4 +1,4 @@
-"""The formulas of elementary functions, terms of sums, softmax, normalizations, optimizer steps.
+"""The formulas of elementary functions, softmax, normalizations, and steps of optimizers.
 
 Each is the specification of its results: the sequence of operations that C and torch compute.
 Functions compute in float64 by additions, products, quotients and square roots. Their errors are a
@@ -21,7 +21,6 @@ from lightning_d9m.ops.portability.expressions import (
     Matrix,
     Rows,
     operation,
-    write_function,
 )  # fmt: skip
 
 root, where, copysign, to_bits, from_bits = map(
@@ -63,10 +62,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _function(formula: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Register a function; a formula that calls it calls it in C, too."""
-    name = name or formula.__name__.removeprefix("_")
-    FUNCTIONS[name] = formula
-    return operation(name)
+    """Register a function."""
+    FUNCTIONS[name or formula.__name__.removeprefix("_")] = formula
+    return formula
 
 
 def _polynomial(name: str, x: Any) -> Any:
@@ -387,13 +385,6 @@ def _silu_backward(g: Any, x: Any) -> Any:
     return g * (s * (1.0 + x * (1.0 - s)))
 
 
-TERMS: dict[str, Callable[..., Any]] = {
-    "values": lambda x, *_: x,
-    "deviations": lambda x, _, center, __: (x - center) * (x - center),
-    "normalized": lambda x, y, center, factor: x * ((y - center) * factor),
-}
-"""Terms of sums: of numbers x and y, and two numbers for each sum."""
-
 KERNELS: dict[str, Kernel] = {}
 """Formulas of rows; those without optional inputs have the names of these at the end."""
 
@@ -454,6 +445,18 @@ def _layer_norm_backward(
     h, g = (x - means) * scales, _multiply_add(gradient, weight, None)
     first, second = total(g) / length(x), total(g * h) / length(x)
     return {"out": scales * ((g - first) - h * second), "terms": gradient * h}
+
+
+@_kernel
+def _deviations(x: Matrix, means: Rows) -> dict[str, Any]:
+    """Return the terms of the variances."""
+    return {"out": (x - means) * (x - means)}
+
+
+@_kernel
+def _normalized(gradient: Matrix, x: Matrix, means: Rows, scales: Rows) -> dict[str, Any]:
+    """Return the terms of the gradient for the weight."""
+    return {"out": gradient * ((x - means) * scales)}
 
 
 @_kernel
@@ -521,21 +524,13 @@ def _apply(function: Callable[..., Any], x: Matrix, y: Matrix = None) -> dict[st
 OF_TWO = {name for name, formula in FUNCTIONS.items() if len(signature(formula).parameters) == 2}
 """The functions of two numbers."""
 
-for _name in FUNCTIONS:
-    KERNELS[_name] = Kernel(partial(_apply, operation(_name)), () if _name in OF_TWO else ("y",))
+for _name, _formula in FUNCTIONS.items():
+    KERNELS[_name] = Kernel(partial(_apply, _formula), () if _name in OF_TWO else ("y",))
 
 
 def write_sources() -> dict[str, str]:
-    """Return the C files of the formulas: of functions, and of kernels for one type."""
+    """Return the C files of the formulas: a table, and the kernels of one type."""
     bits = ", ".join(f"{word}ull" for word in TWO_OVER_PI)
-    functions = [f"static const uint64_t TWO_OVER_PI[] = {{{bits}}};\n"]
-    for name, formula in FUNCTIONS.items():
-        functions.append(write_function(f"d9m_{name}", formula, 1 + (name in OF_TWO)))
-    terms = [write_function(f"NAME(term_{one})", f, 4, "REAL") for one, f in TERMS.items()]
-    cases = (f"case {n}: return NAME(term_{one})(x, y, z, w);" for n, one in enumerate(TERMS))
-    switch = f"switch (kind) {{ {' '.join(cases)} }} return 0;"
-    terms.append(
-        f"ALWAYS REAL NAME(term)(long kind, REAL x, REAL y, REAL z, REAL w) {{ {switch} }}\n"
-    )
-    kernels = (kernel.write(name) for name, kernel in KERNELS.items())
-    return {"functions.h": "".join(functions), "formulas.h": "".join((*terms, *kernels))}
+    table = f"static const uint64_t TWO_OVER_PI[] = {{{bits}}};\n"
+    kernels = "".join(kernel.write(name) for name, kernel in KERNELS.items())
+    return {"table.h": table, "formulas.h": kernels}

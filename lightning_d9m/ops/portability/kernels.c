@@ -5,8 +5,8 @@
    sequence. Threads share out whole results. A kernel takes a struct whose members all have 8
    bytes, and computes the results from `begin` to `end`. */
 
+#include <fenv.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,58 +25,53 @@ static inline double from_bits(int64_t bits) {
 
 #define ALWAYS static inline __attribute__((always_inline))
 
-#include "functions.h" /* written from formulas.py */
+#include "table.h" /* written from formulas.py, which has the formulas, too */
 
 typedef void kernel(const void *given, long begin, long end);
 
-enum { MOST = 256 };
-
-/* Memory for one kernel at a time: of this thread, and of those that it starts, which take it from
-   this one, so that it stays between calls. */
-struct memory {
+/* Memory for one kernel at a time, which stays between calls: fresh pages would cost more than the
+   packing that writes them. */
+static __thread struct {
     void *start;
     size_t size;
-};
-static __thread struct memory kept[MOST], *given_memory;
+} kept;
 
 static void *get_scratch(size_t size) {
-    struct memory *own = given_memory ? given_memory : kept;
-    if (own->size < size) {
-        free(own->start);
-        *own = (struct memory){aligned_alloc(64, (size + 63) / 64 * 64), size};
-        if (!own->start) abort();
+    if (kept.size < size) {
+        free(kept.start);
+        kept.size = size;
+        kept.start = aligned_alloc(64, (size + 63) / 64 * 64);
+        if (!kept.start) abort();
     }
-    return own->start;
+    return kept.start;
 }
 
-struct part {
+struct work {
     kernel *kernel;
     const void *given;
-    long begin, end;
-    struct memory *memory;
+    long count, parts, next;
 };
 
-static void *run_part(void *given) {
-    struct part *part = given;
-    given_memory = part->memory;
-    part->kernel(part->given, part->begin, part->end);
-    return NULL;
+/* Compute parts until none is left: OpenMP may give fewer threads than were wanted. Its threads keep
+   the floating-point state in which they began, which may flush subnormal numbers. */
+static void run_parts(void *given) {
+    struct work *w = given;
+    fenv_t before;
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+    for (long i; (i = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < w->parts;)
+        w->kernel(w->given, w->count * i / w->parts, w->count * (i + 1) / w->parts);
+    fesetenv(&before);
 }
 
-/* Share the results out among threads, which take their floating-point state from this one. */
-void d9m_share(kernel *kernel, const void *given, long count, long threads) {
-    pthread_t started[MOST];
-    struct part parts[MOST];
-    threads = threads < 1 ? 1 : threads > MOST ? MOST : threads;
-    threads = threads > count ? (count ? count : 1) : threads;
-    long running = 0;
-    for (; running < threads - 1; running++) {
-        long begin = count * running / threads, end = count * (running + 1) / threads;
-        parts[running] = (struct part){kernel, given, begin, end, &kept[running + 1]};
-        if (pthread_create(&started[running], NULL, run_part, &parts[running])) break;
-    }
-    kernel(given, count * running / threads, count);
-    for (long i = 0; i < running; i++) pthread_join(started[i], NULL);
+/* Share the results out among the threads of torch's OpenMP, by its GOMP_parallel. Threads of our own
+   would compete with those, which spin for some milliseconds after each operation of torch. */
+void d9m_share(kernel *kernel, const void *given, long count, long threads,
+               void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
+    long parts = threads < count ? threads : count;
+    struct work work = {kernel, given, count, parts < 1 ? 1 : parts, 0};
+    if (parts > 1) parallel(run_parts, &work, (unsigned)parts, 0);
+    else run_parts(&work);
 }
 
 /* a * b + c, rounded once. Without a fused operation: float64 holds the product, and a last bit of 1
@@ -91,9 +86,6 @@ static inline float add_product_float(float a, float b, float c) {
     return (float)from_bits(bits + odd * ((error > 0.0) == (bits >= 0) ? 1 : -1));
 #endif
 }
-
-static inline float root_float(float x) { return sqrtf(x); }
-static inline double root_double(double x) { return sqrt(x); }
 
 /* Whether offsets follow each other. */
 static int is_flat(const long *offsets, long count) {

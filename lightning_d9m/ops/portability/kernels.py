@@ -5,17 +5,15 @@ Inputs are float32 or float64 tensors (``widen`` converts others); results have 
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_d9m.ops.portability import definitions
-from lightning_d9m.ops.portability.formulas import KERNELS, TERMS
-from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
+from lightning_d9m.ops.portability.formulas import KERNELS
+from lightning_d9m.ops.portability.library import find_kernel, run
 
-_KINDS = [*TERMS]
 _COLUMNS = 64  # that a kernel adds at a time
 _FEW = 16  # columns of a product that are too few for a kernel
 
@@ -133,51 +131,6 @@ def _place(shape: Sequence[int], strides: Sequence[int]) -> Offsets:
     return Offsets(rows, columns, batch)
 
 
-def add(
-    x: Tensor,
-    dims: Sequence[int],
-    *,
-    keepdim: bool = False,
-    kind: str = "values",
-    y: Tensor | None = None,
-    center: Tensor | None = None,
-    factor: Tensor | None = None,
-) -> Tensor:
-    """Return sums over dimensions: of values, their squares, or products with others.
-
-    Args:
-        x: The values.
-        dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
-        keepdim: Whether they remain, with size 1.
-        kind: ``values``, ``deviations`` (squares of x - center) or ``normalized``
-            (x * (y - center) * factor).
-        y: Of the shape of ``x``.
-        center: One number for each sum.
-        factor: One number for each sum.
-    """
-    kept = [dim for dim in range(x.dim()) if dim not in dims]
-    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    shape = shape if keepdim else [x.shape[dim] for dim in kept]
-    dims = sorted(dims)
-    kernel = find_kernel("row_sums", x)
-    if not x.numel():
-        return x.new_zeros(shape)
-    if kernel is None:
-        length = prod(x.shape[dim] for dim in dims)
-        order = (*kept, *dims)
-        rows, others = (
-            None if one is None else one.permute(order).reshape(-1, length) for one in (x, y)
-        )
-        more = (None if one is None else one.reshape(-1, 1) for one in (center, factor))
-        return definitions.add_rows(TERMS[kind](rows, others, *more)).view(shape)
-    if y is not None and y.stride() != x.stride():
-        x, y = x.contiguous(), y.contiguous()
-    out = x.new_empty(shape)
-    center, factor = (one if one is None else one.contiguous() for one in (center, factor))
-    _run_sums(kernel, _KINDS.index(kind), x, y, center, factor, out, kept, dims)
-    return out
-
-
 def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     """Return sizes and strides of dimensions, those joined that follow each other in memory."""
     found: list[tuple[int, int]] = []
@@ -191,36 +144,40 @@ def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _run_sums(
-    kernel: Kernel,
-    kind: int,
-    x: Tensor,
-    y: Tensor | None,
-    center: Tensor | None,
-    factor: Tensor | None,
-    out: Tensor,
-    kept: list[int],
-    dims: list[int],
-) -> None:
+def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
+    """Return sums over dimensions.
+
+    Args:
+        x: The values.
+        dims: None of them twice, none negative; the terms of a sum are in row-major order of them.
+        keepdim: Whether they remain, with size 1.
+    """
+    kept, dims = [dim for dim in range(x.dim()) if dim not in dims], sorted(dims)
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    out = x.new_empty(shape if keepdim else [x.shape[dim] for dim in kept])
+    if not x.numel():
+        return out.zero_()
+    kernel = find_kernel("row_sums", x)
+    if kernel is None:
+        rows = x.permute((*kept, *dims)).reshape(out.numel(), -1)
+        return definitions.add_rows(rows).view(out.shape)
     results, terms = _merge(x, kept), _merge(x, dims)
-    cost, more = x.numel(), (x, y, center, factor, out)
     if results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
         columns = results[-1][0]
         matrices, step = results[0] if len(results) == 2 else (1, 0)
         count, row_step = terms[0] if terms else (1, 0)
         if columns >= _FEW or count == 1:
-            items = matrices * -(-columns // _COLUMNS)
-            if wide := find_kernel("column_sums", x):
-                run(wide, items, cost, kind, count, columns, step, row_step, *more)
-                return
+            items, wide = matrices * -(-columns // _COLUMNS), find_kernel("column_sums", x)
+            assert wide
+            run(wide, items, x.numel(), count, columns, step, row_step, x, out)
+            return out
     if len(results) > 1 or len(terms) > 2:
-        order = (*kept, *dims)
-        x, y = x.permute(order).contiguous(), None if y is None else y.permute(order).contiguous()
-        more = (x, y, center, factor, out)
-        results, terms = [(out.numel(), x.numel() // out.numel())], [(x.numel() // out.numel(), 1)]
+        x, length = x.permute((*kept, *dims)).contiguous(), x.numel() // out.numel()
+        results, terms = [(out.numel(), length)], [(length, 1)]
     (count, step) = results[0] if results else (1, 0)
     terms = [(1, 0)] * (2 - len(terms)) + terms
-    run(kernel, count, cost, kind, step, *terms[0], *terms[1], *more)
+    run(kernel, count, x.numel(), step, *terms[0], *terms[1], x, out)
+    return out
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
 from lightning_d9m.ops.patches.registration import RefusedError, Update
 from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
-from lightning_d9m.ops.portability.optimizers import steps_replaced
+from lightning_d9m.ops.portability.optimizers import list_replacements
 from lightning_d9m.ops.portability.registry import COMPOSED, RULES, Rule
 from lightning_d9m.program import find_line
 
@@ -38,6 +38,7 @@ _RULES = (draws, normalizations, products)  # loaded: they register their rules
 _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
+_SHARE = 2**15  # numbers for which torch takes another thread
 _MOST_NESTED = 8  # calls of one operation within each other
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
 _KEYS = torch._C.DispatchKey  # noqa: SLF001 - torch has no public name
@@ -103,15 +104,11 @@ class PortableMode(TorchDispatchMode):
         paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
         path = next(filter(None, paths), None)
 
-        def refuse_numbers(*_: Any, **__: Any) -> NoReturn:
-            refuse(func)
-
-        whole = not _is_seeded(func)
-        refusal = partial(_checked, func, refuse_numbers, lambda: refuse_numbers, whole=whole)
-        if path is None:
-            return refusal
-        patch = self._compose(partial(_patch, resolve_name(path)), func)
-        return partial(_checked, func, patch, lambda: refusal, whole=True)
+        rule: Rule = lambda *_, **__: NotImplemented  # noqa: E731
+        if path is not None:
+            rule = self._compose(partial(_patch, resolve_name(path)), func)
+        whole = path is not None or not _is_seeded(func)
+        return partial(_checked, func, rule, partial(refuse, func), whole=whole)
 
     def _compose(self, function: Rule, func: Any = None) -> Rule:
         """Run a function under the mode; refuse an operation that leads back to itself."""
@@ -293,10 +290,12 @@ def portable() -> Iterator[None]:
     if portability.is_portable():
         yield
         return
-    if not torch.tensor([2.0**-126], device="cpu").mul_(0.5).item():
+    # Enough numbers for all threads of torch: each keeps the state in which it began.
+    smallest = torch.full((_SHARE * torch.get_num_threads(),), 2.0**-126, device="cpu")
+    if not smallest.mul_(0.5).all():
         raise SettingError(
-            "torch flushes subnormal numbers to zero, on this machine and not on others. Call "
-            "torch.set_flush_denormal(False) before portable bits are switched on."
+            "A thread of torch flushes subnormal numbers to zero, on this machine and not on "
+            "others. Call torch.set_flush_denormal(False) before the program's first operation."
         )
     cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
     switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
@@ -311,13 +310,18 @@ def portable() -> Iterator[None]:
         # The fast path of encoder layers is one operation.
         (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
         # On some devices optimizers and averages choose formulas for lists, which round otherwise.
-        *((partial(getattr, own, _LISTS), partial(setattr, own, _LISTS), list) for own in _CHOOSE),
+        *(
+            (partial(getattr, own, name), partial(setattr, own, name), value)
+            for own, name, value in (
+                *((own, _LISTS, list) for own in _CHOOSE),
+                *list_replacements(),
+            )
+        ),
     )
     with ExitStack() as stack:
         for get, put, value in switches:
             stack.callback(put, get())
             put(value)
-        stack.enter_context(steps_replaced())
         portability.active.count = 1
         stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)

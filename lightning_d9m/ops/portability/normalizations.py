@@ -103,7 +103,8 @@ def batch_norm(
     if training:
         count = planes.shape[0] * planes.shape[2]
         means = divide(add(planes, [0, 2]), count)
-        total = add(planes, [0, 2], kind="deviations", center=means)
+        (terms,) = compute("deviations", x=planes.flatten(0, 1), means=means)
+        total = add(terms.view(planes.shape), [0, 2])
         variances = divide(total, count)
         _update(running_mean, means, momentum)
         # One observation has no variance: 0 / 0, as torch.
@@ -142,8 +143,10 @@ def batch_norm_backward(
         means, scales = widen(running_mean), _scale(widen(running_var), eps)
     assert means is not None
     assert scales is not None
-    of_bias = add(wide, [0, 2])
-    of_weight = add(wide, [0, 2], kind="normalized", y=planes, center=means, factor=scales)
+    rows = {"gradient": wide.flatten(0, 1), "x": planes.flatten(0, 1), "means": means}
+    rows |= {"scales": scales}
+    (terms,) = compute("normalized", **rows)
+    of_bias, of_weight = add(wide, [0, 2]), add(terms.view(planes.shape), [0, 2])
     out = None
     if mask[0]:
         factor = scales if weight is None else scales * widen(weight)
@@ -151,10 +154,7 @@ def batch_norm_backward(
             count = planes.shape[0] * planes.shape[2]
             (out,) = compute(
                 "batch_norm_backward",
-                gradient=wide.flatten(0, 1),
-                x=planes.flatten(0, 1),
-                means=means,
-                scales=scales,
+                **rows,
                 first=divide(of_bias, count),
                 second=divide(of_weight, count),
                 factor=factor,

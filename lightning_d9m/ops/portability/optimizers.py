@@ -6,7 +6,6 @@ With ``foreach=True`` or ``fused=True``, and on other devices, torch takes other
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _take_steps(
-    single: Callable[..., None],
+    by_torch: Callable[..., None],
     step: Callable[..., None] | None,
     params: list[Tensor],
     grads: list[Tensor],
@@ -43,9 +42,10 @@ def _take_steps(
         return
     grads = grads if grad_scale is None else [grad / grad_scale for grad in grads]
     types = {one.dtype for own in (params, grads, *state) for one in own if one is not None}
-    by_torch = given.get("differentiable") or given.get("capturable")
-    if step is None or by_torch or types - {torch.float32, torch.float64}:
-        single(params, grads, *state, grad_scale=None, found_inf=None, **given)
+    others = given.get("differentiable") or given.get("capturable")
+    if step is None or others or types - {torch.float32, torch.float64}:
+        given |= {"fused": False, "foreach": given.get("foreach") if step is None else False}
+        by_torch(params, grads, *state, **given)
     else:
         with torch._C._DisableTorchDispatch():  # noqa: SLF001 - whole numbers, and our kernels
             step(params, grads, *state, **given)
@@ -90,21 +90,9 @@ def _step_sgd(params: list[Tensor], grads: list[Tensor], momenta: list[Any], **g
         )
 
 
-@contextmanager
-def steps_replaced() -> Iterator[None]:
-    """Take the steps of optimizers portably during the body, whichever loop is chosen."""
-    saved: list[tuple[Any, str, Any]] = []
+def list_replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the module, the name and the replacement of each function that optimizers call."""
     steps = {"adam": partial(_step_adam, False), "adamw": partial(_step_adam, True)}
-    try:
-        for name, step in {**steps, "sgd": _step_sgd, "adagrad": None}.items():
-            module = sys.modules[f"torch.optim.{name}"]
-            # Since torch 2.9 AdamW is Adam.
-            single: Any = getattr(module, f"_single_tensor_{name}", None)
-            loops = ("single_tensor", "multi_tensor", "fused") if step and single else ("fused",)
-            for loop in (f"_{one}_{name}" for one in loops if single):
-                saved.append((module, loop, getattr(module, loop)))
-                setattr(module, loop, partial(_take_steps, single, step))
-        yield
-    finally:
-        for owner, name, original in reversed(saved):
-            setattr(owner, name, original)
+    for name, step in {**steps, "sgd": _step_sgd, "adagrad": None}.items():
+        module = sys.modules[f"torch.optim.{name}"]
+        yield module, name, partial(_take_steps, getattr(module, name), step)

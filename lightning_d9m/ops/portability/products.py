@@ -308,17 +308,15 @@ def _resize(name: str, out: Sequence[int], *given: Any, **named: Any) -> list[Si
     return resize_sides(name, out, given[len(corners) :], *corners)
 
 
-def _register(
-    dims: int, name: str, find: Callable[..., list[Side]], *, forward: bool = True
-) -> None:
+def _register(name: str, find: Callable[..., list[Side]], *, forward: bool = True) -> None:
     """Register an operation on the last dimensions, and its gradient.
 
     Args:
-        dims: The number of the dimensions.
-        name: That of the operation.
+        name: That of the operation; the digit is the number of the dimensions.
         find: Returns the sides for the operation's arguments.
         forward: Whether the operation itself does not only move values.
     """
+    dims = next(int(one) for one in name if one.isdigit())
 
     def apply(values: Tensor, *given: Any, **named: Any) -> Tensor:
         return _apply(find(*given, **named), values.shape, values)
@@ -337,20 +335,14 @@ def _register(
         RULES[name] = apply
 
 
-_RESIZED = {
-    1: ("upsample_linear1d",),
-    2: (
-        *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"),
-        *("_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
-    ),
-    3: ("upsample_trilinear3d",),
-}
-for _dims, _names in _RESIZED.items():
-    for _name in _names:
-        _register(_dims, _name, partial(_resize, _name))
+_RESIZED = """upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"""
+for _name in _RESIZED.split():
+    _register(_name, partial(_resize, _name))
+for _dims in (1, 2, 3):
     for _name in (f"upsample_nearest{_dims}d", f"_upsample_nearest_exact{_dims}d"):
-        _register(_dims, _name, partial(_resize, _name), forward=False)
-    _register(_dims, f"avg_pool{_dims}d", partial(pool_sides, _dims))
-    _register(_dims, f"_adaptive_avg_pool{_dims}d", adaptive_sides)
+        _register(_name, partial(_resize, _name), forward=False)
+    _register(f"avg_pool{_dims}d", partial(pool_sides, _dims))
+    _register(f"_adaptive_avg_pool{_dims}d", adaptive_sides)
 for _dims in (2, 3):
     RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_differentiate_maxima, _dims)

@@ -39,23 +39,19 @@ static void NAME(pack_right)(const REAL *from, const long *terms, long depth, co
             for (long k = 0; k < depth; k++)
                 for (int j = 0; j < WIDE; j++)
                     to[k * WIDE + j] = j < width ? from[terms[k] + column[j]] : 0;
-        } else if (run == WIDE) {
-            for (long k = 0; k < depth; k++)
-                memcpy(to + k * WIDE, from + terms[k] + column[0], sizeof(REAL) * WIDE);
         } else if (flat && run < 8) {
             for (int j = 0; j < WIDE; j++)
                 for (long k = 0; k < depth; k++) to[k * WIDE + j] = from[terms[0] + column[j] + k];
-        } else if (run >= 8) {
-            for (long k = 0; k < depth; k++)
-                for (int j = 0; j < WIDE; j += 8)
-                    memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * 8);
-        } else if (run >= 4) {
-            for (long k = 0; k < depth; k++)
-                for (int j = 0; j < WIDE; j += 4)
-                    memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * 4);
         } else {
-            for (long k = 0; k < depth; k++)
-                for (int j = 0; j < WIDE; j++) to[k * WIDE + j] = from[terms[k] + column[j]];
+#define COPY(run)                                                                                  \
+    for (long k = 0; k < depth; k++)                                                               \
+        for (int j = 0; j < WIDE; j += run)                                                        \
+            memcpy(to + k * WIDE + j, from + terms[k] + column[j], sizeof(REAL) * run)
+            if (run == WIDE) COPY(WIDE); /* known lengths become moves of vectors */
+            else if (run >= 8) COPY(8);
+            else if (run >= 4) COPY(4);
+            else COPY(1);
+#undef COPY
         }
     }
 }
@@ -178,14 +174,14 @@ static REAL NAME(find_greatest)(const REAL *x, long count) {
     return lane[0];
 }
 
-/* Terms of sums, and kernels of rows and elements: written from formulas.py. */
+/* Kernels of rows and elements: written from formulas.py. */
 #include "formulas.h"
 
 /* Sums over `count` * `inner` terms: result r adds x[r * step + i * outer_step + j * inner_step],
    in order of i, then of j. */
 struct NAME(row_sums) {
-    long kind, step, count, outer_step, inner, inner_step;
-    const REAL *x, *y, *center, *factor;
+    long step, count, outer_step, inner, inner_step;
+    const REAL *x;
     REAL *out;
 };
 
@@ -193,31 +189,20 @@ void NAME(row_sums)(const void *given, long begin, long end) {
     const struct NAME(row_sums) *g = given;
     REAL block[BLOCK];
     for (long r = begin; r < end; r++) {
-        REAL total = 0, c = g->center ? g->center[r] : 0, d = g->factor ? g->factor[r] : 0;
-        long terms = g->count * g->inner, start = r * g->step, i = 0, j = 0;
+        REAL total = 0;
+        long terms = g->count * g->inner, i = 0, j = 0;
         for (long done = 0; done < terms; done += BLOCK) {
-            long size = terms - done < BLOCK ? terms - done : BLOCK;
-            const REAL *from = g->x + start + i * g->outer_step + j;
-            if (g->kind == 0 && g->inner_step == 1 && (j + size <= g->inner)) {
-                j += size;
-            } else {
-                for (long filled = 0; filled < size;) {
-                    long at = start + i * g->outer_step + j * g->inner_step, s = g->inner_step;
-                    long run = size - filled < g->inner - j ? size - filled : g->inner - j;
-                    const REAL *x = g->x + at, *y = g->y ? g->y + at : x;
-#define FILL(kind, s)                                                                              \
-    for (long t = 0; t < run; t++)                                                                 \
-        block[filled + t] = NAME(term)(kind, x[t * (s)], y[t * (s)], c, d)
-                    if (s != 1) FILL(g->kind, s);
-                    else if (g->kind == 0) FILL(0, 1);
-                    else if (g->kind == 1) FILL(1, 1);
-                    else FILL(2, 1);
-#undef FILL
-                    filled += run;
-                    j += run;
-                    if (j == g->inner) j = 0, i++;
-                }
-                from = block;
+            long size = terms - done < BLOCK ? terms - done : BLOCK, filled = 0;
+            const REAL *from = g->x + r * g->step + i * g->outer_step + j;
+            if (g->inner_step == 1 && j + size <= g->inner) {
+                filled = size, j += size;
+            }
+            while (filled < size) {
+                const REAL *x = g->x + r * g->step + i * g->outer_step + j * g->inner_step;
+                long run = size - filled < g->inner - j ? size - filled : g->inner - j;
+                for (long t = 0; t < run; t++) block[filled + t] = x[t * g->inner_step];
+                filled += run, j += run, from = block;
+                if (j == g->inner) j = 0, i++;
             }
             if (j == g->inner) j = 0, i++;
             REAL sum = NAME(add_lanes)(from, size);
@@ -232,36 +217,29 @@ enum { JOIN(COLUMNS_, REAL) = 64 };
 #define COLUMNS JOIN(COLUMNS_, REAL)
 
 struct NAME(column_sums) {
-    long kind, count, columns, matrix_step, row_step;
-    const REAL *x, *y, *center, *factor;
+    long count, columns, matrix_step, row_step;
+    const REAL *x;
     REAL *out;
 };
 
 void NAME(column_sums)(const void *given, long begin, long end) {
     const struct NAME(column_sums) *g = given;
     long items = (g->columns + COLUMNS - 1) / COLUMNS;
-    REAL lane[LANES][COLUMNS], zero[COLUMNS] = {0};
+    REAL lane[LANES][COLUMNS];
     for (long item = begin; item < end; item++) {
-        long j0 = item % items * COLUMNS, at = item / items * g->matrix_step + j0;
+        long j0 = item % items * COLUMNS, matrix = item / items;
         long width = g->columns - j0 < COLUMNS ? g->columns - j0 : COLUMNS;
-        long place = item / items * g->columns + j0;
-        const REAL *c = g->center ? g->center + place : zero;
-        const REAL *d = g->factor ? g->factor + place : zero;
-        REAL *out = g->out + place;
-        for (long done = 0; done < g->count || done == 0; done += BLOCK) {
+        REAL *out = g->out + matrix * g->columns + j0;
+        for (long done = 0; done < g->count; done += BLOCK) {
             long size = g->count - done < BLOCK ? g->count - done : BLOCK;
             memset(lane, 0, sizeof lane);
             for (long i = 0; i < size; i++) {
-                const REAL *x = g->x + at + (done + i) * g->row_step;
-                const REAL *y = g->y ? g->y + at + (done + i) * g->row_step : x;
+                const REAL *x = g->x + matrix * g->matrix_step + (done + i) * g->row_step + j0;
                 REAL *to = lane[i % LANES];
-#define ADD(kind, width)                                                                           \
-    for (long j = 0; j < (width); j++) to[j] += NAME(term)(kind, x[j], y[j], c[j], d[j])
-                if (g->kind == 0 && width == COLUMNS) ADD(0, COLUMNS);
-                else if (g->kind == 0) ADD(0, width);
-                else if (g->kind == 1) ADD(1, width);
-                else ADD(2, width);
-#undef ADD
+                if (width == COLUMNS) /* gcc vectorizes a loop of known length better */
+                    for (long j = 0; j < COLUMNS; j++) to[j] += x[j];
+                else
+                    for (long j = 0; j < width; j++) to[j] += x[j];
             }
             for (int half = LANES / 2; half; half /= 2)
                 for (int i = 0; i < half; i++)
