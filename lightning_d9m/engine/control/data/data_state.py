@@ -34,8 +34,6 @@ LOADER = "loader"
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_VISITED = 1000
-# Most bytes of one value; a larger one is data of the dataset's own.
-_MOST_BYTES = 2**24
 _CODE = (type, FunctionType, ModuleType)
 # In a worker each of the first batches is followed by a check, and later those numbered by powers
 # of two.
@@ -219,7 +217,6 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
         copies=not name,
-        most_bytes=_MOST_BYTES if name else None,
         namespaces=bool(name),
     )
 
