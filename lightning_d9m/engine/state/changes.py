@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_d9m.engine.state.object_digest import (
     digest_data,
     digest_saved,
     digest_together,
+    holds_objects,
     list_items,
 )
 from lightning_d9m.engine.state.parts import (
@@ -150,7 +152,7 @@ class Changes:
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
-                return _IGNORED
+                return _SAVED if isinstance(value, Optimizer) else _IGNORED
             if (
                 not copies
                 and kind in (OPAQUE, LONG)
@@ -534,9 +536,11 @@ def _find_enum(module: str, name: str) -> Any:
     return [own for own in kinds if (own.__module__, own.__qualname__) == (module, name)][-1]
 
 
-# Data of which a digest is kept, so that they cannot be put back; and what is left out.
+# Data of which a digest is kept, so that they cannot be put back; what is left out; and an
+# optimizer in another one, which should save its state and load it.
 _DIGESTED = Kind(digest_data)
 _IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
+_SAVED = Kind(digest_saved)
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:
@@ -552,12 +556,8 @@ def describe_unsaved(paths: Iterable[str]) -> list[str]:
 
 def _is_long(value: Any) -> bool:
     """Return whether a container holds so many objects that they have no node each."""
-    if find_kind(value) not in (ITEMS, DICT, LONG) or len(value) <= _MOST_ITEMS:
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return any(
-        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
-    )
+    is_container = find_kind(value) in (ITEMS, DICT, LONG)
+    return is_container and len(value) > _MOST_ITEMS and holds_objects(value)
 
 
 def _is_unreadable(change: Change) -> bool:

@@ -33,7 +33,7 @@ LOADER = "loader"
 """The name of a loader among the objects."""
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
-_MOST_VISITED = 1000
+_MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
 # In a worker each of the first batches is followed by a check, and later those numbered by powers
 # of two.
@@ -207,7 +207,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     if name not in ("", LOADER):  # the objects with attributes in it, those of libraries too
         owners = {
             path: value
-            for path, value in search(owners, depth=_DEPTH, most=_MOST_VISITED)
+            for path, value in search(owners, depth=_DEPTH, most=_MOST_PARTS)
             if hasattr(value, "__dict__")
             and not isinstance(value, _CODE)
             and not _leave_out(path, value)

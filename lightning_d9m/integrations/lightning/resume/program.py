@@ -28,10 +28,8 @@ from lightning_d9m.engine.state.parts import (
     OPAQUE,
     find_kind,
     is_of_lightning,
-    is_of_program,
 )
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
-from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.logged import list_reset
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.run_facts import name_all
@@ -96,7 +94,7 @@ class Program(Part):
         """Return what has changed."""
         self.changes.ignore(self._find_left_out())
         found, unsaved = self.changes.capture()
-        return found | dict.fromkeys([*unsaved, *_find_lost_optimizers(self.trainer)])
+        return found | dict.fromkeys(unsaved)
 
     def capture(self, phase: Phase) -> tuple[Captured, list[str]]:
         skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
@@ -184,25 +182,11 @@ class Program(Part):
         if path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE):
             return True  # loggers, say: of the Trainer only data are the program's
         if path.startswith(OPTIMIZERS) and isinstance(value, Optimizer):
-            return True  # the one that holds it saves its state
+            return True  # the one that holds it saves its state, which is compared
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
         # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
         return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
-
-
-def _find_lost_optimizers(trainer: Trainer) -> list[str]:
-    """Return the paths of states of optimizers that those which hold them do not save."""
-    found = []
-    for number, own in enumerate(trainer.optimizers):
-        if not is_of_program(type(own)):
-            continue
-        saved = {*map(_find_memory, _list_tensors(own.state_dict()))}
-        for path, inner in search({f"{OPTIMIZERS}{number}]": own}, depth=3):
-            held = _list_tensors([*inner.state.values()]) if isinstance(inner, Optimizer) else []
-            if not saved.issuperset(map(_find_memory, held)):
-                found.append(f"{path}.state")
-    return found
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
