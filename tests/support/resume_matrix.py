@@ -132,7 +132,7 @@ class Model(L.LightningModule):
         self.workers = 0
 
     def training_step(self, batch, index):
-        loss = self.net(batch).square().mean() * KINDS[self.kind].get("factor", float)(self)
+        loss = self.net(batch).square().mean() * KINDS[self.kind].get("factor", lambda _: 1.0)(self)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -306,7 +306,7 @@ def main():
         for processes, workers, threads in product(
             (1, 2 if kind == "FSDP2" else 3), (0, 2), (1, 2)
         ):
-            if kind == "FSDP2" and processes == 1:
+            if (kind == "FSDP2" and processes == 1) or (processes > 1 and threads > 1):
                 continue
             words = judge(kind, Path(folder), processes, workers, threads)
             counts.update(words)
