@@ -17,8 +17,10 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trainings import QUIET
 from written_programs import in_forks, name_outcome
@@ -67,10 +69,10 @@ class Stream(IterableDataset):
         self.generator, self.place = torch.Generator().manual_seed(1), 0
 
     def __iter__(self):
+        self.place %= SIZE  # where it ended, or where a state says
         while self.place < SIZE:
             self.place += 1
             yield torch.rand(3, generator=self.generator)
-        self.place = 0
 
     def state_dict(self):
         return {"place": self.place, "generator": self.generator.get_state()}
@@ -240,6 +242,9 @@ def make_loader(kind, workers):
     words = {"sampler": given["sampler"]()} if "sampler" in given else {}
     words |= {"shuffle": True} if given.get("shuffle") else {}
     data = given.get("data", Data)()
+    if "loader" in given and distributed.is_initialized() and "data" not in given:
+        # Lightning cannot make torchdata's loader again to split the samples.
+        words = {"sampler": DistributedSampler(data)}
     return given.get("loader", DataLoader)(data, 4, num_workers=workers, **words)
 
 
