@@ -89,11 +89,6 @@ def edit_ledger(ledger: Path, edit: Callable[[list[dict[str, Any]]], object]) ->
     ledger.write_bytes(b"".join(lines))
 
 
-def change_digest(record: dict[str, Any]) -> None:
-    """Change the digest of the weights as a whole."""
-    record["totals"]["weights"] = record["totals"]["weights"][::-1]
-
-
 def change_checkpoint(path: Path) -> None:
     """Move a weight to the next number, and make the manifest again."""
     import torch
@@ -117,6 +112,9 @@ def change_checkpoint(path: Path) -> None:
 def list_edits(other: Path) -> dict[str, Callable[[Path], object]]:
     """Return changes of an honest run's files by name; ``other`` is the folder of another run."""
     ledger = "fit-000/rank-0.jsonl"
+
+    def change_digest(record: dict[str, Any]) -> None:
+        record["totals"]["weights"] = record["totals"]["weights"][::-1]
 
     def saved(folder: Path, step: int) -> Path:
         return folder / f"saved/step={step}.ckpt"
@@ -359,11 +357,6 @@ def measure_cost(every: str, *options: str, command: Sequence[str] = ()) -> dict
     return facts | {command[0]: other, "ratio": ratios}
 
 
-def measure_goto(every: str) -> dict[str, Any]:
-    """Measure the seconds until the last step before a checkpoint has run again, with a trace."""
-    return measure_cost(every, command=("goto", str(30 * int(every) - 1), "run", "--trace"))
-
-
 # A training of 2,000 steps that differs from run to run, from the step or the validation that its
 # first argument names; "rare" does so in step 1552 of 1 of 20 runs.
 DIFFERING = """
@@ -406,20 +399,26 @@ PLACES = {"first": ("0", 1), "validation": ("validation", 1601)}
 PLACES |= {"step": ("1552", 1553), "rare": ("rare", 1553)}
 
 
-def measure_locate(name: str, *options: str) -> dict[str, Any]:
+def measure_locate(name: str) -> dict[str, Any]:
     """Measure the seconds of a search, of one run to the step that differs, and of a start."""
     place, stop = PLACES[name]
     with tempfile.TemporaryDirectory() as root:
         Path(root, "train.py").write_text(DIFFERING)
         words = [sys.executable, "train.py", place]
 
-        def run_to(step: int) -> list[float]:
-            variables = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_CHECKPOINT_DIR": root}
-            variables |= {"LIGHTNING_D9M_LEDGER_DIR": f"{root}/to-{step}"}
-            return time_command(words, root, LIGHTNING_D9M_INTERRUPT=f"stop:{step}", **variables)[0]
+        def train_part(request: str, own: str = place) -> list[float]:
+            folder = f"{root}/{request.replace(':', '-')}-{own}"
+            Path(folder, "kept").mkdir(parents=True)
+            names = {"INTERRUPT": request, "CHECKPOINT_DIR": f"{folder}/kept", "LEDGER_DIR": folder}
+            variables = {f"LIGHTNING_D9M_{name}": value for name, value in names.items()}
+            return time_command([*words[:2], own], root, LIGHTNING_D9M="1", **variables)[0]
 
-        begin, one = run_to(1), run_to(stop)
-        locate = [sys.executable, "-m", "lightning_d9m", "locate", "--json", "-o", "out", *options]
+        begin, one = train_part("stop:1"), train_part(f"stop:{stop}")
+        locate = [sys.executable, "-m", "lightning_d9m", "locate", "--json", "-o", "out"]
+        if name == "rare":  # two runs that exist, of which one has differed
+            for own in ("none", "1552"):
+                train_part("keep", own)
+                locate.append(f"keep-{own}/fit-000")
         search, printed = time_command([*locate, "--", *words], root)
         runs = len([*Path(root, "out").glob("run-*")])
     found = json.loads(printed)
@@ -438,7 +437,8 @@ if __name__ == "__main__":
     parts: dict[str, Callable[..., dict[str, Any]]] = {
         "cost": measure_cost,
         "flips": measure_flips,
-        "goto": measure_goto,
+        # The last step before a checkpoint is the farthest one.
+        "goto": lambda n: measure_cost(n, command=("goto", str(30 * int(n) - 1), "run", "--trace")),
         "honest": measure_honest,
         "steps": measure_steps,
         "locate": measure_locate,

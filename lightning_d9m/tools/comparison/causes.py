@@ -267,6 +267,8 @@ def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
     program may compute more in the step that differs, and is not the cause.
     """
     found = comparison.divergences
+    # Values of modules come first, operations second: a module whose input or output differs is
+    # part of the computation, while an operation may compute what nothing reads.
     modules = sorted(_select_ops(found, None), key=lambda entry: entry.when)
     if modules and modules[0].moment == "batch":
         own = _select_ops(found, name_module(modules[0]))

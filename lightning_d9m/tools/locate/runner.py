@@ -27,7 +27,9 @@ from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
 
 # The whole run, the operations, the modules, the values, filled memory.
 _MOST_LOOKS = 5
+# A difference in 1 of 20 runs shows in 50 of them with a probability of 1 - 0.95 ** 50, 92%.
 _MOST_SEGMENTS = 50
+# Of a look that repeats a segment if the first look was shorter: small programs differ rarely too.
 _FEWEST_SECONDS = 5.0
 _PAIR = 2
 WHOLE = "whole run"

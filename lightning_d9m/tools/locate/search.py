@@ -48,6 +48,8 @@ _OPERATIONS = "operations of the step"
 _MODULES = "modules of the step"
 _VALUES = "values"
 _RANK_PROBES = "weight,buffer,optimizer,gradient"
+# All that is cheap to digest at each step, so that the first look names the step. The kinds that a
+# step begins with rule out causes before it; two gradients tell an exchange from the backward pass.
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULE_PROBES = f"{_STEPS},input,output,grad_output"
 _OP_PROBES = f"{_MODULE_PROBES},op"
@@ -334,6 +336,7 @@ class Search:
         if self._points is None:
             return None
         usable = self._points if self._resumes and first.moment != "initial" else []
+        # Before the step, because state that differs where it begins was written in the one before.
         before = [point for point in usable if point.step < max(1, first.step)]
         start = max(before, key=lambda point: point.step, default=None)
         self._low = 0 if start is None else start.step
@@ -431,8 +434,11 @@ class Search:
         if not known or not found:
             return not known
         first = found[0]
+        # The values of another place say nothing about this one.
         if stage == _VALUES and _find_again(known[0], first) is None:
             return False
+        # The probed steps end before it: a difference that began after them is another one, unless
+        # the known one was found there, too.
         if first.moment in ("epoch", EXCEPTION):
             same = (first.moment, first.epoch) == (known[0].moment, known[0].epoch)
             return stage in (_FIRST, _VALUES) or same
@@ -451,7 +457,8 @@ class Search:
         except CommandError:
             if segment is None or segment.start is None:
                 raise
-        # As where the resume is refused: the state of the program cannot be saved.
+        # The resume is refused, or the state of the program cannot be saved. The look is made once
+        # more from the beginning, which needs no state.
         self._resumes = False
         self._found.looks.append(f"{stage}: the runs could not resume, so they begin at step 0")
         return self._look_at(stage, replace(segment, start=None), dump, probes)

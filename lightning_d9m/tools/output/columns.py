@@ -76,6 +76,7 @@ def format_table(
                     for one in shown
                 )
             )
+        # A console of the terminal's width would shrink the table to it.
         if (needed := Console(width=10_000).measure(table).maximum) <= width:
             break
     width = width if wraps else max(width, needed)
