@@ -276,7 +276,7 @@ class ControlledLoader:
             warnings.warn(
                 "A DataLoader has in_order=False, which gives batches as the workers finish them. "
                 "It gives them in order while this run lasts; remove in_order=False.",
-                stacklevel=2,
+                stacklevel=3,
             )
             self._control.replacements.replace(loader, "in_order", value=True)
 
