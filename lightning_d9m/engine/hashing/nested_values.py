@@ -90,7 +90,8 @@ def _find_encoder(kind: type) -> Callable[[Any], bytes] | None:
 def _encode_scalar(value: object, where: str) -> bytes | None:
     if isinstance(value, _ARRAYS):
         return _encode_array(value, where)
-    encoder = _find_encoder(type(value))
+    kind: Any = type(value)
+    encoder = _find_encoder(kind)
     return None if encoder is None else encoder(value)
 
 

@@ -42,6 +42,7 @@ from lightning_d9m.engine.hashing.training_state import (
     Snapshot,
     take_partial_snapshot,
 )
+from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
@@ -57,7 +58,6 @@ from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
-    SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
     check_stack,

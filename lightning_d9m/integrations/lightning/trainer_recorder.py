@@ -160,18 +160,22 @@ class TrainerRecorder:
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
         )
-        probes, profiler = run.probes, trainer.profiler
-        if probes.dump is not None and options.kinds & WRITTEN:
-            from lightning_d9m.engine.probes.dumps import trace_hooks
-
-            def take() -> str | None:
-                return probes.digest_state(trainer.global_step) if run.probes is probes else None
-
-            # Around each hook that Lightning calls.
-            traced = trace_hooks(probes.dump.folder, take, profiler.profile)
-            replace_method(self._traced, profiler, "profile", traced)
+        if run.probes.dump is not None and options.kinds & WRITTEN:
+            self._trace_hooks(trainer)
         if is_new:
             self.record(trainer, session, "initial")
+
+    def _trace_hooks(self, trainer: Trainer) -> None:
+        """Write the digest of what is saved around each hook that Lightning calls."""
+        from lightning_d9m.engine.probes.dumps import trace_hooks
+
+        run, probes, profiler = self.run, self.run.probes, trainer.profiler
+
+        def take() -> str | None:
+            return probes.digest_state(trainer.global_step) if run.probes is probes else None
+
+        traced = trace_hooks(probes.dump.folder, take, profiler.profile)
+        replace_method(self._traced, profiler, "profile", traced)
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.

@@ -11,6 +11,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lightning_d9m.engine.ledger.command import SEEDED, SEGMENT
 from lightning_d9m.engine.ledger.differences import (
     KIND_OF_GROUP,
     PROBE_SETTINGS,
@@ -45,8 +46,6 @@ from lightning_d9m.engine.ledger.keys import (
 )
 from lightning_d9m.engine.ledger.kinds import ENDS, STATE, STEP
 from lightning_d9m.engine.ledger.stack import (
-    SEEDED,
-    SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
     same_logical_ranks,

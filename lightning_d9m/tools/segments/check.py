@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_d9m.engine.ledger.command import SEEDED
 from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.reader import holds_record
 from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
 from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.engine.ledger.kinds import ENDS
-from lightning_d9m.engine.ledger.stack import SEEDED
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers

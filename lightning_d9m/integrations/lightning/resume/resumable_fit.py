@@ -200,7 +200,7 @@ class ResumableFit(Fit):
         for text in logged:
             rank_zero().rank_zero_info(text)
         self._told.update(new, logged)
-        # Of several files in one batch the first has seen the least.
+        # Of several files in one batch, whatever changes after a later one changes after the first.
         if captured["position"]["phase"] == "batch" and self._find_late is list:
             self._find_late = remember(
                 self._program,
