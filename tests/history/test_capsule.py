@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import zipfile
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from ledger_runs import make_header
 from scripts import ROOT
 from torch import nn
 
@@ -15,8 +17,9 @@ from lightning_d9m import deterministic
 from lightning_d9m.engine.ledger.stack import capture_stack
 from lightning_d9m.engine.probes.step_tape import StepTape
 from lightning_d9m.engine.recording.interruption import STEP_FILE
+from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.history.bundle import CAPSULE_FACTS
-from lightning_d9m.tools.history.capsule import CapsuleFacts, run_step
+from lightning_d9m.tools.history.capsule import CapsuleFacts, find_step, run_step, write_capsule
 
 PROGRAM = str(ROOT / "tests/support/goto_training.py")
 
@@ -186,3 +189,11 @@ def test_a_damaged_capsule(capsule, d9m, tmp_path):
                 new.writestr(name, replaced.get(name, old.read(name)))
         status, _, errors = d9m("bundle", "open", path)
         assert (status, "is damaged" in errors) == (2, True), errors
+
+
+def test_what_has_no_capsule(tmp_path):
+    with pytest.raises(CommandError, match="An exception ended step 9"):
+        write_capsule(tmp_path / "c.zip", 9, None, tmp_path / STEP_FILE, with_data=True)
+    run = SimpleNamespace(ledger=SimpleNamespace(header=make_header(world_size=2)))
+    with pytest.raises(SettingError, match="a step of one process, and the run has 2"):
+        find_step(run, 9)
