@@ -4,15 +4,22 @@ import json
 import os
 import subprocess
 import zipfile
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from ledger_runs import make_header
 from scripts import ROOT
+from torch import nn
 
+from lightning_d9m import deterministic
+from lightning_d9m.engine.ledger.stack import capture_stack
+from lightning_d9m.engine.probes.step_tape import StepTape
 from lightning_d9m.engine.recording.interruption import STEP_FILE
+from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.history.bundle import CAPSULE_FACTS
-from lightning_d9m.tools.history.capsule import CapsuleFacts, run_step
+from lightning_d9m.tools.history.capsule import CapsuleFacts, find_step, run_step, write_capsule
 
 PROGRAM = str(ROOT / "tests/support/goto_training.py")
 
@@ -68,6 +75,40 @@ def test_a_step_runs_again_in_another_place(capsule, what, d9m, tmp_path, monkey
     assert any("cross_entropy" in str(entry["source"]) and entry["backward"] for entry in ops)
     with zipfile.ZipFile(path) as archive:
         assert "def fingerprint" in archive.read("source/0-goto_training.py").decode()
+
+
+def gates(layer, x):  # of a GRU are parts of one tensor, each written in place
+    return layer(x)[0].square().mean()
+
+
+def draws(layer, x, generator=torch.Generator().manual_seed(3)):  # noqa: B008 - one for all calls
+    noise = torch.randn(x.shape, generator=generator) + torch.rand(1)
+    return layer(x + noise).square().mean()
+
+
+def conjugates(layer, x):
+    found = torch.fft.rfft(layer(x))
+    return (found * found.conj()).real.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "layer", "x"),
+    [
+        (gates, nn.GRU(4, 3), torch.ones(5, 2, 4)),
+        (draws, nn.Linear(4, 3), torch.ones(2, 4)),
+        (conjugates, nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), torch.ones(2, 3).long()),
+    ],
+)
+def test_steps_of_several_kinds(tmp_path, loss, layer, x):
+    with deterministic(seed=1, threads=1):
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        with StepTape() as tape:
+            loss(layer, x).backward()
+            optimizer.step()
+        tape.save(tmp_path / "step.pt")
+        header = {"settings": {}, "seed": 1, "stack": capture_stack()}
+    content = torch.load(tmp_path / "step.pt", weights_only=True)
+    assert run_step(CapsuleFacts(0, header, {}, 0, 0), content).verdict == "equal"
 
 
 def test_without_data_a_capsule_holds_none_and_says_what_it_cannot_do(capsule, d9m):
@@ -148,3 +189,11 @@ def test_a_damaged_capsule(capsule, d9m, tmp_path):
                 new.writestr(name, replaced.get(name, old.read(name)))
         status, _, errors = d9m("bundle", "open", path)
         assert (status, "is damaged" in errors) == (2, True), errors
+
+
+def test_what_has_no_capsule(tmp_path):
+    with pytest.raises(CommandError, match="An exception ended step 9"):
+        write_capsule(tmp_path / "c.zip", 9, None, tmp_path / STEP_FILE, with_data=True)
+    run = SimpleNamespace(ledger=SimpleNamespace(header=make_header(world_size=2)))
+    with pytest.raises(SettingError, match="a step of one process, and the run has 2"):
+        find_step(run, 9)

@@ -1,8 +1,8 @@
 """The operations of one step, from which it runs again without the program and its data.
 
-A value is the bytes that a tensor spans in its storage, under their digest. An operation names the
-values that it is given and those that it leaves. So only what no earlier operation has left needs
-to be kept: the state before the step, the batch, and what the program makes without torch.
+A value is what a tensor holds, in the order of its storage, under its digest. An operation names
+the values that it is given and those that it leaves. So only what no earlier operation has left
+needs to be kept: the state before the step, the batch, and what the program makes without torch.
 """
 
 from collections.abc import Mapping
@@ -73,8 +73,14 @@ class StepTape(OpMode):
 
 
 def refer(kept: Any) -> Any:
-    """Return what ``keep`` gave with a reference in place of each tensor."""
-    return tree_map(lambda x: _refer(x) if isinstance(x, Tensor) else x, kept, is_leaf=is_tagged)
+    """Return what ``keep`` gave with a reference in place of each tensor, and each generator."""
+
+    def replace(leaf: Any) -> Any:
+        if is_tagged(leaf) and "state" in leaf:
+            return leaf | {"state": digest(leaf["state"])}
+        return _refer(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(replace, kept, is_leaf=is_tagged)
 
 
 def _refer(tensor: Tensor) -> dict[str, Any]:
@@ -84,10 +90,12 @@ def _refer(tensor: Tensor) -> dict[str, Any]:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return all that the storage of a tensor from ``keep`` holds, if it has one."""
+    """Return what the storage of a tensor from ``keep`` holds, if it has one, as one row."""
     if not is_plain(tensor):
         return tensor
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
+    span = tensor.untyped_storage().nbytes() // tensor.element_size()
+    # Between the elements of a part of a tensor are those of others, which change without it.
+    return tensor.flatten() if span > tensor.numel() else tensor.as_strided((span,), (1,))
 
 
 def is_reference(leaf: Any) -> bool:
@@ -107,6 +115,13 @@ def look_up(tree: Any, values: Mapping[str, Tensor], device: str = "") -> Any:
         if not is_reference(leaf):
             return leaf
         value = values[leaf["key"]].to(device or leaf["device"])
-        return value.as_strided(leaf["shape"], leaf["stride"]) if "shape" in leaf else value
+        if "shape" not in leaf:
+            return value
+        shape, stride = leaf["shape"], leaf["stride"]
+        span = 1 + sum((size - 1) * own for size, own in zip(shape, stride, strict=True))
+        if value.numel() != span and value.numel():
+            whole = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            return whole.copy_(value.view(shape))
+        return value.as_strided(shape, stride)
 
     return tree_map(find, tree, is_leaf=is_tagged)

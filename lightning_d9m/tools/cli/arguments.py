@@ -134,7 +134,7 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
             parser.add_argument("argv", nargs=rest, metavar=form, help=described)
             usage = parser.format_usage().removeprefix("usage: ").rstrip()
             usage = usage.replace(f"[{form} ...]", "...")
-            parser.usage = usage.replace(" ...", f" {form} ...")
+            parser.usage = f" {form} ...".join(usage.rsplit(" ...", 1))  # others may repeat, too
             continue
         found = _FORM.fullmatch(form)
         assert found is not None, form

@@ -69,7 +69,7 @@ class CapsuleFacts(msgspec.Struct, frozen=True):
 
 @dataclass
 class StepOutcome:
-    """How many operations a step has, how many of them ran, and how many left other bits.
+    """The result of a step that ran again: how many operations it has, ran, and has different.
 
     ``first`` describes the first of those; ``obstacle`` is why an operation that has all its values
     could not run; ``stack`` names what differs from the stack of the run.
