@@ -1,7 +1,7 @@
 """The cost of a proof: the share of a fit, the size for 1,000 epochs, and the time to write it.
 
-The share is the time within the functions that commit, over that of the fit, so that the noise of
-whole fits does not count. Run it alone on the machine:
+The share is the CPU time, of all threads, within the functions that commit, over that of the fit,
+so that neither the noise of whole fits counts nor what else the machine does:
 
     python benchmarks/proof.py [--epochs 6] [prove] [digits] [10M]
 """
@@ -52,18 +52,18 @@ class Net(L.LightningModule):
 
 
 def fit(name: str, epochs: int, folder: Path, every: int = 1) -> dict[str, float]:
-    """Train, and return the seconds of the fit and of each function that commits."""
+    """Train, and return the CPU seconds of the fit and of each function that commits."""
     inputs, width, samples = MODELS[name]
     spent = {"chain_batch": 0.0, "hash_state": 0.0, "find_sources": 0.0}
     original = {function: getattr(commitment, function) for function in spent}
 
     def timed(function: str) -> Any:
         def call(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return original[function](*args)
             finally:
-                spent[function] += time.perf_counter() - start
+                spent[function] += time.process_time() - start
 
         return call
 
@@ -77,13 +77,13 @@ def fit(name: str, epochs: int, folder: Path, every: int = 1) -> dict[str, float
     ]
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **off)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         trainer.fit(Net(inputs, width), DataLoader(data, 64, shuffle=True))
     finally:
         for function, own in original.items():
             setattr(commitment, function, own)
-    return {"fit": time.perf_counter() - start, **spent}
+    return {"fit": time.process_time() - start, **spent}
 
 
 def measure_prove() -> dict[str, Any]:
@@ -100,7 +100,7 @@ def measure_prove() -> dict[str, Any]:
 
 
 def measure_share(name: str, epochs: int) -> dict[str, Any]:
-    """Return the seconds of a fit and of what commits, and its share."""
+    """Return the CPU seconds of a fit and of what commits, and its share."""
     with tempfile.TemporaryDirectory() as folder:
         fit(name, 1, Path(folder) / "warm")
         seconds = fit(name, epochs, Path(folder) / "run")

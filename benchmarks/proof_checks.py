@@ -1,4 +1,4 @@
-"""Which proofs does `d9m check` accept: honest ones of many libraries, and none that lies.
+"""Proofs that `d9m check` accepts: honest ones of many libraries, and none that lies.
 
     python benchmarks/proof_checks.py honest [NAME ...]   needs wild/requirements.txt
     python benchmarks/proof_checks.py lies [NAME ...]

@@ -162,7 +162,8 @@ def test_a_proof_of_a_training_with_another_label_is_rejected_by_its_segment(pro
 
 
 def add_a_sample(text):
-    return text.replace("20 * BATCH, 16", "20 * BATCH + 1, 16")
+    assert "20 * BATCH + " in text
+    return text.replace("20 * BATCH + ", "20 * BATCH + 1 + ")
 
 
 def train_further(path):

@@ -41,7 +41,7 @@ _NEVER = {
 
 
 class Training(Struct):
-    """What a proof says of its files.
+    """The content of a proof: facts on its files.
 
     Attributes:
         run: What follows from the ledger: its header, the ``sources``, and the ``final`` digests.
