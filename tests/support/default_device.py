@@ -29,7 +29,7 @@ class PackageDefault(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _device_constructors() and kwargs.get("device") is None:
-            if is_called_by_package():
-                kwargs = {**kwargs, "device": "meta"}
+        unnamed = func in _device_constructors() and kwargs.get("device") is None
+        if unnamed and is_called_by_package():
+            kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
