@@ -1,10 +1,10 @@
 """Replacements give torch's answer by ops that are deterministic on CUDA: edge cases, whole models.
 
-One edge case of each kind runs here. ``benchmarks/ops/edge_cases.py`` runs all, by the Triton
-kernels, too; its result is checked here. The kinds are: each of 12 dtypes, empty and 0-d tensors,
-negative and out-of-range indices, indices of another length, shape and dtype, broadcast, strided,
-expanded and overlapping tensors, channels_last, ``out=``, shared memory, infinities, NaN and -0.0,
-and every kind of argument that torch refuses.
+Torch's own samples of each op run here, and each 37th case in which an argument is changed.
+``benchmarks/ops/edge_cases.py`` runs all, some by the Triton kernels, too; its result is checked.
+The changes are: each of 12 dtypes, empty and 0-d tensors, negative and out-of-range indices,
+arguments of another length, shape and dtype, strided, expanded and overlapping tensors,
+channels_last, ``out=``, shared memory, infinities, NaN and -0.0.
 """
 
 import json
