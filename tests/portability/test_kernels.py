@@ -140,6 +140,13 @@ def test_kernels_of_rows_and_elements(name, dtype):
         check_kernel(base, **inputs, **dict.fromkeys(absent))
 
 
+def test_a_kernel_reads_numbers_of_its_type():
+    """Torch saves the statistics of a batch of 16 bits with 16 bits."""
+    x, means = draw(6, 300, dtype=torch.float32), draw(3, dtype=torch.bfloat16)
+    narrow, wide = (kernels.compute("deviations", x=x, means=m)[0] for m in (means, means.float()))
+    compare(narrow, wide)
+
+
 def test_running_sums():
     """Torch adds in order on the CPU, and begins with 0."""
     x = draw(6, 5, 300, dtype=torch.float64)
@@ -209,11 +216,13 @@ def test_kernels_that_a_compiler_changed_are_refused(tmp_path, monkeypatch):
 def test_a_fork_computes_on_one_thread():
     """OpenMP would wait for the threads of the parent."""
     values = draw(1, 90, 90, dtype=torch.float32)
+    torch.ones(2**17).mul_(2)
     expected = kernels.multiply(values, values).numpy().tobytes()
     child = os.fork()
     if not child:
         signal.alarm(20)
-        os._exit(kernels.multiply(values, values).numpy().tobytes() != expected)
+        with portable():
+            os._exit(kernels.multiply(values, values).numpy().tobytes() != expected)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -135,7 +135,8 @@ RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder,
 def _add_scaled(
     combine: Rule, start: Tensor, left: Tensor, right: Tensor, value: float = 1
 ) -> Tensor:
-    return start + (combine(left, right) if value == 1 else combine(left, right) * value)
+    term: Tensor = combine(left, right)
+    return start + (term if value == 1 else term * value)
 
 
 RULES |= {"addcmul": partial(_add_scaled, torch.mul), "addcdiv": partial(_add_scaled, torch.div)}

@@ -70,7 +70,7 @@ void d9m_share(kernel *kernel, const void *given, long count, long threads,
                void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
     long parts = threads < count ? threads : count;
     struct work work = {kernel, given, count, parts < 1 ? 1 : parts, 0};
-    if (parts > 1) parallel(run_parts, &work, (unsigned)parts, 0);
+    if (parts > 1 && parallel) parallel(run_parts, &work, (unsigned)parts, 0);
     else run_parts(&work);
 }
 

@@ -14,8 +14,8 @@ from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
 
-_COLUMNS = 64  # that a kernel adds at a time
-_FEW = 16  # columns of a product that are too few for a kernel
+_COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first cache
+_FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
 
 
 def widen(values: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     x = next(one for one in inputs.values() if isinstance(one, Tensor))
     kernel = find_kernel(name, x)
     replaced = (one for key, one in inputs.items() if key in formula.outputs)
-    if kernel is None or not all(one.is_contiguous() for one in replaced):
+    if kernel is None or not all(one.is_contiguous() and one.dtype == x.dtype for one in replaced):
         return tuple(definitions.compute(formula, inputs, x).values())
     count = x.shape[-1] if formula.in_rows else 1
     rows = x.numel() // max(count, 1)
@@ -48,7 +48,8 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     )
     members = list[Any]()
     for one in inputs.values():
-        members += [one.contiguous()] if isinstance(one, Tensor) else map(float, one)
+        # A kernel sees pointers only; statistics of batches may have 16 bits.
+        members += [one.to(x.dtype).contiguous()] if isinstance(one, Tensor) else map(float, one)
     periods = (len(inputs[one]) for one, place in formula.inputs.items() if place == "r % period")
     run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
     return out

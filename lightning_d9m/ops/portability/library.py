@@ -21,7 +21,8 @@ from lightning_d9m.errors import NotPortableError
 from lightning_d9m.ops.portability.compiler import FOLDER, build, list_widths, name_library
 
 _DIGEST = "a9e32ab90bbcc7f9"  # of a few results, on every machine
-_ALONE = 2**16  # operations that one thread computes sooner than several
+# Operations that one thread computes sooner than several: waking another one takes microseconds.
+_ALONE = 2**16
 _PROCESS = os.getpid()
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -127,10 +128,16 @@ def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
         form += "d" if type(one) is float else "q"
         is_tensor = isinstance(one, Tensor)
         members.append(one.data_ptr() if is_tensor else 0 if one is None else one)
-    # A forked process has not the threads of its parent, and OpenMP would wait for them.
-    parallel = _find_parallel() if cost > _ALONE and os.getpid() == _PROCESS else None
-    threads = torch.get_num_threads() if parallel else 1
-    kernel.share(kernel.address, struct.pack(form, *members), count, threads, parallel)
+    threads = count_threads() if cost > _ALONE else 1
+    kernel.share(kernel.address, struct.pack(form, *members), count, threads, _find_parallel())
+
+
+def count_threads() -> int:
+    """Return the number of torch's threads; in a forked process 1, as workers of loaders have.
+
+    Such a process has not the threads of its parent, and OpenMP would wait for them.
+    """
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 @cache

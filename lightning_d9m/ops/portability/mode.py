@@ -23,6 +23,7 @@ from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
 from lightning_d9m.ops.patches.registration import RefusedError, Update
 from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
+from lightning_d9m.ops.portability.library import count_threads
 from lightning_d9m.ops.portability.optimizers import list_replacements
 from lightning_d9m.ops.portability.registry import COMPOSED, RULES, Rule
 from lightning_d9m.program import find_line
@@ -291,7 +292,7 @@ def portable() -> Iterator[None]:
         yield
         return
     # Enough numbers for all threads of torch: each keeps the state in which it began.
-    smallest = torch.full((_SHARE * torch.get_num_threads(),), 2.0**-126, device="cpu")
+    smallest = torch.full((_SHARE * count_threads(),), 2.0**-126, device="cpu")
     if not smallest.mul_(0.5).all():
         raise SettingError(
             "A thread of torch flushes subnormal numbers to zero, on this machine and not on "

@@ -44,6 +44,7 @@ def _take_steps(
     types = {one.dtype for own in (params, grads, *state) for one in own if one is not None}
     others = given.get("differentiable") or given.get("capturable")
     if step is None or others or types - {torch.float32, torch.float64}:
+        # Steps of Adagrad in lists keep the formula that their digests have.
         given |= {"fused": False, "foreach": given.get("foreach") if step is None else False}
         by_torch(params, grads, *state, **given)
     else:
