@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
@@ -222,7 +222,6 @@ KINDS = {
     "shared tensor": {"factor": lambda model: float(model.shared.mul_(1.01))},
     "Lookahead": {},
     "prioritized sampler": {"sampler": Prioritized, "factor": prioritize},
-    "BatchSizeFinder": {"callbacks": lambda: [BatchSizeFinder(max_trials=1, steps_per_trial=1)]},
     "max_epochs in a hook": {},
     "GradScaler": {},
     "mean of a large sample": {"data": Means},

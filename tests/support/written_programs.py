@@ -522,6 +522,7 @@ def fork(function, answer):
         return process
     try:
         torch.set_num_threads(1)  # threads of the parent are not there
+        simplefilter("default")  # torch warns of the variable, an error only in pytest
         # Groups and hyperparameters may have objects.
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         answer.write(b"+" + function())
