@@ -286,9 +286,7 @@ def _select_ops(found: Iterable[Divergence], module: str | None) -> Iterator[Div
             or module == ROOT
             or (module and f"{module_of(place.kind, place.name)}.".startswith(f"{module}."))
         ]
-        if len(places) == len(own.places):
-            yield own
-        elif places:
+        if places:
             yield replace(own, places=places)
 
 

@@ -300,14 +300,11 @@ class Search:
 
     def _narrow(self, pair: RunPair | None) -> None:
         """Look closer; each look adds to what was found."""
-        if pair is None and self._found.agreement:
-            return
         if pair is not None and pair.rank_drift is not None:
             self._look_at_ranks(pair, pair.rank_drift)
-            return
-        if pair is not None:
+        elif pair is not None:
             self._look_into_step()
-        self._look_at_values()
+            self._look_at_values()
 
     def _look_into_step(self) -> None:
         """Narrow from a step to its operations, or to its modules."""
