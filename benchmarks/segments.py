@@ -1,30 +1,41 @@
 """Segments of runs: which wrong runs `d9m check` rejects, and what it costs.
 
     python benchmarks/segments.py kinds [NAME ...]    wrong runs, each with all of its segments
-    python benchmarks/segments.py honest [COUNT]      runs that the program itself has made
+    python benchmarks/segments.py honest [PYTHON]     runs that the programs themselves have made
     python benchmarks/segments.py flips 1000          a flipped bit in each segment of a run
     python benchmarks/segments.py steps 100000        a long run without a difference
     python benchmarks/segments.py cost 50 --segments 3              the time of a check
     python benchmarks/segments.py cost 500 --segments all --jobs 2
-    python benchmarks/segments.py locate first|step|validation      the time of a search
+    python benchmarks/segments.py goto 50                           arrival at a step
+    python benchmarks/segments.py locate first|step|validation|rare the time of a search
 
 The programs of the first four are forks of a process that has imported torch and Lightning. Those
-of ``cost`` are not: their starts count, and are shown.
+of the others are not: their starts count, and are shown. With PYTHON, which has the libraries of
+``wild/requirements.txt``, ``honest`` trains the programs in ``wild/``. What is measured is kept in
+``results/segments.json``.
 """
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+from measurement import RESULTS, describe_machine, keep
+
+ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
+sys.path.insert(0, str(SUPPORT))
+from forking_python import shared_python  # noqa: E402 - tests are not installed
+
 PROGRAM = SUPPORT / "checked_training.py"
 TRAINED = (
     *("label", "input", "rate", "beta", "seed", "swapped epoch", "skipped batch", "repeated batch"),
@@ -78,11 +89,6 @@ def edit_ledger(ledger: Path, edit: Callable[[list[dict[str, Any]]], object]) ->
     ledger.write_bytes(b"".join(lines))
 
 
-def change_digest(record: dict[str, Any]) -> None:
-    """Change the digest of the weights as a whole."""
-    record["totals"]["weights"] = record["totals"]["weights"][::-1]
-
-
 def change_checkpoint(path: Path) -> None:
     """Move a weight to the next number, and make the manifest again."""
     import torch
@@ -106,6 +112,9 @@ def change_checkpoint(path: Path) -> None:
 def list_edits(other: Path) -> dict[str, Callable[[Path], object]]:
     """Return changes of an honest run's files by name; ``other`` is the folder of another run."""
     ledger = "fit-000/rank-0.jsonl"
+
+    def change_digest(record: dict[str, Any]) -> None:
+        record["totals"]["weights"] = record["totals"]["weights"][::-1]
 
     def saved(folder: Path, step: int) -> Path:
         return folder / f"saved/step={step}.ckpt"
@@ -146,29 +155,20 @@ def train(python: str, folder: Path, **variables: str) -> None:
     subprocess.run(words, env=environment, check=True, capture_output=True)
 
 
-def check(python: str, folder: Path, *options: str, **variables: str) -> dict[str, Any]:
-    """Check a run with the honest program, or the one that the variables choose."""
-    command = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options, "--json"]
-    words = ["-o", str(folder.with_name(f"{folder.name}-check")), "--", python, str(PROGRAM)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        [*command, *words, str(folder.with_name("again"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def check(python: str, folder: Path) -> dict[str, Any]:
+    """Check all segments of a run with the honest program."""
+    command = [sys.executable, "-m", "lightning_d9m", "check", str(folder), "--segments", "all"]
+    command += ["--json", "-o", str(folder.with_name(f"{folder.name}-check"))]
+    words = [*command, "--", python, str(PROGRAM), str(folder.with_name("again"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if not done.stdout:
         return {"verdict": "error", "checked": [], "error": done.stderr[-300:]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {"status": done.returncode, **found}
+    return {"status": done.returncode, **json.loads(done.stdout)}
 
 
-def measure_kinds(names: list[str]) -> int:
-    """Print how each wrong run is rejected; return 1 if one is not."""
-    sys.path.insert(0, str(SUPPORT))
-    from forking_python import shared_python
-
+def measure_kinds(*names: str) -> dict[str, Any]:
+    """Print how each wrong run is rejected, and count those that are not."""
     python, accepted = shared_python(), 0
     with tempfile.TemporaryDirectory() as root:
         honest, other = Path(root, "honest"), Path(root, "other")
@@ -182,36 +182,61 @@ def measure_kinds(names: list[str]) -> int:
                 edits[name](folder)
             else:
                 train(python, folder, WRONG=name)
-            found = check(python, folder, "--segments", "all")
+            found = check(python, folder)
             accepted += (found["verdict"] == "equal") != (name == "")
             print(f"{name or 'honest'}: {found['verdict']}", found.get("error", ""), flush=True)
-            for own in found["checked"]:
-                if own["verdict"] != "equal":
-                    place = f"steps {own['first']} to {own['last']}"
-                    print(f"  {own['verdict']}, {place}: {own['where'] or own['reason'][-300:]}")
-    return int(accepted > 0)
+            for own in (own for own in found["checked"] if own["verdict"] != "equal"):
+                place = f"steps {own['first']} to {own['last']}"
+                print(f"  {own['verdict']}, {place}: {own['where'] or own['reason'][-300:]}")
+    return {"runs": len(names or (*TRAINED, *edits)), "missed": accepted}
 
 
-def measure_honest(count: str = "50") -> int:
-    """Check runs of different programs with the program that has made them; return 1 if one fails.
+# Programs of which each is trained in each of these ways.
+EXAMPLES = (
+    *("examples/digits.py --epochs 2", "examples/graph.py", "examples/segmentation.py --epochs 1"),
+    *("examples/logical_ranks.py", "examples/plain_torch.py", "examples/fabric.py"),
+    *("examples/accelerate_loop.py", "examples/transformers_trainer.py"),
+    "tests/support/gallery_training.py none",
+)
+WAYS = ({}, {"LIGHTNING_D9M_PORTABLE": "1"}, {"LIGHTNING_D9M_PER_SAMPLE_RNG": "1"})
 
-    Each program is one of ``kinds``, whose change is right here, and keeps all checkpoints or one.
+
+def list_honest(wild: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yield commands of trainings, and their variables.
+
+    Those of ``checked_training.py`` are of ``kinds``: the change is part of the program here.
     """
-    sys.path.insert(0, str(SUPPORT))
-    from forking_python import shared_python
+    if wild:
+        for path in sorted((ROOT / "benchmarks/wild").glob("*_*.py")):
+            yield [wild, str(path)], {"PYTHONPATH": str(ROOT)}
+        return
+    for name in ("", *TRAINED):
+        yield [shared_python(), str(PROGRAM), "saved"], {"WRONG": name}
+    for way in WAYS:
+        for words in EXAMPLES:
+            script, *options = words.split()
+            yield [shared_python(), str(ROOT / script), *options], way
 
-    python, accepted, made = shared_python(), 0, 0
-    programs = [(name, kept) for kept in ("-1", "1") for name in ("", *TRAINED)][: int(count)]
-    with tempfile.TemporaryDirectory() as root:
-        for made, (name, kept) in enumerate(programs, start=1):
-            folder = Path(root, f"run-{made}")
-            train(python, folder, WRONG=name, KEPT=kept)
-            found = check(python, folder, "--segments", "all", WRONG=name, KEPT=kept)
-            accepted += found["verdict"] == "equal"
-            if found["verdict"] != "equal":
-                print(f"{name or 'honest'}, {kept} kept: {found}", flush=True)
-    print(f"{accepted} of {made} honest runs are equal")
-    return int(accepted < made)
+
+def measure_honest(wild: str = "") -> dict[str, Any]:
+    """Check runs of different programs with the program that has made them, and count failures."""
+    runs = accepted = 0
+    for words, variables in list_honest(wild):
+        with tempfile.TemporaryDirectory() as root:
+            environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "LIGHTNING_D9M": "1"}
+            environment |= {"LIGHTNING_D9M_LEDGER_DIR": f"{root}/run", **variables}
+            options: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True}
+            options["env"] = os.environ | environment
+            done = subprocess.run(words, check=False, **options)
+            ledgers = sorted(Path(root).glob("*/fit-000"))
+            command = [sys.executable, "-m", "lightning_d9m", "check", "--segments", "all"]
+            command += ["--json", "-o", "check", *map(str, ledgers), "--", *words]
+            found = subprocess.run(command, check=False, **options) if ledgers else done
+            runs, is_equal = runs + 1, found.returncode == 0 and bool(ledgers)
+            accepted += is_equal
+            what = f"{Path(words[1]).name} {' '.join((*words[2:], *variables.values()))}"
+            print(f"{what}: {'equal' if is_equal else found.stdout + found.stderr}", flush=True)
+    return {"runs": runs, "missed": runs - accepted}
 
 
 PLACES_OF_BITS = ("weight", "gradient", "state", "batch", "generator")
@@ -262,9 +287,6 @@ trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(400, 8), 4, shuffle=T
 
 def check_steps(steps: int, every: int, **variables: str) -> tuple[dict[str, Any], float]:
     """Train, and check all segments without the variables; return the result, and the seconds."""
-    sys.path.insert(0, str(SUPPORT))
-    from forking_python import shared_python
-
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as root:
         script = Path(root, "train.py")
@@ -278,8 +300,8 @@ def check_steps(steps: int, every: int, **variables: str) -> tuple[dict[str, Any
         return json.loads(done.stdout), time.monotonic() - start
 
 
-def measure_flips(count: str) -> int:
-    """Print how many flipped bits are found at their step; return 1 if one is not."""
+def measure_flips(count: str) -> dict[str, Any]:
+    """Count the flipped bits that are not found at their step."""
     every = 3  # as many steps after a checkpoint are recorded
     random, missed, flips = Random(1), 0, dict[int, tuple[str, int]]()  # noqa: S311 - no secret
     last = every * (int(count) + 1)
@@ -295,41 +317,48 @@ def measure_flips(count: str) -> int:
         if not right:
             said = own["where"] or own["reason"][-500:]
             print(f"{place} in step {step}: {own['verdict']}, {said}")
-    print(f"{len(flips) - missed} of {len(flips)} flips found at their step, {seconds:.0f} s")
-    return int(missed > 0)
+    places = Counter(place for place, _ in flips.values())
+    return {"flips": len(flips), "places": places, "missed": missed, "seconds": round(seconds)}
 
 
-def measure_steps(count: str) -> int:
-    """Check a run without a difference; return 1 for a false alarm."""
+def measure_steps(count: str) -> dict[str, Any]:
+    """Check a run without a difference, and count a false alarm."""
     found, seconds = check_steps(int(count), int(count) // 20)
-    print(f"{found['verdict']}: {found['steps']:,} of {found['last_step']:,}, {seconds:.0f} s")
-    return int(found["verdict"] != "equal" or found["steps"] != int(count))
+    is_right = found["verdict"] == "equal" and found["steps"] == int(count)
+    return {"steps": found["steps"], "missed": int(not is_right), "seconds": round(seconds)}
 
 
-def measure_cost(every: str, *options: str) -> int:
-    """Print the seconds of a training that saves at each n-th step, and of a check of it."""
+def time_command(command: list[str], folder: str, **variables: str) -> tuple[list[float], str]:
+    """Return the seconds of a command, and those of all its processes on cores, and its output.
+
+    On a machine that others use, the second number is the one that can be compared.
+    """
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **variables}
+    used, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(
+        command, cwd=folder, env=environment, check=False, stdout=subprocess.PIPE, text=True
+    )
+    seconds, now = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    on_cores = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return [round(seconds, 2), round(on_cores, 2)], done.stdout
+
+
+def measure_cost(every: str, *options: str, command: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure a training that saves at each n-th step, and a check or another command of it."""
     with tempfile.TemporaryDirectory() as root:
-        script, folder = Path(root, "train.py"), Path(root, "run")
-        script.write_text(COSTLY)
-        words = [sys.executable, str(script), str(folder), every]
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        seconds: list[float] = []
-        check_words = [sys.executable, "-m", "lightning_d9m", "check", str(folder), *options]
-        for command in (words, [*check_words, "-o", f"{root}/check", "--", *words]):
-            start = time.monotonic()
-            done = subprocess.run(
-                command, env=environment, check=True, stdout=subprocess.PIPE, text=True
-            )
-            seconds.append(time.monotonic() - start)
-            fit = [line for line in done.stdout.splitlines() if line.startswith("fit")]
-            print(*fit, *([] if fit else done.stdout.splitlines()[:2]))
-        print(f"training {seconds[0]:.1f} s, check {seconds[1]:.1f} s")
-        print(f"ratio {seconds[1] / seconds[0]:.3f}")
-    return 0
+        Path(root, "train.py").write_text(COSTLY)
+        words = [sys.executable, "train.py", "run", every]
+        command = command or ("check", "run", *options)
+        again = [sys.executable, "-m", "lightning_d9m", *command, "-o", "again", "--", *words]
+        (one, printed), (other, _) = (time_command(own, root) for own in (words, again))
+    fit = float(printed.split("fit ")[1].split()[0])
+    ratios = [round(b / a, 3) for a, b in zip(one, other, strict=True)]
+    facts = {"training": one, "fit": fit, "interval": fit * int(every) / 2000, "threads": 1}
+    return facts | {command[0]: other, "ratio": ratios}
 
 
 # A training of 2,000 steps that differs from run to run, from the step or the validation that its
-# first argument names.
+# first argument names; "rare" does so in step 1552 of 1 of 20 runs.
 DIFFERING = """
 import os, sys
 import lightning as L, torch
@@ -339,6 +368,9 @@ place = sys.argv[1]
 
 def draw():
     return int.from_bytes(os.urandom(4), "little") / 2**32
+
+if place == "rare":
+    place = "1552" if draw() < 1 / 20 else ""
 
 class Net(L.LightningModule):
     def __init__(self):
@@ -363,49 +395,56 @@ trainer = L.Trainer(max_epochs=20, accelerator="cpu", **dict.fromkeys(names, Fal
 trainer.fit(Net(), DataLoader(data, 512, shuffle=True), DataLoader(data[:512], 512))
 """
 # The place of the difference, and the step after which a run has it.
-PLACES = {"first": ("0", 1), "step": ("1552", 1553), "validation": ("validation", 1601)}
+PLACES = {"first": ("0", 1), "validation": ("validation", 1601)}
+PLACES |= {"step": ("1552", 1553), "rare": ("rare", 1553)}
 
 
-def measure_locate(name: str) -> int:
-    """Print the seconds of a search, of one run to the step that differs, and of a start."""
+def measure_locate(name: str) -> dict[str, Any]:
+    """Measure the seconds of a search, of one run to the step that differs, and of a start."""
     place, stop = PLACES[name]
     with tempfile.TemporaryDirectory() as root:
         Path(root, "train.py").write_text(DIFFERING)
         words = [sys.executable, "train.py", place]
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "2"}
 
-        def measure(command: list[str], **variables: str) -> tuple[float, str]:
-            start = time.monotonic()
-            done = subprocess.run(
-                command, cwd=root, env=environment | variables, check=False, stdout=subprocess.PIPE
-            )
-            return time.monotonic() - start, done.stdout.decode()
+        def train_part(request: str, own: str = place) -> list[float]:
+            folder = f"{root}/{request.replace(':', '-')}-{own}"
+            Path(folder, "kept").mkdir(parents=True)
+            names = {"INTERRUPT": request, "CHECKPOINT_DIR": f"{folder}/kept", "LEDGER_DIR": folder}
+            variables = {f"LIGHTNING_D9M_{name}": value for name, value in names.items()}
+            return time_command([*words[:2], own], root, LIGHTNING_D9M="1", **variables)[0]
 
-        def run_to(step: int) -> float:
-            variables = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_CHECKPOINT_DIR": root}
-            variables |= {"LIGHTNING_D9M_LEDGER_DIR": f"{root}/to-{step}"}
-            return measure(words, LIGHTNING_D9M_INTERRUPT=f"stop:{step}", **variables)[0]
-
-        begin, one = run_to(1), run_to(stop)
+        begin, one = train_part("stop:1"), train_part(f"stop:{stop}")
         locate = [sys.executable, "-m", "lightning_d9m", "locate", "--json", "-o", "out"]
-        seconds, printed = measure([*locate, "--", *words])
+        if name == "rare":  # two runs that exist, of which one has differed
+            for own in ("none", "1552"):
+                train_part("keep", own)
+                locate.append(f"keep-{own}/fit-000")
+        search, printed = time_command([*locate, "--", *words], root)
         runs = len([*Path(root, "out").glob("run-*")])
     found = json.loads(printed)
-    print(f"{name}: {found['cause']}, step {found['step']}, {found['kind']} {found['name']}")
-    print(f"search {seconds:.1f} s, {runs} runs; a start {begin:.1f} s, to the step {one:.1f} s")
+    facts = {own: found[own] for own in ("cause", "step", "kind", "name") if own in found}
+    facts |= {"runs": runs, "start": begin, "to the step": one, "search": search, "threads": 1}
     if stop > 1:
-        print(f"ratio without starts {(seconds - runs * begin) / (one - begin):.2f}")
-    return 0
+        facts["ratio without starts"] = [
+            round((all_runs - runs * first) / (once - first), 2)
+            for first, once, all_runs in zip(begin, one, search, strict=True)
+        ]
+    return facts
 
 
 if __name__ == "__main__":
     part, *rest = sys.argv[1:] or ["kinds"]
-    parts = {
+    parts: dict[str, Callable[..., dict[str, Any]]] = {
         "cost": measure_cost,
         "flips": measure_flips,
+        # The last step before a checkpoint is the farthest one.
+        "goto": lambda n: measure_cost(n, command=("goto", str(30 * int(n) - 1), "run", "--trace")),
         "honest": measure_honest,
         "steps": measure_steps,
         "locate": measure_locate,
-        "kinds": lambda *n: measure_kinds([*n]),
+        "kinds": measure_kinds,
     }
-    sys.exit(parts[part](*rest))
+    kept = parts[part](*rest)
+    name = " ".join([part, *(word.rpartition("/")[2] for word in rest)])
+    keep(RESULTS / "segments.json", {name: describe_machine() | kept})
+    sys.exit(int(bool(kept.get("missed"))))

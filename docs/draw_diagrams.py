@@ -78,10 +78,8 @@ def box(x: int, y: int, width: int, words: str, below: str = "", kind: str = "bo
 def draw_locate() -> None:
     """Draw how `d9m locate` narrows from the run to the operation."""
     looks = (
-        ("whole run", "digests of epochs", "epoch 2"),
-        ("steps of that epoch", "weights, batch, loss, gradients", "step 57"),
-        ("modules of that step", "inputs and outputs", "encoder.layers.3"),
-        ("ops of that module", "every op", "aten.index_put, model.py:41"),
+        ("whole run", "weights, batch, loss, gradients", "step 57"),
+        ("operations of that step", "every module and op", "aten.index_put, model.py:41"),
         ("values of that op", "saved", "806 ulps; 20 of 20 replays differ"),
     )
     parts = []
@@ -92,7 +90,7 @@ def draw_locate() -> None:
         parts.append(line(x + 260, y + 24, 400, y + 24))
         if number:
             parts.append(line(x + 20, y - 18, x + 20, y))
-    draw("locate", 700, 340, "Each look is a pair of runs and narrows to one place", *parts)
+    draw("locate", 700, 208, "Each look is a pair of runs and narrows to one place", *parts)
 
 
 def draw_buckets() -> None:

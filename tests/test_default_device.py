@@ -2,9 +2,11 @@
 
 import ast
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
+from default_device import PackageDefault
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
@@ -38,6 +40,15 @@ def test_every_tensor_that_the_package_makes_has_a_named_device() -> None:
     }
     assert found == OF_THE_PROGRAM
     assert find_calls("torch.zeros(3, dtype=torch.int64)") == ["zeros"]
+
+
+def test_all_trainings_have_a_default_device_that_the_package_alone_sees() -> None:
+    """By a fixture of tests/lightning: what the package makes without a device has no values."""
+    code, names = compile("made = torch.zeros(3)", PACKAGE / "a.py", "exec"), {"torch": torch}
+    with PackageDefault():
+        FunctionType(code, names)()
+        assert torch.zeros(3).device.type == "cpu"
+    assert names["made"].device.type == "meta"
 
 
 def test_a_loader_draws_its_seed_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ class Rehearsal:
     """
 
     ROWS = 2
+    error = "ModuleNotFoundError: No module named 'x'"
 
     def __init__(self, broken, *, missing):
         self.now, self.broken, self.missing, self.ran = 0.0, broken, missing, []
@@ -106,7 +107,7 @@ class Rehearsal:
         self.now += limit if hangs else min(seconds, limit)
         if hangs or seconds > limit:
             return None
-        return "ModuleNotFoundError: No module named 'x'" if part == self.broken else ""
+        return self.error if part == self.broken else ""
 
     def ask(self, task, seconds):
         part, _, name = task.partition(" ")
@@ -165,6 +166,22 @@ def test_a_rehearsal_ends_in_time_whatever_fails(modules, tmp_path, monkeypatch,
         assert is_named, page
         if missing:
             assert machine.ran.count(broken) > Rehearsal.ROWS * (broken not in commands)
+
+
+def test_a_second_failure_is_not_taken_for_the_first_one(modules, tmp_path):
+    """The log has the error of the first call, too: there the package was missing."""
+    suite, machine = modules["gpu_suite"], Rehearsal("doctor", missing=True)
+    commands = suite.list_commands(tmp_path, dry=False)
+    ended = []
+    for error in ("ModuleNotFoundError: No module named 'x'", "RuntimeError: no"):
+        machine.error = error
+        given = (modules, tmp_path, machine, commands)
+        made = make_suite(*given, seconds=LONG, clock=lambda: machine.now, run=machine.run)
+        ended.append(made.run(["doctor"]))
+    assert ended == [suite.CONTINUED, 1]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "RuntimeError: no" in page
+    assert "ModuleNotFoundError" not in page
 
 
 def test_a_package_that_is_missing_is_said_at_once(modules, tmp_path, monkeypatch, capsys):

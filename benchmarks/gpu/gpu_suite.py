@@ -241,10 +241,11 @@ class Suite:
             return
         begin, path = self._clock(), self._work / f"{part}.log"
         with path.open("ab") as log:
+            known = log.tell()  # of earlier calls, whose errors are not this one's
             status = self._run_command_line(
                 command.words, log, limit, self._folder / f"{part}.jsonl"
             )
-        tail = path.read_text(errors="replace")[-4000:]
+        tail = path.read_bytes()[known:].decode(errors="replace")[-4000:]
         print("\n".join(tail.splitlines()[-20:]), flush=True)
         found: Row = {"seconds": round(self._clock() - begin, 2)}
         if status is None and command.continues and self._count_late(part) < MOST_LATE:

@@ -26,6 +26,9 @@ def render(journal: Journal, parts: Sequence[str]) -> str:
     if greeting:
         named = {"torch": "torch", "date": "on", "rounds": "timed calls:", "calls": "compared:"}
         known = [f"{word} {greeting[name]}" for name, word in named.items() if name in greeting]
+        stacks = [row["stack"] for row in journal.of_part("machine") if "stack" in row]
+        if driver := stacks and stacks[0].get("device.driver"):
+            known.append(f"driver: {driver}")
         lines += [f"{', '.join(known)}.", ""]
     lines += ["## Failed", ""]
     for row in _last_rows(journal):

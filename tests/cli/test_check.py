@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ledger_program import PROGRAM
@@ -94,9 +95,12 @@ def test_wrong_input_is_named(check, d9m):
     assert "does not start" in found["checked"][0]["reason"]
 
 
-def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
+def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
     there = [Segment(None, 1, number) for number in range(40)]
-    recorded = type("Recorded", (), {"list_segments": lambda _: there})
+    file = tmp_path / "rank-0.jsonl"
+    file.write_text("")
+    ledger = SimpleNamespace(files={0: file})
+    recorded = type("Recorded", (), {"list_segments": lambda _: there, "ledger": ledger})
     monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
 
     def choose(*options):
@@ -108,7 +112,9 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch):
     assert len(set(choose("--segments", "9"))) == 9
     assert choose("--segments", "all") == [*range(40)]
     for options in (("--only", "1"), ("--segments", "all"), ("--segments", "40")):
-        assert "nothing is chosen" in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
+        assert (
+            "segments, and all run" in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
+        )
     assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
     report = CheckReport("run", "out", 5, 40, 400, [CheckedSegment(n, n, n + 1) for n in range(3)])
     assert report.missed == pytest.approx(37 / 40)

@@ -82,22 +82,6 @@ def test_portable_runs_have_other_stacks_and_one_digest(repeat, tmp_path, monkey
     assert repeat(other, "--portable")[0] == 1
 
 
-def test_last_bits_are_changed_in_each_run_but_the_first_or_it_is_an_error(repeat, tmp_path):
-    """The program notes what is set; it has no Trainer, which would change the weights."""
-    note = "open('noted', 'a').write(os.environ.get('LIGHTNING_D9M_LAST_BITS', '-'))\n"
-    status, _, err = repeat(note + "train()", "--last-bits", "-n", "3")
-    assert status == 3
-    assert "left the last bits of its weights alone: --last-bits needs a Trainer" in err
-    assert (tmp_path / "noted").read_text() == "-12"
-    changed = "train(run, settings={'last_bits': run})"
-    status, out, _ = repeat(changed, "--last-bits", "-n", "3")
-    assert status == 1
-    assert "d9m compare BEFORE AFTER --noise d9m-runs/001" in out
-    status, _, err = repeat("train()", "--last-bits", "--interrupt")
-    assert status == 2
-    assert "--last-bits is given with --portable, --processes or --interrupt" in err
-
-
 @pytest.mark.parametrize(
     ("value", "rare", "left", "tries"),
     [

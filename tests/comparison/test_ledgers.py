@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_runs import Runs, make_facts, make_probes
+from ledger_runs import Runs, make_facts, make_probes, write_rank
 
-from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
-from lightning_d9m.engine.ledger.format.records import Evaluation, LoaderFacts
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
+from lightning_d9m.engine.ledger.format.records import Evaluation, LoaderFacts, StepDigests
+from lightning_d9m.engine.ledger.stack import SEGMENT
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import list_one_sided, state_verdict
 
@@ -146,6 +147,23 @@ class TestDivergence:
         comparison = compare(runs.write(), fail("0x7f01"))
         assert comparison.verdict == "different"
         assert comparison.first.names == ("status",)
+
+
+@pytest.mark.parametrize(("kind", "first"), [("weight", "batch"), ("loss", "step")])
+def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
+    """The record of the state after step 1 comes before the probes of batch 1, in segments."""
+    places = [("rng", "torch"), (kind, "layers.0.weight")]
+    folders = []
+    for value in (1, 2):
+        layout, *batches = make_probes(places, [(0, 0), (0, value)])
+        totals = {"weights": f"{value}" * 32}
+        state = StepDigests(epoch=0, step=1, totals=totals, entries={"weights": b"0" * 4})
+        records = [make_facts(), layout, batches[0], state, batches[1]]
+        own = {"program": {SEGMENT: "until 2"}}
+        folders.append(write_rank(create_ledger_folder(tmp_path), records, **own))
+    found = compare(*folders).first
+    assert (found.moment, found.step) == (first, 1)
+    assert found.name == ("layers.0.weight" if first == "batch" else "(total)")
 
 
 class TestOneSided:

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
 from dataclasses import fields
 from fnmatch import fnmatch
 from inspect import isclass, signature
@@ -12,6 +14,7 @@ import pytest
 from ledger_runs import list_batches, make_probes, write_rank
 from lightning.pytorch import Trainer, seed_everything
 from scripts import ROOT, load_script
+from traced_paths import FILE, PATH, TRACES, read_trace, trace_digest, trace_logical_ranks
 
 import lightning_d9m
 from lightning_d9m import DeterminismCallback, Settings
@@ -243,10 +246,6 @@ def test_a_replacement_that_is_not_there_is_found(code):
 
 
 FOLDERS = sorted(path.parent for path in (ROOT / "lightning_d9m").glob("*/**/__init__.py"))
-_WAY = re.compile(
-    r"^```text\n([^\n]+): (\d+) files \(goal \d+\)\n\n(.*?)^```", re.DOTALL | re.MULTILINE
-)
-_FILE = re.compile(r"^(?:→ )?([a-z0-9_/]+\.py)\b", re.MULTILINE)
 
 
 def list_missing(names):
@@ -255,16 +254,29 @@ def list_missing(names):
     return [name for name in names if not any((folder / name).is_file() for folder in folders)]
 
 
-def test_the_ways_of_contributing_name_files_that_exist_and_count_them():
-    ways = _WAY.findall(CONTRIBUTING)
-    assert len(ways) == 5
-    for name, count, text in ways:
-        files = _FILE.findall(text)
+def test_the_paths_of_contributing_name_files_that_exist_and_count_them():
+    paths = PATH.findall(CONTRIBUTING)
+    assert len(paths) == 5
+    for name, count, _, text in paths:
+        files = FILE.findall(text)
         assert list_missing(files) == [], name
         assert len(set(files)) == len(files) == int(count) == text.count(".py"), name
     named = re.findall(r"`([a-z0-9_/]+\.py)`", CONTRIBUTING)
     assert len(named) > 10
     assert list_missing(named) == []
+
+
+@pytest.mark.parametrize("trace", [trace_digest, trace_logical_ranks])
+def test_a_trace_enters_the_files_of_a_path(trace, forking_python, tmp_path):
+    """More than the files of the path stand around it; few of them come and go unseen."""
+    log = tmp_path / "trace"
+    code = f"import pathlib, traced_paths as t; t.{trace.__name__}(pathlib.Path({str(log)!r}))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
+    subprocess.run([forking_python, "-c", code], check=True, env=environment)
+    _, _, entered, text = PATH.findall(CONTRIBUTING)[TRACES.index(trace)]
+    files = {file for file, _ in read_trace(log)}
+    assert {*FILE.findall(text)} <= files
+    assert abs(len(files) - int(entered)) <= 2
 
 
 def test_the_folders_of_contributing_are_those_of_the_package():

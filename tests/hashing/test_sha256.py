@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from lightning_d9m.engine.hashing.sha256 import hash_each, hash_values
+from lightning_d9m.engine.hashing.sha256 import hash_named, hash_values
 
 
 def test_a_tensor_is_hashed_with_its_header_in_row_major_order():
@@ -28,8 +28,11 @@ def test_of_an_object_without_bytes_the_type_counts():
     assert hash_values([object()]) == hash_values([object()]) != hash_values([lambda: 0])
 
 
-def test_threads_give_the_same_hashes(monkeypatch):
-    values = [torch.arange(100.0), 1, torch.ones(7), None, torch.nn.Parameter(torch.eye(3))]
-    monkeypatch.setattr("lightning_d9m.engine.hashing.sha256._MIN_BYTES", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert hash_each(values) == [hash_values([value]) for value in values]
+def test_values_by_name_are_hashed_on_threads_in_any_order(monkeypatch):
+    values = {"b": torch.arange(100.0), ("a", "c"): 1, "d": None, "e": torch.eye(3)}
+    known = hash_values([{name: hash_values([value]) for name, value in values.items()}])
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023 - called here
+        assert hash_named(values) == known
+    assert hash_named(dict(reversed(values.items()))) == known
+    assert hash_named({**values, "d": 0}) != known

@@ -65,6 +65,14 @@ def test_reading_leaves_the_storage_resizable():
     tensor.untyped_storage().resize_(0)
 
 
+def test_a_shard_whose_memory_was_freed_has_no_digest():
+    tensor = torch.zeros(70_000)
+    shards = divide(tensor, [35_000])
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage"):
+        read_shards(shards)
+
+
 def test_a_tensor_that_consists_of_others_has_no_shard():
     layout = FlatLayout((8,), 0, torch.zeros(4), (0, 1))
     assert layout.find_shard(torch.zeros(4).to_sparse()) is None

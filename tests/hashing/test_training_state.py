@@ -137,6 +137,15 @@ def test_a_sketch_is_the_same_on_every_day():
     assert read(known["b"]).tolist() == KNOWN_LARGE
 
 
+def test_a_sketch_of_any_type_is_that_of_its_numbers_and_leaves_the_memory_alone():
+    values = torch.arange(-1000.0, 1200.0)
+    types = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    kept = {str(kind): values.bfloat16().to(kind) for kind in types}
+    assert len({*sketch_tensors(kept).values()}) == 1
+    for tensor in kept.values():
+        tensor.untyped_storage().resize_(0)  # as FSDP frees it; NumPy would forbid that
+
+
 def test_what_has_no_sketch_is_left_out(monkeypatch):
     tensors = {
         "complex": torch.ones(3, dtype=torch.complex64),

@@ -210,8 +210,8 @@ def test_files_are_added_when_asked_for(here, bundle):
         (["open", "no.zip"], "The bundle no.zip cannot be opened: No such file"),
         (["open", "train.py"], "train.py is not a bundle, or is damaged: File is not a zip file"),
         (["open", "other.zip"], "is not a bundle, or is damaged: it does not hold bundle.json"),
-        (["runs", "-o", "train.py"], "train.py exists already, so no bundle was written."),
-        (["runs", "-o", "none/b.zip"], "No bundle is written to none/b.zip: No such file"),
+        (["runs", "-o", "train.py"], "train.py exists already, so nothing can be written"),
+        (["runs", "-o", "none/b.zip"], "none/b.zip is in no folder"),
         (["runs", "--add", "none"], "There is nothing at none to add."),
     ],
 )

@@ -5,11 +5,19 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+from default_device import PackageDefault
 from resuming import Fits
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.engine.ledger.folder import read_ledger
+
+
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    """Train under a default device that only the package sees, and that holds no values."""
+    with PackageDefault():
+        yield
 
 
 @pytest.fixture(autouse=True)

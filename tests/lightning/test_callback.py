@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from interruptions import KilledError, begin_run, resume_points  # noqa: F401 - a fixture
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from trainings import NoisyDigits, make_loader, make_model
 
@@ -22,7 +21,6 @@ from lightning_d9m.engine.hashing.digest import digest
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.recording import interruption
-from lightning_d9m.integrations.lightning.interruption import change_last_bits
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import state_verdict
 
@@ -300,20 +298,6 @@ def test_an_argument_of_a_wrong_type_is_named(words, message):
         DeterminismCallback(**words)
 
 
-def test_last_bits_of_complex_and_whole_numbers(monkeypatch):
-    module = nn.Module()
-    numbers = torch.tensor([1 + 2j, -3j])
-    module.wave = nn.Parameter(numbers.clone())
-    module.places = nn.Parameter(torch.arange(3), requires_grad=False)
-    change_last_bits(module, {"LIGHTNING_D9M_LAST_BITS": "1"})
-    assert module.places.tolist() == [0, 1, 2]
-    parts, before = (torch.view_as_real(own.detach()) for own in (module.wave, numbers))
-    above, below = (
-        torch.nextafter(before, torch.full_like(before, s * torch.inf)) for s in (1, -1)
-    )
-    assert ((parts == above) | (parts == below)).all()
-
-
 def test_misuse_is_named(train, monkeypatch):
     with pytest.raises(SettingError, match="LIGHTNING_D9M_RESUME is 'no-such-file', which does"):
         train(resume="no-such-file")
@@ -322,30 +306,3 @@ def test_misuse_is_named(train, monkeypatch):
     monkeypatch.delenv("LIGHTNING_D9M_CHECKPOINT_DIR")
     with pytest.raises(SettingError, match="LIGHTNING_D9M_CHECKPOINT_DIR is not set"):
         train(interrupt="points")
-    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "x")
-    with pytest.raises(SettingError, match="LAST_BITS is 'x'; allowed: digits, such as 1"):
-        train()
-
-
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
-def test_each_weight_becomes_the_next_number_above_or_below(fit, monkeypatch, precision):
-    started = []
-
-    def on_train_start(self):
-        started.append([own.detach().clone() for own in self.parameters()])
-
-    def train():
-        words = {"trainer_precision": precision, "trainer_limit_train_batches": 1}
-        return fit(model=make_model(on_train_start=on_train_start), **words)
-
-    plain = train()
-    monkeypatch.setenv("LIGHTNING_D9M_LAST_BITS", "1")
-    settings = [ledger.header.settings.get("last_bits") for ledger in (plain, train(), train())]
-    assert settings == [None, 1, 1]
-    ways = set()
-    for before, after, again in zip(*started, strict=True):
-        assert torch.equal(after, again)  # the same number, the same bits
-        above, below = (torch.nextafter(before, after.new_tensor(s * torch.inf)) for s in (1, -1))
-        assert ((after == above) | (after == below)).all()
-        ways |= {*(after > before).unique().tolist()}
-    assert ways == {True, False}

@@ -61,10 +61,16 @@ def join(lines):
 def test_different_inputs_are_reported_and_where_the_gradient_comes_from(dumped):
     one, other, result = product()
     found = dumped((one, other, result), (one + 1, other, (one + 1) @ other))
-    assert not found.inputs_equal
+    assert (found.inputs_equal, found.only_numbers_differ) == (False, False)
     said = join(describe_op(replace(found, backward=True)))
     assert said.startswith("op: aten.mm.default, in the backward pass of train.py:7 in forward")
     assert "Its inputs differed, although no recorded operation wrote them." in said
+
+
+def test_inputs_of_which_only_a_number_differs(dumped):
+    one = torch.rand(3)
+    found = dumped((one, 1.5, one * 1.5), (one, 2.5, one * 2.5), op="aten.mul.Tensor")
+    assert (found.inputs_equal, found.only_numbers_differ) == (False, True)
 
 
 def test_an_operation_that_cannot_run_alone_has_a_reason(dumped):

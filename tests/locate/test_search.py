@@ -1,5 +1,6 @@
 """The search of ``d9m locate``: its looks, the lines that may explain a cause, and the report."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,6 @@ def pair(
             probes=frozenset(PROBE_KINDS),
             seeded=("", ""),
         ),
-        steps_of_epoch=lambda epoch: (10 * epoch, 10 * epoch + 10),
         fit=fit,
         actual=None,
         expected=SimpleNamespace(path=Path("nowhere/fit-000")),
@@ -47,7 +47,7 @@ def pair(
     )
 
 
-def search(*pairs, tries=1):
+def search(*pairs, tries=1, varying=""):
     """Search in the given pairs; return the result, and (stage, settings) of each look."""
     looks = []
     remaining = iter(pairs)
@@ -60,11 +60,10 @@ def search(*pairs, tries=1):
             yield found
 
     files = SimpleNamespace(describe=lambda *, first_alone: "left by run 1" * first_alone)
-    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], files=files)
+    ledger = SimpleNamespace(header=SimpleNamespace(settings={"varying_ops": varying}))
+    made = [SimpleNamespace(fits={"fit-000": ledger})]
+    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], files=files, made=made)
     return Search(runner, tries).locate(), looks
-
-
-EPOCH = {"kind": "weights", "moment": "epoch", "step": 10}
 
 
 def test_runs_that_agree():
@@ -76,21 +75,30 @@ def test_runs_that_agree():
     assert "no two runs differ. --tries 15 would show a difference in 10% of the runs" in said
 
 
+@pytest.mark.parametrize("kind", [None, "loss"])
+def test_ops_that_may_vary_are_named(kind):
+    """Beside every verdict, as `compare` and `check` do."""
+    found, _ = search(*[pair(kind)] * 4, varying="histc put_")
+    said = " ".join(describe(found, determinism=True))
+    assert "varying_ops lets histc, put_ run although they may vary." in said
+    assert found.as_json()["varying_ops"] == ("histc", "put_")
+
+
 LOSS, OUTPUT = pair("loss", "loss", step=4), pair("output", "layers", step=4)
 BATCH = pair("batch", "batch:0", step=4)
 ELSEWHERE = "the divergence did not occur again in 2 runs, 1 of 1 pairs differ elsewhere"
+GONE = "the divergence did not occur again in 2 runs"
 # What the looks see, one pair after the other; the kind of the cause that is found; the steps that
 # each look probes; and which look says what.
 SEARCHES = {
-    # Only that module is probed, so the cause in a different pair may lie outside.
-    "inputs of a module are not of its operations": (
-        [LOSS, OUTPUT, pair("input", "layers", step=4), OUTPUT],
-        ("module", None, {-2: f"operations of layers: {ELSEWHERE}"}),
+    "a race that does not come back while operations are recorded": (
+        [LOSS, pair(), OUTPUT, OUTPUT],
+        ("module", [":", "4:5", "4:5", "4:5"], {1: f"operations of the step: {GONE}"}),
     ),
     # The step before shows whether it was equal there.
     "values of state are saved with the step before": (
         [pair("weight", "layers.weight", step=4)] * 2,
-        ("weights", [None, "3:5"], {-1: "values: epoch 0, step 4, batch 4: weight layers.weight"}),
+        ("weights", [":", "3:5"], {-1: "values: epoch 0, step 4, batch 4: weight layers.weight"}),
     ),
     "values of a pair that diverges earlier do not count": (
         [pair("weight", "layers.weight", step=step) for step in (4, 3)],
@@ -110,34 +118,25 @@ SEARCHES = {
     ),
     # The cause lies before the steps that were probed.
     "state that differs in the first probed step does not count": (
-        [LOSS, OUTPUT, pair("weight", "layers.weight", step=4), pair()],
-        ("module", None, {-2: f"operations of layers: {ELSEWHERE}"}),
+        [LOSS, pair("weight", "layers.weight", step=4), OUTPUT, pair()],
+        ("module", None, {1: f"operations of the step: {ELSEWHERE}"}),
     ),
     "the end of an epoch after the probed steps does not count": (
-        [LOSS, pair("weights", moment="epoch", step=10), pair()],
-        ("module", None, {1: f"modules of the step: {ELSEWHERE}"}),
+        [LOSS, pair("weights", moment="epoch", step=10), pair(), pair()],
+        ("module", None, {1: f"operations of the step: {ELSEWHERE}"}),
     ),
     "a different fit of a run does not count": (
-        [LOSS, pair("batch", "batch", step=4, fit="fit-001"), pair()],
-        ("module", None, {1: f"modules of the step: {ELSEWHERE}"}),
+        [LOSS, pair("batch", "batch", step=4, fit="fit-001"), pair(), pair()],
+        ("module", None, {1: f"operations of the step: {ELSEWHERE}"}),
     ),
     "the end of a fit after the probed steps does not count": (
-        [LOSS, pair("weights", moment="final", step=10), pair()],
-        ("module", None, {1: f"modules of the step: {ELSEWHERE}"}),
-    ),
-    # A race: the second pair diverges in an earlier epoch than the first.
-    "an earlier epoch sends the search back to it": (
-        [
-            pair("loss", "loss", step=34, epoch=3),
-            pair("loss", "loss", step=14, epoch=1),
-            *[pair("batch", "batch", step=12, epoch=1)] * 2,
-        ],
-        ("data", [None, "30:35", "10:15", "12:13"], {}),
+        [LOSS, pair("weights", moment="final", step=10), pair(), pair()],
+        ("module", None, {1: f"operations of the step: {ELSEWHERE}"}),
     ),
     # The values are saved in the first step of a resumed fit; there is none before.
     "initial weights of a resumed fit": (
         [pair("weights", moment="initial", step=7)] * 2,
-        ("initial weights", [None, "7:8"], {}),
+        ("initial weights", [":", "7:8"], {}),
     ),
 }
 
@@ -158,25 +157,40 @@ def test_each_look_has_the_probes_that_show_more():
     assert looks[-1][1].get("dump") == "batch:0"
     later = {"step": 14, "epoch": 1}
     op = pair("op", "layers[0]::aten.max.dim:1", **later)
-    found, looks = search(
-        pair("loss", "loss", **later), pair("output", "layers[0]", **later), op, op
-    )
+    found, looks = search(pair("loss", "loss", **later), op, op)
     assert found.cause.kind == "op"
-    steps = [words.get("probe_steps") for _, words in looks]
-    assert steps == [None, "10:15", "14:15", "14:15"]
-    modules = [words.get("probe_modules") for _, words in looks[-2:]]
-    assert modules == ["layers[[]0],layers[[]0].*"] * 2
+    assert [words.get("probe_steps") for _, words in looks] == [":", "14:15", "14:15"]
+    assert {words.get("probe_modules") for _, words in looks} == {"*"}
     assert looks[-1][1]["dump"] == "layers[0]::aten.max.dim"
 
 
+def test_operations_of_other_modules_are_not_the_cause():
+    """They are if the whole model computes what a module gets."""
+    names = ("other::aten.rand", "layers::aten.mm", "layers")
+    kinds = ("op", "op", "output")
+
+    def look(*kinds):
+        found = pair("op", step=4)
+        divergence = found.comparison.divergences[0]
+        places = [
+            PlaceDifference(number, kind, name, 0, "", "")
+            for number, (kind, name) in enumerate(zip(kinds, names, strict=True))
+        ]
+        found.comparison.divergences[0] = replace(divergence, places=places)
+        return search(LOSS, found, pair())[0].divergences[0].name
+
+    assert look(*kinds) == "layers::aten.mm"
+    assert look("op", "op", "input") == "other::aten.rand"
+
+
 def test_a_divergence_of_the_first_run_alone_is_told_by_the_files_that_it_left():
-    found, _ = search(pair(**EPOCH), pair(), pair())
+    found, _ = search(pair("end", moment="epoch", step=10), pair(), pair(), pair())
     text = " ".join("\n".join(describe(found, determinism=True)).split())
     assert found.cause.kind == "unknown"
     assert "files: left by run 1" in text
     assert "no narrower look showed where it began" in text
     assert "advice: If it is rare, raise --tries." in text
-    assert search(pair(**EPOCH), *[pair("batch", "batch:0", step=4)] * 2)[0].left == ""
+    assert search(pair("batch", "batch:0", step=4), pair("batch", "batch:0", step=4))[0].left == ""
 
 
 def test_a_logged_number_is_measured_from_the_ledger():
@@ -193,16 +207,14 @@ def test_a_value_of_a_validation_is_followed_into_its_operations(extent):
     logged = pair("scalars", "val_loss", moment="epoch", step=10, values=("0x0p+0", "0x1p+0"))
     logged.comparison.extent = extent
     op = pair("op", "(model)::aten.add.Tensor", step=9)
-    found, looks = search(logged, logged, op, op)
+    found, looks = search(logged, op, op)
     assert (found.cause.kind, found.divergences[0].step) == ("op", 9)
-    steps = [words.get("probe_steps") for _, words in looks]
-    assert steps == [None, "0:11", "9:10", "9:10"]
-    assert looks[2][0] == "operations of (model)"
+    assert [words.get("probe_steps") for _, words in looks] == [":", "9:10", "9:10"]
 
 
 @pytest.mark.parametrize("error", [ValueError("the dump"), KeyboardInterrupt()])
 def test_what_was_found_is_told_if_a_later_look_fails(error):
-    found, _ = search(pair(**EPOCH), pair("loss", "loss", step=4), error)
+    found, _ = search(LOSS, OUTPUT, error)
     assert found.cause.kind == "module"
     assert found.looks[-1] == f"stopped: {type(error).__name__}: {error}"
     with pytest.raises(type(error)):
@@ -214,7 +226,7 @@ def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):
     finding = SimpleNamespace(location="t.py:3:1", certainty="certain", **words)
     monkeypatch.setattr(search_module, "find_cause_lines", lambda *_, **__: [finding])
     for kind, label in (("gradient", "suspect: "), ("batch", "line:    ")):
-        found, _ = search(pair(**EPOCH), *[pair(kind, "a", step=4)] * 3)
+        found, _ = search(*[pair(kind, "a", step=4)] * 2)
         text = "\n".join(describe(found, determinism=True))
         assert f"{label} t.py:3:1: hash(x)" in text
         # The fix of what was found stands in place of the advice to look for it.

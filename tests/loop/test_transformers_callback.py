@@ -26,6 +26,7 @@ from lightning_d9m.engine.ledger.kinds import VALIDATION
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.integrations.loop import recorder, transformers_callback
 from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 SMALL = {"vocab_size": 6, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL |= {"intermediate_size": 8, "max_position_embeddings": 6}
@@ -203,6 +204,16 @@ def test_a_training_resumed_at_a_point_ends_at_the_same_bits(train, tmp_path):
         "epoch-1": 10, "epoch-2": 20, "step-12": 12, "step-20": 20,
     }  # fmt: skip
     assert Trainer.train is original
+    # The program saves none, and has none.
+    assert not list((tmp_path / "runs").rglob("checkpoint-*"))
+
+
+def test_the_programs_checkpoints_are_those_without_points(train, tmp_path):
+    made = train(interrupt="points", save_strategy="steps", save_steps=8, save_total_limit=2)
+    saved = [point.path for point in RecordedRun(made.ledger).saved]
+    own = [path for path in saved if path.parent != tmp_path / "points"]
+    assert [path.name for path in own] == ["checkpoint-8", "checkpoint-16", "checkpoint-20"]
+    assert {*(tmp_path / "runs").rglob("checkpoint-*")} == {*own[1:]}
 
 
 def test_what_cannot_be_resumed_is_refused(example, train, tmp_path, monkeypatch):

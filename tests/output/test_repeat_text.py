@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from ledger_runs import make_weights, write_rank
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.tools.launch.run import Run
 from lightning_d9m.tools.output.columns import format_table
-from lightning_d9m.tools.output.repeat_text import describe_power, list_run_columns, make_run_row
+from lightning_d9m.tools.output.repeat_text import (
+    RepeatReport,
+    describe_power,
+    list_run_columns,
+    make_run_row,
+)
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 ROW = {"run": 1, "fit": 1, "seed": 0, "weights": DIGEST, "verdict": "equal", "processes": None}
@@ -42,6 +48,15 @@ def test_a_loss_that_json_lacks_is_there_in_bits(tmp_path):
     assert " nan " in show([row])
     row = ROW | {"weights": "", "loss_hex": None, "verdict": "differs"}
     assert show([row]).splitlines()[1].split() == ["1", "0", "none", "none", "differs"]
+
+
+def test_saved_files_are_not_numbered_as_a_fit(tmp_path):
+    weights = make_weights("final", 0, {"w": DIGEST}, totals={"weights": DIGEST})
+    kinds = ("fit", "saved", "fit", "final")
+    folders = [create_ledger_folder(tmp_path, kind) for kind in kinds]
+    fits = {own.name: read_ledger(write_rank(own, [weights])) for own in folders}
+    report = RepeatReport({1: Run(fits), 2: Run(fits)}, tmp_path, ["true"])
+    assert [row["fit"] for row in report.rows[:4]] == [1, "saved", 2, "final"]
 
 
 @pytest.mark.parametrize("runs", range(2, 40))

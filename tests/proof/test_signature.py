@@ -1,5 +1,6 @@
 """Signatures: what cannot be used is named."""
 
+import subprocess
 import sys
 
 import pytest
@@ -8,27 +9,37 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.tools.proof.signature import sign, verify
 
 
-def test_a_key_that_is_none(tmp_path):
+def test_a_key_that_is_none(tmp_path, monkeypatch):
     file, key = tmp_path / "proof.json", tmp_path / "key.pem"
     file.write_text("{}")
     key.write_text("no key")
-    with pytest.raises(SettingError, match="cannot be signed with"):
-        sign(file, key)
+    # A module of the working folder, which may be the publisher's, does not verify.
+    (tmp_path / "model_signing.py").write_text("raise SystemExit(0)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
+        sign(file, "key --private_key key.pem")
     (tmp_path / "proof.json.sig").write_text("{}")
-    assert "is not a signature of" in verify(file, key)
+    assert "has no valid signature by key" in verify(file, "key --public_key key.pem")[0]
 
 
 def test_the_package_that_signs_is_absent(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "model_signing", None)
-    with pytest.raises(SettingError, match=r"pip install 'lightning-d9m\[proof\]'"):
-        sign(tmp_path / "proof.json", None)
+    monkeypatch.setenv("PYTHONNOUSERSITE", "1")
+    monkeypatch.setattr(sys, "executable", sys._base_executable)
+    with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
+        sign(tmp_path / "proof.json", "sigstore")
 
 
-def test_without_a_key_sigstore_signs(tmp_path, monkeypatch):
-    from model_signing import signing
-
+def test_a_method_is_words_of_the_command(tmp_path, monkeypatch):
     used = []
-    monkeypatch.setattr(signing.Config, "use_sigstore_signer", lambda *_: used.append("signer"))
-    monkeypatch.setattr(signing.Config, "sign", lambda _, *paths: used.extend(paths))
-    sign(tmp_path / "proof.json", None)
-    assert used == ["signer", tmp_path / "proof.json", tmp_path / "proof.json.sig"]
+
+    def run(words, **_):
+        used.append(words[3:])
+        return subprocess.CompletedProcess(words, 0, b"succeeded")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    file = tmp_path / "proof.json"
+    assert sign(file, "sigstore") == f"{file}.sig"
+    assert verify(file, "sigstore --identity 'my job'") == []
+    files = ["--signature", f"{file}.sig", str(file)]
+    assert used[0] == ["sign", "sigstore", *files]
+    assert used[1] == ["verify", "sigstore", "--identity", "my job", *files]

@@ -10,6 +10,7 @@ from lightning_d9m.engine.recording.interruption import (
     _REQUESTS,
     FOLDER,
     INTERRUPT,
+    Interruption,
     InterruptRequest,
     _FaultState,
     is_segment,
@@ -24,6 +25,7 @@ REQUESTS = {
     "stop": ("stop:320", 320, False),
     "epoch": ("epoch:2", 10**17, False),
     "nonfinite": ("nonfinite:7", 7, True),
+    "tape": ("tape:7", 7, True),
     "debug": ("debug:0:pdb:9:logs/a:b", 9, True),
     "debug-anyway": ("debug-anyway:1:pdb:9:x", 9, True),
 }
@@ -68,3 +70,13 @@ def test_two_points_of_a_kind_are_kept_of_which_one_is_within_the_fit(tmp_path_f
     assert len(kept) == min(2, count)
     assert kept[-1] * 8 // 5 + 1 > count
     assert count == 1 or kept[0] < count
+
+
+def test_a_second_process_with_a_first_fit_is_refused(read, tmp_path):
+    """Ranks of one training are several processes, too, of which rank 0 stands for all."""
+    for rank in (1, 0, 1):
+        Interruption(read("stop:320"), Ranks(rank))
+    assert not (tmp_path / "several").exists()
+    with pytest.raises(SettingError, match="Two processes of the command begin a first fit"):
+        Interruption(read("stop:320"), Ranks(0))
+    assert (tmp_path / "several").exists()

@@ -198,7 +198,7 @@ def test_an_equal_run_with_ops_that_may_vary_says_so(runs):
     differing, said = check_all(reference, runs.records()[2:-1])
     assert differing == 0
     assert said.endswith(
-        "Another run may differ: varying_ops lets histc run although they may vary."
+        "Another run may differ: varying_ops lets histc run, whose results may vary."
     )
     assert check_all(accepted(runs, runs.write()), runs.records()[2:-1]) == (0, None)
 

@@ -119,9 +119,10 @@ def test_a_trace_has_the_probes_of_the_step(run, goto, tmp_path):
 
 
 def test_the_first_value_that_is_not_finite_is_found(run, goto):
-    folder, _ = run(1, "nan")
+    folder, said = run(1, "nan")
     status, output = goto(folder, "--first-nonfinite", typed=f"{STATE}\nc\n", program=["nan"])
     seen = (folder / "seen-0").read_text().splitlines()
+    assert re.search(r"not finite: d9m goto --first-nonfinite \S*fit-000 -- python", said)
     assert status == 0
     assert "The loss of training_step is not finite in step 9 (rank 0)" in output
     assert "checkpoint of step 9 (the last one with finite weights)" in output

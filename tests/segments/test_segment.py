@@ -162,18 +162,19 @@ target = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"], "fit-000")
 assert os.environ["LIGHTNING_D9M_INTERRUPT"] == "stop:31"
 if what["ledger"]:
     shutil.copytree(what["ledger"], target)
-if what["marks"]:
-    Path(os.environ["LIGHTNING_D9M_CHECKPOINT_DIR"], "killed").write_text("")
+for name in what["marks"]:
+    Path(os.environ["LIGHTNING_D9M_CHECKPOINT_DIR"], name).write_text("")
 """
 
 
 @pytest.mark.parametrize(
     ("ledger", "marks", "error"),
     [
-        ("part", True, None),
-        ("part", False, "its first fit did not reach step 31"),
-        ("run", True, "The program did not resume from"),
-        ("", True, "wrote no ledger"),
+        ("part", ["killed"], None),
+        ("part", [], "its first fit did not reach step 31"),
+        ("part", ["killed", "several"], "Two processes of the command begin a first fit"),
+        ("run", ["killed"], "The program did not resume from"),
+        ("", ["killed"], "wrote no ledger"),
     ],
 )
 def test_a_program_that_does_not_run_the_segment_is_an_error(
@@ -197,7 +198,7 @@ def test_a_program_that_does_not_run_the_segment_is_an_error(
 
 
 def test_a_program_that_resumes_by_itself_does_not_run_the_beginning(tmp_path, run, forking_python):
-    what = json.dumps({"ledger": str(write_part(tmp_path / "part", *PART)), "marks": True})
+    what = json.dumps({"ledger": str(write_part(tmp_path / "part", *PART)), "marks": ["killed"]})
     (tmp_path / "copy.py").write_text(COPY)
     (tmp_path / "out").mkdir()
     runs = Runs([forking_python, str(tmp_path / "copy.py"), what], tmp_path / "out")

@@ -156,3 +156,21 @@ def test_arrays_of_types_that_torch_lacks(step, dtype):
     with pytest.warns(UserWarning, match="the value of logical rank 0 is kept"):
         found = step(change, weights=np.zeros(3, dtype), other=np.zeros(3))
     assert found.weights.tolist() == [5, 0, 0 if dtype == "longdouble" else 6]
+
+
+def test_a_list_too_long_to_be_entered_is_put_back(step):
+    def change(module, rank):
+        assert module.counts[7] == module.table["7"] == 0  # as at the start of the step
+        module.counts[7] = module.table["7"] = 1
+        module.added.append(rank)
+
+    length = 100_001
+    words = {"counts": [0] * length, "added": [0] * length}
+    found = step(change, table=dict.fromkeys(map(str, range(length)), 0), **words)
+    assert (found.counts[7], found.table["7"], found.added[length:]) == (1, 1, [0, 1])
+
+
+def test_objects_in_it_that_steps_change_are_named(step):
+    rows = [[0] for _ in range(100_001)]
+    with pytest.warns(UserWarning, match="'rows'.* depend on the number of processes"):
+        step(lambda module, _: module.rows[7].append(1), rows=rows)

@@ -28,6 +28,7 @@ def begin_run(monkeypatch, tmp_path):
 
     def begin(interrupt, resume):
         monkeypatch.setattr(interruption._FaultState, "fits", 0)
+        (tmp_path / "points/begun").unlink(missing_ok=True)
         monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", interrupt)
         monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(resume))
 

@@ -7,17 +7,21 @@ import shutil
 import sys
 import traceback
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryFile
 from types import ModuleType
+from warnings import catch_warnings, simplefilter
 
 import lightning.pytorch as L
 import torch
 from trainings import QUIET
 
-from lightning_d9m import DeterminismCallback, InexactResumeError
+from lightning_d9m import DDPDeterministicStrategy, DeterminismCallback, InexactResumeError
 from lightning_d9m.engine.control import session
+from lightning_d9m.tools.launch.processes import make_rank_variables
 
 PROGRAM = """
 import argparse, array, collections, contextvars, ctypes, csv, dataclasses, datetime, decimal, enum
@@ -429,7 +433,7 @@ def write(kind, place, hook="Steering, 'on_train_batch_start'"):
     return PROGRAM % {"make": make, "change": change, "put": put, "get": get, "hook": hook}
 
 
-def train(source, folder, resume=None, **words):
+def train(source, folder, resume=None, options=(), **words):
     """Train as a process of its own would; return the bytes of the weights."""
     session.restart_fits()
     program = sys.modules["written"] = ModuleType("written")
@@ -441,6 +445,7 @@ def train(source, folder, resume=None, **words):
         **{**QUIET, "enable_checkpointing": False},
         max_epochs=3,
         num_sanity_val_steps=0,
+        **dict(options),
         callbacks=[
             DeterminismCallback(seed=3, ledger_dir=folder, **words),
             program.steering,
@@ -470,19 +475,23 @@ def judge(source, folder, step):
     """Return what becomes of a resumed program: one word, and the error."""
     straight = in_fork(lambda: train(source, folder))
     found = in_fork(lambda: train(source, folder, step))
-    if isinstance(straight, str):
-        word = "failed"
-    elif isinstance(found, bytes):
-        word = "equal" if found == straight else "silent"
-    elif "The resumed run differs" in found:
-        word = "ended"
-    elif "InexactResumeError" not in found:
-        word = "failed"
-    else:
+    word = name_outcome(straight, found)
+    if word == "refused":
         again = in_fork(lambda: train(source, folder, step, on_inexact_resume="warn"))
         word = "needless" if again == straight else "refused"
     shutil.rmtree(folder)
     return word, "" if isinstance(found, bytes) else found
+
+
+def name_outcome(straight, found):
+    """Return a word for what a straight run and a resumed one have returned, or their errors."""
+    if isinstance(straight, str):
+        return "failed"
+    if isinstance(found, bytes):
+        return "equal" if found == straight else "silent"
+    if "The resumed run differs" in found:
+        return "ended"
+    return "refused" if "InexactResumeError" in found else "failed"
 
 
 def in_fork(function):
@@ -490,31 +499,76 @@ def in_fork(function):
 
     A program in it may change what it likes, libraries too.
     """
-    with TemporaryFile() as answer:
-        if not (process := os.fork()):
-            try:
-                torch.set_num_threads(1)  # threads of the parent are not there
-                # Groups and hyperparameters may have objects.
-                os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
-                answer.write(b"+" + function())
-            except BaseException:  # noqa: BLE001 - the program fails, whatever for
-                answer.write(traceback.format_exc().encode())
-            finally:
-                answer.flush()
-                os._exit(0)
-        os.waitpid(process, 0)
-        answer.seek(0)
-        found = answer.read()
-    return found[1:] if found[:1] == b"+" else found.decode()
+    return in_forks([function])[0]
 
 
-def search(seed, count, folder):
+def in_forks(functions):
+    """Return what functions return, each in a process, side by side."""
+    with ExitStack() as stack:
+        answers = [stack.enter_context(TemporaryFile()) for _ in functions]
+        processes = [*map(fork, functions, answers)]
+        found = []
+        for process, answer in zip(processes, answers, strict=True):
+            os.waitpid(process, 0)
+            answer.seek(0)
+            text = answer.read()
+            found.append(text[1:] if text[:1] == b"+" else text.decode())
+        return found
+
+
+def fork(function, answer):
+    """Call a function in a process, which writes what that returns; return the process."""
+    if process := os.fork():
+        return process
+    try:
+        torch.set_num_threads(1)  # threads of the parent are not there
+        simplefilter("default")  # torch warns of the variable, an error only in pytest
+        # Groups and hyperparameters may have objects.
+        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+        answer.write(b"+" + function())
+    except BaseException:  # noqa: BLE001 - the program fails, whatever for
+        answer.write(traceback.format_exc().encode())
+    finally:
+        answer.flush()
+        os._exit(0)
+
+
+def judge_ranks(source, folder):
+    """Return what becomes of a program with two logical ranks, on one process and on two."""
+
+    def run(variables):
+        os.environ |= variables
+        strategy = DDPDeterministicStrategy(logical_ranks=2)
+        options = {"strategy": strategy, "devices": int(variables.get("WORLD_SIZE", 1))}
+        with catch_warnings(record=True) as caught:
+            simplefilter("always")
+            weights = train(source, folder / variables.get("RANK", "one"), options=options)
+        said = any("depend on the number of" in str(own.message) for own in caught)
+        return bytes([said]) + weights
+
+    one = in_fork(lambda: run({}))
+    two = in_forks([partial(run, own) for own in make_rank_variables(2)])[0]
+    shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(one, str) or isinstance(two, str):
+        texts = [own for own in (one, two) if isinstance(own, str)]
+        refused = all("SettingError" in own for own in texts) and len(texts) == 2
+        return "refused" if refused else "failed", "\n".join(texts)
+    if one[1:] == two[1:]:
+        return "equal", ""
+    return ("warned" if one[0] else "silent"), ""
+
+
+def search(seed, count, folder, *, ranks=False):
     """Judge programs at random; write each that is not equal, and how many there were of each."""
     draw = Random(seed)
     counts = Counter()
     for _ in range(count):
         chosen = [draw.choice([*options]) for options in (KINDS, PLACES, HOOKS, STEPS)]
-        word, error = judge(write(*chosen[:3]), folder, chosen[3])
+        if ranks:
+            source = write(*chosen[:2], draw.choice(["Model, 'training_step'", chosen[2]]))
+            word, error = judge_ranks(source, folder)
+        else:
+            word, error = judge(write(*chosen[:3]), folder, chosen[3])
         counts[word] += 1
         if word != "equal":
             sys.stdout.write(f"{word} {chosen} | {error[-1500:]!r}\n")
@@ -522,4 +576,4 @@ def search(seed, count, folder):
 
 
 if __name__ == "__main__":
-    search(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    search(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), ranks="ranks" in sys.argv)

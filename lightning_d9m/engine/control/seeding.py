@@ -4,6 +4,7 @@ Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in 
 """
 
 import random
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,19 +172,26 @@ class SeededHost:
         _spare.append(self._other)
 
 
-def digest_generators() -> dict[str, str]:
-    """Return the digest of the state of each generator that ``seed_all`` seeds, by name."""
+def read_generators() -> dict[str, bytes]:
+    """Return the state of each generator that ``seed_all`` seeds, by name."""
     state = capture_rng()
+    version, words, normal = state["python"]
     numpy = state["numpy"]
     key = numpy["state"]["key"].tobytes()
+    rest = [numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]
     parts = {
-        "python": repr(state["python"]).encode(),
-        "numpy": key + repr([numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]).encode(),
+        "python": array("Q", words).tobytes() + repr([version, normal]).encode(),
+        "numpy": key + repr(rest).encode(),
         "torch": state["torch"].numpy().tobytes(),
     }
     for name, states in state["devices"].items():
         parts |= {f"{name}:{number}": own.numpy().tobytes() for number, own in states.items()}
-    return {name: xxh3_128_hexdigest(data) for name, data in parts.items()}
+    return parts
+
+
+def digest_generators() -> dict[str, str]:
+    """Return the digest of the state of each generator that ``seed_all`` seeds, by name."""
+    return {name: xxh3_128_hexdigest(data) for name, data in read_generators().items()}
 
 
 @contextmanager

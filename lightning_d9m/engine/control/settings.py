@@ -164,7 +164,6 @@ CONTROL_VARIABLES = (
     "LIGHTNING_D9M_DUMP_NAMES",
     "LIGHTNING_D9M_EVERY_N_STEPS",
     "LIGHTNING_D9M_INTERRUPT",
-    "LIGHTNING_D9M_LAST_BITS",
     "LIGHTNING_D9M_LEDGER_DIR",
     "LIGHTNING_D9M_LOGICAL_RANKS",
     "LIGHTNING_D9M_ON_INEXACT_RESUME",
@@ -179,8 +178,8 @@ CONTROL_VARIABLES = (
     "LIGHTNING_D9M_WATCH",
 )
 
-# Those that interrupt a fit or change its weights; see ``recording/interruption.py``.
-INTERRUPTING = ("LIGHTNING_D9M_INTERRUPT", "LIGHTNING_D9M_LAST_BITS", "LIGHTNING_D9M_RESUME")
+# Those that interrupt a fit; see ``recording/interruption.py``.
+INTERRUPTING = ("LIGHTNING_D9M_INTERRUPT", "LIGHTNING_D9M_RESUME")
 
 
 def variable_of(setting: str) -> str:

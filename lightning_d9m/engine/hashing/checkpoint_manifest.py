@@ -1,23 +1,25 @@
 """The manifest of a checkpoint: one digest for each tensor, to find and name damage."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.engine.hashing.digest import digest_many, digest_value
-from lightning_d9m.engine.hashing.nested_values import encode
-from lightning_d9m.errors import CheckpointError, DigestError
+from lightning_d9m.engine.hashing.digest import DigestQueue
+from lightning_d9m.errors import CheckpointError
 from lightning_d9m.text import quote
 
 _HALF = 8  # bytes of each entry: 64 bits find accidents
-_VERSION = 2
+_VERSION = 3
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
+_CONTAINERS = (Mapping, list, tuple)
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``"version"``: that of this format; ``"tensors"``: uint8 of shape (n, 16), the digests
-        of key and bytes of each tensor, in ascending order; ``"values"``: the digest of all
-        other values (32 hex digits).
+        of key and bytes of each tensor, in ascending order; ``"values"``: the XXH3-128 of the JSON
+        list of [key, digest] of all others (32 hex digits).
     """
     tensors, values = _digest_content(content)
     rows = sorted(name + half for name, (_, half) in tensors.items())
@@ -96,29 +98,26 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
 
 def _digest_content(content: Mapping[str, Any]) -> tuple[dict[bytes, tuple[str, bytes]], str]:
     """Return path and half the digest of each tensor by that of its key; that of the values."""
-    named: list[tuple[bytes, str]] = []
-    tensors: list[Tensor] = []
-    values: list[list[object]] = []
-    for path, key, leaf in _list_leaves(content, "", "", (id(content),)):
-        if isinstance(leaf, Tensor):
-            named.append((blake2b(key.encode(), digest_size=_HALF).digest(), path))
-            tensors.append(leaf)
-            continue
-        own = leaf
-        try:
-            encode(leaf)
-        except DigestError:
-            own = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-        values.append([key, own])
-    halves = [bytes.fromhex(digest)[:_HALF] for digest in digest_many(tensors)]
-    found = {name: (path, half) for (name, path), half in zip(named, halves, strict=True)}
-    return found, digest_value(values)
+    leaves: list[tuple[str, str, object]] = []
+    _collect_leaves(content, "", "", (id(content),), leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf[2], Tensor)]
+    values = [leaf for leaf in leaves if not isinstance(leaf[2], Tensor)]
+    queue = DigestQueue()
+    queue.add(cast(Tensor, own) for *_, own in tensors)
+    queue.add_leaves(own for *_, own in values)
+    digests = queue.fetch()
+    found = {
+        blake2b(key.encode(), digest_size=_HALF).digest(): (path, bytes.fromhex(own)[:_HALF])
+        for (path, key, _), own in zip(tensors, digests, strict=False)
+    }
+    named = [(key, own) for (_, key, _), own in zip(values, digests[len(tensors) :], strict=True)]
+    return found, xxh3_128_hexdigest(json.dumps(named).encode())
 
 
-def _list_leaves(
-    value: Any, path: str, key: str, above: tuple[int, ...]
-) -> Iterator[tuple[str, str, object]]:
-    """Yield the dotted path, the key and the leaf of each leaf of a container, depth first.
+def _collect_leaves(
+    value: Any, path: str, key: str, above: tuple[int, ...], out: list[tuple[str, str, object]]
+) -> None:
+    """Append the dotted path, the key and the leaf of each leaf of a container, depth first.
 
     Several leaves may have the same path, as below a dict with the key ``a.b``, and none the same
     key. An empty container is not a leaf; one that holds itself is, where it occurs again.
@@ -128,7 +127,7 @@ def _list_leaves(
         below = f"{path}.{name}" if path else f"{name}"
         shown = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
         inner = f"{key}{{{shown}}}" if is_mapping else f"{key}[{name}]"
-        if not isinstance(entry, Mapping | list | tuple) or id(entry) in above:
-            yield below, inner, entry
+        if not isinstance(entry, _CONTAINERS) or id(entry) in above:
+            out.append((below, inner, entry))
         else:
-            yield from _list_leaves(entry, below, inner, (*above, id(entry)))
+            _collect_leaves(entry, below, inner, (*above, id(entry)), out)

@@ -327,12 +327,9 @@ class DigestQueue:
         return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
 
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
-        """Read tensors, in one launch on each CUDA device.
+        """Read tensors that have memory (see ``locate``), in one launch on each CUDA device.
 
         Those that are not in row-major order are copied and read in groups.
-
-        Raises:
-            DigestError: One has no memory; the queue cannot be used any more then.
         """
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
@@ -347,7 +344,7 @@ class DigestQueue:
         there: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, tensor in group.items():
             if tensor.is_cpu:
-                here[number] = locate(tensor)
+                here[number] = tensor.data_ptr(), tensor.nbytes
             else:
                 there.setdefault(tensor.device, {})[number] = tensor
         for device, tensors in there.items():

@@ -58,6 +58,7 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
         del above[id(value)]
 
 
+_ARRAYS = (np.generic, np.ndarray)
 # How a value is encoded: by the first entry that has its type.
 _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
     (type(None), lambda _: b"N"),
@@ -81,10 +82,17 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
 )
 
 
+@functools.lru_cache(maxsize=256)  # few types occur, at each of the hundreds of places of a state
+def _find_encoder(kind: type) -> Callable[[Any], bytes] | None:
+    return next((own for kinds, own in _SCALARS if issubclass(kind, kinds)), None)
+
+
 def _encode_scalar(value: object, where: str) -> bytes | None:
-    if isinstance(value, np.generic | np.ndarray):
+    if isinstance(value, _ARRAYS):
         return _encode_array(value, where)
-    return next((own(value) for kinds, own in _SCALARS if isinstance(value, kinds)), None)
+    kind: Any = type(value)
+    encoder = _find_encoder(kind)
+    return None if encoder is None else encoder(value)
 
 
 def _encode_array(value: np.generic | np.ndarray, where: str) -> bytes:

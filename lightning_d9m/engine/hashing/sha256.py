@@ -4,19 +4,16 @@ XXH3 finds accidents at the speed of memory, and an attacker can make two tensor
 SHA-256 takes about twenty times as long, so it is for runs that are recorded for a proof.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
 import torch
 
-from lightning_d9m.engine.hashing.digest import ORDINARY, DenseTensor, flatten_tensor
+from lightning_d9m.engine.hashing.digest import DenseTensor, flatten_tensor
 from lightning_d9m.engine.hashing.nested_values import Piece, encode
 from lightning_d9m.errors import DigestError
-
-_MIN_THREADS = 2
-_MIN_BYTES = 2**24  # with fewer, threads take longer to start than they save
 
 
 def hash_values(values: Iterable[object], start: str = "") -> str:
@@ -42,18 +39,14 @@ def hash_values(values: Iterable[object], start: str = "") -> str:
     return hasher.hexdigest()
 
 
-def hash_each(values: Sequence[object]) -> list[str]:
-    """Return the SHA-256 of each value, on as many threads as torch uses within an operation.
+def hash_named(values: Mapping[Any, object]) -> str:
+    """Return the SHA-256 of values by name, on as many threads as torch uses in an operation.
 
-    ``hashlib`` releases the interpreter lock while it reads a tensor.
+    Their order does not count. ``hashlib`` releases the interpreter lock while it reads a tensor.
     """
-    threads = min(torch.get_num_threads(), len(values))
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
-    size = sum(tensor.nbytes for tensor in tensors if type(tensor) in ORDINARY)
-    if threads < _MIN_THREADS or size < _MIN_BYTES:
-        return [hash_values([value]) for value in values]
-    with ThreadPoolExecutor(threads) as pool:
-        return [*pool.map(lambda value: hash_values([value]), values)]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        found = pool.map(lambda value: hash_values([value]), values.values())
+        return hash_values([dict(zip(values, found, strict=True))])
 
 
 def _update(hasher: Any, pieces: Iterable[Piece]) -> None:

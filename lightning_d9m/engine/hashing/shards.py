@@ -99,7 +99,7 @@ class FlatLayout(NamedTuple):
 
 def is_sharded_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a DTensor of which ranks hold different parts."""
-    placements: Any = getattr(tensor, "placements", ())
+    placements: Any = () if type(tensor) in ORDINARY else getattr(tensor, "placements", ())
     return any(not placement.is_replicate() for placement in placements)
 
 
@@ -228,6 +228,7 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
         if shard.begin + length < shard.size:  # the last chunk of the tensor may be incomplete
             end -= (shard.begin + length) % CHUNK_BYTES
         bounds.append((begin, end) if begin < end else (length, length))
+    # torch refuses to slice memory that FSDP has freed.
     inner = [shard.data[begin:end] for shard, (begin, end) in zip(shards, bounds, strict=True)]
     queue = DigestQueue()
     queue.read_chunks(inner)

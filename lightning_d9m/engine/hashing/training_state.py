@@ -44,6 +44,7 @@ from lightning_d9m.engine.hashing.shards import (
     is_sharded_dtensor,
 )
 from lightning_d9m.engine.ledger.format.records import SKETCH_BUCKETS
+from lightning_d9m.engine.state.plain_data import view_bytes
 from lightning_d9m.errors import DigestError
 
 Groups = dict[str, dict[str, str]]
@@ -89,13 +90,12 @@ class ModelTensors:
 
     def list_saved(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all parameters, and of the buffers in a state dict."""
-        parameters, buffers = self.listed
-        fleeting = {
-            f"{path}.{name}" if path else name
+        return [
+            (f"{path}.{name}" if path else name, own)
             for path, module in self._model.named_modules()
-            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
-        }
-        return [*parameters, *((name, own) for name, own in buffers if name not in fleeting)]
+            for name, own in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - in one walk
+            if own is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+        ]
 
 
 @dataclass
@@ -181,20 +181,15 @@ def take_partial_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    divided: dict[str, FlatLayout] = {}
-    if layouts:  # of FSDP1 alone; no other step looks through the model twice
-        names = ModelTensors(model).look()[2]
-        divided = {names[key]: own for key, own in layouts.items() if key in names}
+    divided = _name_layouts(model, layouts)
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
     for group, name, value in list_state(model, optimizers, schedulers, switches=switches):
-        if group == "schedulers":
-            taken.groups[group][name] = _digest_settings(value)
-            continue
-        parameter = name.split(".", 2)[2] if group == "optimizers" else name
-        layout = None if group == "buffers" else divided.get(parameter)
-        if layouts is not None and taken.divide((group, name), value, layout):
-            continue
+        if layouts is not None and group != "schedulers":
+            parameter = name.split(".", 2)[2] if group == "optimizers" else name
+            layout = None if group == "buffers" else divided.get(parameter)
+            if taken.divide((group, name), value, layout):
+                continue
         if not isinstance(value, Tensor):
             taken.groups[group][name] = _digest_settings(value)
         elif is_lazy(value):  # it has no shape before its module's first input
@@ -208,6 +203,16 @@ def take_partial_snapshot(
             {name: own for (g, name), own in whole.items() if g == "weights"}
         )
     return taken
+
+
+def _name_layouts(
+    model: nn.Module, layouts: Mapping[int, FlatLayout] | None
+) -> dict[str, FlatLayout]:
+    """Return the layouts by the names of the parameters."""
+    if not layouts:  # all but those of FSDP1: no other step looks through the model twice
+        return {}
+    names = ModelTensors(model).look()[2]
+    return {names[key]: own for key, own in layouts.items() if key in names}
 
 
 def list_state(
@@ -380,23 +385,33 @@ def _find_dense(tensor: Tensor) -> Tensor | None:
 
 def _sketch(tensor: Tensor) -> str:
     """Return the sketch of a tensor, which is copied to the host in pieces."""
-    flat = tensor.reshape(-1)
-    if len(flat) <= _WIDTH:  # a single row, as most tensors of a model have
-        values = flat.cpu().to(torch.float64).numpy()
-        signed = values * _draw_signs("signs", _BLOCK)[: len(flat)]
-        return _hex(np.bincount(_draw_buckets()[: len(flat)], signed, SKETCH_BUCKETS))
+    flat, size = tensor.reshape(-1), tensor.numel()
+    signs = _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)
+    if size <= _WIDTH:  # a single row, as most tensors of a model have
+        signed = flat.cpu().to(torch.float64, copy=True).numpy() * signs[0, :size]
+        return _hex(np.bincount(_draw_buckets()[:size], signed, SKETCH_BUCKETS))
     sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
-    size = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK)) * _BLOCK
-    for start in range(0, flat.numel(), size):
-        # A cast in the same call as the copy would be done on the device.
-        piece = flat[start : start + size].cpu()
-        for number, block in enumerate(piece.split(_BLOCK), start // _BLOCK):
-            values = np.zeros((-(-len(block) // _WIDTH), _WIDTH))  # with zeros at the end
-            torch.from_numpy(values).view(-1)[: len(block)].copy_(block)
-            signs = _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)[: len(values)]
-            signed = np.einsum("ij,ij->j", values, signs)
+    step = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK)) * _BLOCK
+    for start in range(0, size, step):
+        piece = _read_values(flat[start : start + step])
+        for begin in range(0, len(piece), _BLOCK):
+            block = piece[begin : begin + _BLOCK]
+            if rest := -len(block) % _WIDTH:
+                block = np.append(block, np.zeros(rest, block.dtype))
+            rows = block.reshape(-1, _WIDTH)
+            # It converts to float64 as it reads: a copy of each block costs as much again.
+            signed = np.einsum("ij,ij->j", rows, signs[: len(rows)])
+            number = (start + begin) // _BLOCK
             sums += signed * _draw_signs(f"block {number}", _WIDTH) if number else signed
     return _hex(np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS))
+
+
+def _read_values(flat: Tensor) -> NDArray[Any]:
+    """Return elements as NumPy's; float32 holds those of all smaller types."""
+    here = flat.cpu().resolve_neg()  # a cast in the same call would be done on the device
+    if here.dtype is torch.float64:
+        return view_bytes(here).view(np.float64)
+    return view_bytes(here.float()).view(np.float32)
 
 
 def _hex(sketch: NDArray[Any]) -> str:

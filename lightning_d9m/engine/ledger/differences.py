@@ -25,7 +25,7 @@ from lightning_d9m.engine.ledger.format.records import (
     list_compared,
 )
 from lightning_d9m.engine.ledger.keys import Item, describe_record
-from lightning_d9m.engine.ledger.kinds import COMMITTED, EXCEPTION, FINAL, PROBE_KINDS
+from lightning_d9m.engine.ledger.kinds import COMMITTED, EXCEPTION, FINAL, PROBE_KINDS, STEP
 from lightning_d9m.engine.ledger.stack import MISSING, same_logical_ranks, table_differences
 from lightning_d9m.text import cut_digests, describe_names
 
@@ -127,7 +127,8 @@ class Divergence:
         rank: The rank.
         where: Description of the record, for people.
         moment: ``"batch"`` for probes; of digests ``"initial"``, ``"epoch"``, ``"final"`` or
-            ``"exception"``; empty for another record.
+            ``"exception"``; ``"step"`` after one of the first steps that follow a checkpoint; empty
+            for another record.
         epoch: Counted from 0.
         step: The global step (when the batch began) in the later run.
         batch: Index of the batch within its epoch; None without probes.
@@ -275,7 +276,7 @@ def describe_varying(ops: Sequence[str]) -> str:
     if not ops:
         return ""
     names = describe_names(ops, len(ops))
-    return f"Another run may differ: varying_ops lets {names} run although they may vary."
+    return f"Another run may differ: varying_ops lets {names} run, whose results may vary."
 
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
@@ -347,7 +348,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
         return None
     return Divergence(
         where=describe_record(actual),
-        moment=actual.moment if isinstance(actual, Digests) else "",
+        moment=STEP if isinstance(actual, StepDigests) else getattr(actual, "moment", ""),
         epoch=getattr(actual, "epoch", 0),
         step=getattr(actual, "step", 0),
         places=places,

@@ -22,6 +22,8 @@ STATE = frozenset({"rng", "weight", "buffer", "optimizer"})
 WRITTEN = STATE | {"gradient"}
 # The moments of the last state of a fit: where it finished, or where an exception ended it.
 FINAL, EXCEPTION = ENDS = ("final", "exception")
+# The moment of the state after one of the steps that follow a checkpoint.
+STEP = "step"
 # The group of what a saved file holds, and the beginning of its moment, which its name ends.
 SAVED = "saved"
 # The groups of runs that commit to them: SHA-256 of all batches so far, of the weights, and of the

@@ -1,4 +1,4 @@
-"""The stack: everything that bit-exactness may depend on, as one flat table; and the program.
+"""The stack: everything that bit-exactness may depend on, as one flat table.
 
 Only capturing a stack imports torch; comparing stacks does not.
 """
@@ -16,7 +16,6 @@ from hashlib import blake2b
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
-from shlex import join
 from typing import Any, Final, Literal, TypeAlias
 
 from lightning_d9m.engine.ledger.format.records import Scalar
@@ -41,8 +40,6 @@ INFORMATIONAL = {
 # The number of logical ranks. Where two runs share it, their processes are not compared.
 LOGICAL_RANKS = "world.logical_ranks"
 
-LAST_BITS_SETTING = "last_bits"
-"""The setting of a run in which `d9m repeat --last-bits` changed the last bits of weights."""
 SHARDED_PARAMETERS = "world.sharded_parameters"
 """The number of parameters of which ranks hold different parts, if there are any."""
 PIPELINE_STAGES = "world.pipeline_stages"
@@ -449,82 +446,3 @@ def capture_nccl_files() -> dict[str, str]:
             content = Path(path).expanduser().read_bytes()
             hashes[f"file.{name}"] = blake2b(content, digest_size=8).hexdigest()
     return hashes
-
-
-_MAX_COMMAND = 1024
-# A repository whose files git cannot look through in this time is left out, so that no start waits.
-_GIT_SECONDS = 2.0
-_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
-# A hook of git sets these; they would name another repository.
-_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
-
-
-# The entry of a header's program with the last calls that seeded torch before the fit.
-SEEDED = "seeded"
-# The entry of a run that stops at a step on purpose: a segment of another run.
-SEGMENT = "segment"
-
-
-def capture_program() -> dict[str, Scalar]:
-    """Return the command of this process, and commit and state of its source, as the header has.
-
-    The repository is read once for a process. The source is that of the program, or if it is an
-    installed one, such as pytest, that of the working folder.
-
-    Returns:
-        ``command``; ``git.commit`` and ``git.dirty`` (whether tracked files or the program differ
-        from the commit) if there is a repository.
-    """
-    main = sys.modules.get("__main__")
-    specification = getattr(main, "__spec__", None)
-    words = sys.argv[:1]
-    if specification is not None:
-        words = ["-m", specification.name.removesuffix(".__main__")]
-    command = (
-        join(["python", *words, *sys.argv[1:]])
-        .encode("utf-8", "backslashreplace")
-        .decode()[:_MAX_COMMAND]
-    )
-    script = Path(getattr(main, "__file__", None) or "")
-    prefixes = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
-    if script.is_file() and prefixes.isdisjoint(script.absolute().parents):
-        git = _read_git(script.absolute().parent, script.name)
-    else:
-        git = _read_git(Path.cwd(), None)
-    return {"command": command, **git}
-
-
-@cache
-def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
-    folder = folder.resolve()
-    if not any(os.path.lexists(own / ".git") for own in (folder, *folder.parents)):
-        return {}
-    status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
-    if status is None:
-        return {}
-    lines = status.splitlines()
-    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
-    if not commits or commits[0] == "(initial)":
-        return {}
-    dirty = any(not line.startswith("#") for line in lines)
-    if script is not None and not dirty:
-        dirty = _run_git(folder, "ls-files", "--error-unmatch", "--", script) is None
-    return {"git.commit": commits[0], "git.dirty": dirty}
-
-
-def _run_git(folder: Path, *words: str) -> str | None:
-    """Return the output of git; None if it fails, is absent or takes too long."""
-    environment = {name: text for name, text in os.environ.items() if name not in _GIT_VARIABLES}
-    try:
-        done = subprocess.run(  # noqa: S603 - fixed words and a file name
-            [*_GIT, *words],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=_GIT_SECONDS,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")

@@ -1,7 +1,6 @@
 """The probes of a training's batches; hooks exist only during the probed batches."""
 
 import warnings
-from array import array
 from collections.abc import Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -10,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_d9m.engine.control.seeding import capture_rng
+from lightning_d9m.engine.control.seeding import read_generators
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.engine.ledger.kinds import ROOT, VALIDATION
@@ -108,7 +107,7 @@ class BatchProbes(Probes):
             self.collector.add("loss", "loss", loss)
             if "rng" in self._kinds and self.collector.listens:
                 # A thread may have drawn from the generators, too.
-                self._take_rng(self.collector.add_leaves)
+                self.collector.add_leaves("rng", [*read_generators().items()])
 
     def take_step(self, optimizer: Any, *_: object) -> None:
         """Take the gradients and the state that an optimizer is about to use."""
@@ -172,7 +171,7 @@ class BatchProbes(Probes):
         """Pass the state of the selected kinds and parameters to a function."""
         kinds = self._kinds
         if "rng" in kinds:
-            self._take_rng(take)
+            take("rng", [*read_generators().items()])
         if kinds.isdisjoint({"weight", "buffer", "optimizer"}):
             return
         parameters, buffers, names = self._tensors.look()
@@ -186,21 +185,6 @@ class BatchProbes(Probes):
                 scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() waits for the device
                 scale = scaler.get_scale() if scale is None else scale
                 take("optimizer", [("scaler.scale", scale)])
-
-    @staticmethod
-    def _take_rng(take: Take) -> None:
-        state = capture_rng()
-        version, words, normal = state["python"]
-        own = (numpy := state["numpy"])["state"]
-        rest = f"{own['pos']} {numpy['has_gauss']} {float(numpy['gauss']).hex()}"
-        leaves: list[tuple[str, object]] = [
-            ("python", f"{version} {array('Q', words).tobytes().hex()} {normal}"),
-            ("numpy", f"{own['key'].tobytes().hex()} {rest}"),
-            ("torch", state["torch"]),
-        ]
-        for device, states in state["devices"].items():
-            leaves += [(f"{device}:{number}", own) for number, own in states.items()]
-        take("rng", leaves)
 
     def _take_gradients(self, optimizer: Any, take: Take) -> None:
         used = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_d9m.engine.ledger.format.records import ProbeKey
 from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
@@ -29,7 +29,7 @@ _INDEX = "index.jsonl"
 # The state around each hook of a framework, which tells which hook wrote to it.
 _HOOKS = "hooks.jsonl"
 # The key of a dict that stands for a value of another type.
-_TAG = "__d9m__"
+TAG = "__d9m__"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
@@ -129,7 +129,7 @@ def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
     if isinstance(value, Tensor):
         with suppress(RuntimeError, TypeError):  # of a subclass that holds no storage
             return _keep_tensor(value)
-        return {_TAG: "text", "text": type(value).__qualname__}
+        return {TAG: "text", "text": type(value).__qualname__}
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -137,13 +137,13 @@ def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
     if isinstance(value, list | tuple):
         return [keep(entry) for entry in value]
     if isinstance(value, torch.memory_format):
-        return {_TAG: "memory_format", "name": str(value)}
+        return {TAG: "memory_format", "name": str(value)}
     if isinstance(value, torch.layout):
-        return {_TAG: "layout", "name": str(value)}
+        return {TAG: "layout", "name": str(value)}
     if isinstance(value, torch.Generator):
         device = str(value.device)
-        return {_TAG: "generator", "device": device, "state": value.get_state()}
-    return {_TAG: "text", "text": repr(value)}
+        return {TAG: "generator", "device": device, "state": value.get_state()}
+    return {TAG: "text", "text": repr(value)}
 
 
 def revive(value: Any) -> Any:
@@ -152,19 +152,20 @@ def revive(value: Any) -> Any:
     Raises:
         LedgerError: When the dump has only the text of a value.
     """
-    return tree_map(_revive_leaf, value, is_leaf=_is_tagged)
+    return tree_map(_revive_leaf, value, is_leaf=is_tagged)
 
 
-def _is_tagged(value: Any) -> bool:
-    return isinstance(value, dict) and _TAG in value
+def is_tagged(value: Any) -> bool:
+    """Return whether a dict stands for a value of another type."""
+    return isinstance(value, dict) and TAG in value
 
 
 def _revive_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return _keep_tensor(leaf)
-    if not _is_tagged(leaf):
+    if not is_tagged(leaf):
         return leaf
-    match leaf[_TAG]:
+    match leaf[TAG]:
         case "memory_format" | "layout":
             return _NAMED[leaf["name"]]
         case "generator":
@@ -178,18 +179,27 @@ def take_generators(value: Any, states: list[Any]) -> Any:
     """Return what ``keep`` gave with None for each generator; append their states to ``states``."""
 
     def take(leaf: Any) -> Any:
-        if _is_tagged(leaf) and leaf[_TAG] == "generator":
+        if is_tagged(leaf) and leaf[TAG] == "generator":
             states.append(leaf["state"])
             return None
         return leaf
 
-    return tree_map(take, value, is_leaf=_is_tagged)
+    return tree_map(take, value, is_leaf=is_tagged)
 
 
 def replay_op(dumped: Mapping[str, Any]) -> Any:
-    """Run a dumped operation alone on its dumped inputs, and return its outputs.
+    """Return the outputs of ``run_op``, or the arguments that it writes, if it has none."""
+    op, outputs, args, kwargs = run_op(dumped)
+    return written_arguments(op, args, kwargs) if outputs is None else outputs
+
+
+def run_op(dumped: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
+    """Run a dumped operation alone on copies of its dumped inputs.
 
     The default generator has the dumped state meanwhile, and its own state afterwards.
+
+    Returns:
+        The operation, its outputs, and its arguments and named arguments after it.
 
     Raises:
         LedgerError: When this torch does not have the operation, or an input was not kept.
@@ -204,13 +214,21 @@ def replay_op(dumped: Mapping[str, Any]) -> Any:
             "Import what registers it first."
         )
     args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
-    with ExitStack() as stack, torch.no_grad():
+    # Some kernels depend on it, as what an LSTM of oneDNN keeps for its backward pass does.
+    differentiates = bool(dumped.get("requires_grad"))
+    with (
+        ExitStack() as stack,
+        torch.set_grad_enabled(differentiates),
+        torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001 - as in the recorded call
+    ):
+        for leaf in tree_leaves([args, kwargs]) if differentiates else ():
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                leaf.requires_grad_()
         if (rng := dumped.get("rng")) is not None:
             read, write = access_rng(torch.device(dumped["rng_device"]))
             stack.callback(write, read())
             write(rng)
-        outputs = op(*args, **kwargs)
-    return written_arguments(op, args, kwargs) if outputs is None else outputs
+        return op, op(*args, **kwargs), args, kwargs
 
 
 def access_rng(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -249,13 +267,18 @@ def _keep_tensor(tensor: Tensor) -> Tensor:
             tensor = tensor.to_local()
         if type(tensor) is not Tensor:
             tensor = tensor.as_subclass(Tensor)
-    plain = tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or tensor.is_conj() or tensor.is_neg():
+    if not is_plain(tensor):
         return tensor.clone()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     span = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in sizes)
     flat = tensor.as_strided((span,), (1,)).clone()
     return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the bytes of a tensor's storage and its strides say what it holds."""
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
 Profile = Callable[[str], AbstractContextManager[object]]

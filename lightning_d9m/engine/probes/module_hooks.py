@@ -17,6 +17,7 @@ from torch import ClassType, Tensor, nn
 from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.training_state import plain_name
@@ -30,7 +31,8 @@ from lightning_d9m.program import find_line
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # A call that is traced rather than run, by one of the two, gives nothing.
 _get_tracing_state = torch._C._get_tracing_state  # noqa: SLF001 - the only way to it
-_UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
+# Names of ops whose results hold whatever the memory held before.
+UNDEFINED = ("empty", "new_empty", "_empty", "resize", "set_")
 # Their results are not ready when they return: the transfer continues in the background.
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # The function of torch from which a backward pass runs.
@@ -211,7 +213,7 @@ class OpMode(TorchDispatchMode):
         origin = self._find_origin()
         if not any(map(self._takes_module, origin.modules)) or not _defines(func):
             return func(*args, **kwargs)
-        dump = self._copy_inputs(func, args, kwargs) if self._probes.saves else None
+        dump = copy_inputs(func, args, kwargs) if self._probes.saves else None
         outputs = func(*args, **kwargs)
         taken = outputs
         if outputs is None:  # what it has written
@@ -257,17 +259,18 @@ class OpMode(TorchDispatchMode):
         own = _find_source(_ENGINE) if self._probes.saves else None
         return _Origin(origin.modules, own or origin.source, backward=own is None)
 
-    def _copy_inputs(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Copy the inputs of an op before it runs: it may write into them."""
-        content = {"op": str(func), "args": keep(args), "kwargs": keep(kwargs)}
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-            return content
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        device = next(tensors, torch.empty(0, device=kwargs.get("device"))).device
-        read, _ = access_rng(device)
-        return content | {"rng": read(), "rng_device": str(device)}
+
+def copy_inputs(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the inputs of an op before it runs: it may write into them."""
+    content: dict[str, Any] = {"op": str(func), "args": keep(args), "kwargs": keep(kwargs)}
+    leaves = tree_leaves([args, dict(kwargs)]) if torch.is_grad_enabled() else ()
+    content["requires_grad"] = any(getattr(leaf, "requires_grad", False) for leaf in leaves)
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return content
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    device = next(tensors, torch.empty(0, device=kwargs.get("device"))).device
+    read, _ = access_rng(device)
+    return content | {"rng": read(), "rng_device": str(device)}
 
 
 @contextmanager
@@ -306,7 +309,7 @@ def _defines(func: Any) -> bool:
     # The marks of a profiler, which FSDP sets also when a checkpoint is saved, have no data.
     if not schema.is_mutable and all(isinstance(one.type, ClassType) for one in schema.returns):
         return False
-    return not schema.name.partition("::")[2].startswith(_UNDEFINED)
+    return not schema.name.partition("::")[2].startswith(UNDEFINED)
 
 
 def _find_source(end: str | None = None) -> str | None:

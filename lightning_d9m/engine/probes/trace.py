@@ -32,14 +32,8 @@ _MAX_CACHED_PLACES = 2_000_000
 _WRITE_SECONDS = 0.1
 
 Write = Callable[[ProbeLayout | ProbesRecord], None]
-
-
 Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
-
-
 Leaves = Sequence[tuple[str, object]]
-
-
 Take = Callable[[str, Leaves], object]
 """Receives probed values: their kind, and each with the name of its place."""
 

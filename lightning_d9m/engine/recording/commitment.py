@@ -5,8 +5,7 @@
 
 import os
 import sys
-import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
@@ -14,22 +13,18 @@ from pathlib import Path
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
-from lightning_d9m.engine.hashing.sha256 import hash_each, hash_values
+from lightning_d9m.engine.hashing.sha256 import hash_named, hash_values
 from lightning_d9m.engine.hashing.training_state import list_state
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Sources
-from lightning_d9m.engine.ledger.kinds import DATA, STATE_HASH, WEIGHTS_HASH
+from lightning_d9m.engine.ledger.kinds import COMMITTED
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.program import is_of_framework
 
 # A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
-# What Python and pip install. A package that is installed from its folder is the program's.
-_INSTALLED = {
-    Path(sysconfig.get_path(name)).resolve()
-    for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
-_STANDARD = {*sys.stdlib_module_names, *sys.builtin_module_names}
+# Folders of packages. One that is installed from its folder is the program's.
 _LIBRARIES = {"site-packages", "dist-packages"}
+_STANDARD = Path(os.__file__).resolve().parent
 
 
 def chain_batch(before: str, batch: object) -> str:
@@ -42,24 +37,11 @@ def hash_state(training: Training, data: str) -> dict[str, str]:
 
     They have the first 128 bits of each hash, as all totals do.
     """
-    listed = [*list_state(training.model, training.list_optimizers(), training.list_schedulers())]
-    rest = [(group, name, own) for group, name, own in listed if group != "weights"]
-    hashed = hash_each([own for *_, own in rest])
-    named = ((*place, own) for (*place, _), own in zip(rest, hashed, strict=True))
-    return {
-        DATA: (data or hash_values(()))[:DIGEST_DIGITS],
-        WEIGHTS_HASH: hash_weights(
-            {name: own for group, name, own in listed if group == "weights"}
-        ),
-        STATE_HASH: hash_values(part for entry in named for part in entry)[:DIGEST_DIGITS],
-    }
-
-
-def hash_weights(weights: Mapping[str, object]) -> str:
-    """Return the first 128 bits of the hash of weights by name, in the order of the names."""
-    names = sorted(weights)
-    named = zip(names, hash_each([weights[name] for name in names]), strict=True)
-    return hash_values(part for entry in named for part in entry)[:DIGEST_DIGITS]
+    listed = list_state(training.model, training.list_optimizers(), training.list_schedulers())
+    state = {(group, name): own for group, name, own in listed}
+    weights = {name: state.pop((group, name)) for group, name in [*state] if group == "weights"}
+    found = (data or hash_values(()), hash_named(weights), hash_named(state))
+    return {name: own[:DIGEST_DIGITS] for name, own in zip(COMMITTED, found, strict=True)}
 
 
 def find_sources(before: Sources | None = None) -> Sources:
@@ -83,7 +65,9 @@ def find_sources(before: Sources | None = None) -> Sources:
         program=program,
         named={path: own for path, own in named.items() if path not in program},
         packages=_list_packages(),
-        used=tuple(sorted({name.partition(".")[0] for name in sys.modules} - _STANDARD)),
+        used=tuple(
+            sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names)
+        ),
     )
 
 
@@ -93,14 +77,10 @@ def _list_packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for own in distributions():  # in the order of sys.path; a broken one has no metadata
         with suppress(Exception):  # as each of several readers of metadata says it
-            if own.metadata["Name"] and own.version:
-                found.setdefault(own.metadata["Name"], own.version)
+            metadata = own.metadata  # which is read each time
+            if metadata["Name"] and metadata["Version"]:
+                found.setdefault(metadata["Name"], metadata["Version"])
     return found
-
-
-def is_installed(path: Path) -> bool:
-    """Return whether a file is of Python or of an installed package."""
-    return not _INSTALLED.isdisjoint(path.parents) or not _LIBRARIES.isdisjoint(path.parts)
 
 
 def _hash_files(names: Iterable[str]) -> dict[str, str]:
@@ -108,9 +88,18 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
 
     A name may be that of no file, such as a word of a command.
     """
-    paths = sorted({Path(name).resolve() for name in names if os.path.isfile(name)})  # noqa: PTH113 - no error for a name that is too long
-    return {
-        os.path.relpath(path): hash_file(path)
-        for path in paths
-        if not is_installed(path) and path.stat().st_size <= _MOST_BYTES
-    }
+    found = {}
+    for name in {os.path.abspath(name) for name in names if os.path.isfile(name)}:  # noqa: PTH100, PTH113 - no error for a name that is too long
+        folder = _find_program_folder(os.path.dirname(name))  # noqa: PTH120
+        if folder is not None and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202
+            path = folder / os.path.basename(name)  # noqa: PTH119
+            found[os.path.relpath(path)] = hash_file(path)
+    return found
+
+
+@cache  # for a few hundred folders of thousands of modules, at the beginning and the end of a fit
+def _find_program_folder(name: str) -> Path | None:
+    """Return the folder that a path leads to; None if it is of Python or of a package."""
+    folder = Path(name).resolve()
+    is_installed = _STANDARD in (folder, *folder.parents) or _LIBRARIES & {*folder.parts}
+    return None if is_installed else folder

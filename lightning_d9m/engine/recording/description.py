@@ -13,6 +13,7 @@ from lightning_d9m.engine.control.seed_calls import seed_calls
 from lightning_d9m.engine.control.settings import Settings
 from lightning_d9m.engine.hashing.shards import FlatLayout, find_flat_layouts, may_be_sharded
 from lightning_d9m.engine.hashing.training_state import count_sharded, describe_model
+from lightning_d9m.engine.ledger.command import SEEDED, capture_program
 from lightning_d9m.engine.ledger.format.records import (
     MAX_NAME,
     Header,
@@ -22,9 +23,7 @@ from lightning_d9m.engine.ledger.format.records import (
 )
 from lightning_d9m.engine.ledger.stack import (
     PIPELINE_STAGES,
-    SEEDED,
     SHARDED_PARAMETERS,
-    capture_program,
     capture_stack,
 )
 from lightning_d9m.engine.probes.training import Training, Watched

@@ -8,7 +8,8 @@ change:
   ends before the program does, and the checkpoints that the program saves are not written, because
   those of the earlier run have the same names. ``stop:320`` ends after this global step, and
   ``epoch:2`` after this epoch; ``nonfinite:320`` ends as soon as a loss, gradient or weight is not
-  finite, and ``debug:0:pdb:320:LEDGER`` lets rank 0 run the last step in a debugger;
+  finite, ``tape:320`` records the operations of the last step, and ``debug:0:pdb:320:LEDGER`` lets
+  rank 0 run it in a debugger;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for checkpoints and a file that marks the end;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
 
@@ -33,14 +34,20 @@ from lightning_d9m.errors import SettingError
 INTERRUPT = "LIGHTNING_D9M_INTERRUPT"
 FOLDER = "LIGHTNING_D9M_CHECKPOINT_DIR"
 RESUME = "LIGHTNING_D9M_RESUME"
-# Seed of a change of the last bits of all weights, and the setting with which a ledger records it.
-LAST_BITS = "LIGHTNING_D9M_LAST_BITS"
 KEEP = "keep"
 POINTS = "points"
-# Files in FOLDER: the mark that the end was reached, and the first value that is not finite, as
-# JSON.
+TAPE = "tape"
+# Files in FOLDER: the mark that the end was reached; that a process has begun its first fit, and
+# that a second one has; the first value that is not finite, as JSON; and the operations of a step.
 MARK = "killed"
+_BEGUN = "begun"
+SEVERAL = "several"
 NONFINITE = "nonfinite"
+STEP_FILE = "step.pt"
+SEVERAL_FITS = (
+    "Two processes of the command begin a first fit, and variables reach both, so no part of one "
+    "can be run. Give a command that trains this one alone."
+)
 DIFFERS = "the program differs from the run that it repeats"
 
 _STEP = r":(?P<step>\d{1,18})"
@@ -52,6 +59,7 @@ _REQUESTS = {
     "stop": _STEP,
     "epoch": r":(?P<epoch>\d{1,18})",
     NONFINITE: _STEP,
+    TAPE: _STEP,
     "debug": _DEBUG,
     "debug-anyway": _DEBUG,
 }
@@ -134,7 +142,7 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
     if match is None:
         raise SettingError(
             f"The variable {INTERRUPT} is {request!r}; allowed: {KEEP}, {POINTS}, stop:STEP, "
-            "epoch:EPOCH, nonfinite:STEP, or debug:RANK:DEBUGGER:STEP:LEDGER."
+            "epoch:EPOCH, nonfinite:STEP, tape:STEP, or debug:RANK:DEBUGGER:STEP:LEDGER."
         )
     found = match.groupdict()
     words: dict[str, Any] = {}
@@ -166,7 +174,10 @@ class Interruption:
         self._request = request
         self._ranks = ranks
         self._before_stop = before_stop
+        if self.is_segment and ranks.rank == 0:
+            self._begin()
         self._begun = -1  # the step that the debugger was opened for
+        self._tape: Any = None  # while the step runs that is recorded
         self._ring: CheckpointRing | None = None
         self._points: CheckpointPoints | None = None
         if request.folder is not None and request.kind == KEEP:
@@ -184,6 +195,17 @@ class Interruption:
         """True if the run ends before the program does and writes no checkpoints."""
         return self._request.stop is not None
 
+    def _begin(self) -> None:
+        """Raise a ``SettingError`` if another process has begun its first fit, too.
+
+        Which of them is the part of the run is not known, and the first that ended would end both.
+        """
+        try:
+            self._file(_BEGUN).touch(exist_ok=False)
+        except FileExistsError:
+            self._file(SEVERAL).write_text("")
+            raise SettingError(SEVERAL_FITS) from None
+
     def reach(self, kind: str, epoch: int) -> Path | None:
         """Return where the training must save itself at a point of a kind; None for nowhere.
 
@@ -200,6 +222,9 @@ class Interruption:
         if self._ring is not None and save is not None:
             self._ring.reach(step, save)
         if self._request.stop is not None and step >= self._request.stop:
+            if self._tape is not None:
+                self._tape.__exit__(None, None, None)
+                self._tape.save(self._file(STEP_FILE))
             self.stop(f"the segment ends after step {step}")
 
     def stop(self, reason: str = "the segment ends with the fit") -> None:
@@ -213,19 +238,27 @@ class Interruption:
         self._before_stop(End(status="stopped", reason=reason))
         self._ranks.raise_on_all(lambda: None)
         if self._ranks.rank == 0:
-            self._write(MARK, reason)
+            self._file(MARK).write_text(reason)
         self._ranks.raise_on_all(lambda: None)
         self._end(0)
 
     def open_debugger(self, step: int, ledger: Path | None) -> StepDebugger | None:
         """Return the debugger, if this rank must run the step that begins in it.
 
-        All ranks wait before that step until the run has been compared.
+        All ranks wait before that step until the run has been compared. If the step should be
+        recorded, this begins it.
         """
-        debugger = self._request.debugger
-        if debugger is None or self._begun >= step or step + 1 != self._request.stop:
+        if self._begun >= step or step + 1 != self._request.stop:
             return None
         self._begun = step  # a step may have several batches
+        if self._request.kind == TAPE:
+            from lightning_d9m.engine.probes.step_tape import StepTape  # it loads torch
+
+            self._tape = StepTape()
+            self._tape.__enter__()
+        debugger = self._request.debugger
+        if debugger is None:
+            return None
         if not debugger.may_open(self._ranks, ledger):
             self.leave(DIFFERS)
         return debugger if debugger.rank == self._ranks.rank else None
@@ -238,18 +271,18 @@ class Interruption:
             own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard
             if not own.isfinite().all():
                 found = {"step": step, "kind": kind, "name": name, "rank": self._ranks.rank}
-                self._write(NONFINITE, json.dumps(found))
+                self._file(NONFINITE).write_text(json.dumps(found))
                 self.leave(f"the {kind} of {name} is not finite in step {step}")
 
     def leave(self, reason: str = "you left the debugger") -> None:
         """End this process at once. What started the training then ends the other ranks."""
         self._before_stop(End(status="stopped", reason=reason))
-        self._write(MARK, reason)
+        self._file(MARK).write_text(reason)
         self._end(1)
 
-    def _write(self, name: str, text: str) -> None:
+    def _file(self, name: str) -> Path:
         assert self._request.folder is not None, "a segment has one"
-        (self._request.folder / name).write_text(text)
+        return self._request.folder / name
 
     def _end(self, status: int) -> None:
         """End this process; one that runs on a terminal is not killed, as the shell would say."""

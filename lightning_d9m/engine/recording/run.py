@@ -42,6 +42,7 @@ from lightning_d9m.engine.hashing.training_state import (
     Snapshot,
     take_partial_snapshot,
 )
+from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
@@ -54,10 +55,9 @@ from lightning_d9m.engine.ledger.format.records import (
     RunFacts,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, FOLLOWED_STEPS
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
 from lightning_d9m.engine.ledger.stack import (
     LOGICAL_RANKS,
-    SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
     check_stack,
@@ -217,17 +217,18 @@ class Run:
             return None
         return {"folder": str(self.folder.absolute()), "check": self._writer.chain_hash}
 
-    def name_return(self, step: int) -> str:
-        """Return the command that returns to a step of this run; empty if there is none."""
+    def log_return(self, step: int | None = None) -> None:
+        """Log on rank 0 the command that returns to a step; without one, to a value not finite."""
         header, folder = self._header, self.folder
         command = "" if header is None else header.program.get("command", "")
         # Variables reach the first fit of a program; a segment is a return itself.
         if not command or header is None or folder is None or header.fit or self.stop is not None:
-            return ""
+            return
+        what = "the first value that is not finite" if step is None else f"step {step}"
+        where = "--first-nonfinite" if step is None else step
         path = os.path.relpath(folder)
-        return (
-            f"d9m goto {step} {quote(str(folder) if path.startswith('..') else path)} -- {command}"
-        )
+        path = quote(str(folder) if path.startswith("..") else path)
+        _log.warning("To return to %s: d9m goto %s %s -- %s", what, where, path, command)
 
     @property
     def loss_text(self) -> str | None:
@@ -477,7 +478,9 @@ class Run:
             totals={
                 **totals,
                 **{k: digest_value(sorted(v.items())) for k, v in gradients.items()},
-                **self._commit(),
+                # SHA-256 takes 20 times as long, and what a proof needs are the states that end
+                # segments: this one, and those of end_step.
+                **(self._commit() if moment == FINAL else {}),
             },
             groups=snapshot.groups | gradients,
             loss=self.loss_text,
@@ -644,6 +647,12 @@ class Run:
         """
         failed = end.status == "failed"
         try:
+            if (
+                end.status == "finished"
+                and self.loss is not None
+                and not self.loss.isfinite().all()
+            ):
+                self.log_return()
             with suppress(Exception) if failed else nullcontext():
                 if self.is_open:
                     self._write_held()

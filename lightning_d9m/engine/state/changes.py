@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_d9m.engine.state.object_digest import (
     digest_data,
     digest_saved,
     digest_together,
+    holds_objects,
     list_items,
 )
 from lightning_d9m.engine.state.parts import (
@@ -50,6 +52,10 @@ from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
 _MOST_ITEMS = 1000
+# Of the changes that are encoded, and of each, about: a cache may be larger than the model. An
+# average of the weights usually is, and is in the checkpoint already, from the callback's
+# ``state_dict``.
+_MOST_BYTES = 2**24
 _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
 _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
@@ -92,10 +98,10 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
-        copies: Keep copies of what changes, so that ``undo`` can restore it.
-        most_bytes: Most bytes that ``capture`` encodes, about.
+        copies: Keep copies of what changes, so that ``undo`` can restore it, and encode it whatever
+            its size.
         namespaces: See ``walk``.
-        expects: ``capture`` keeps the digest of what has changed and has no plain form, so that
+        expects: ``capture`` keeps the digest of what has changed and cannot be encoded, so that
             ``restore`` can tell whether the program has restored it itself.
 
     Attributes:
@@ -115,7 +121,6 @@ class Changes:
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
         copies: bool = False,
-        most_bytes: int | None = None,
         namespaces: bool = False,
         expects: bool = False,
     ) -> None:
@@ -129,7 +134,6 @@ class Changes:
         # The object whose content is encoded, not its path, and whether its type may be lost.
         self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
-        self._most_bytes = most_bytes
         self._copies = copies
         self._expects = expects
         self._has_settled = False
@@ -148,7 +152,7 @@ class Changes:
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
-                return _IGNORED
+                return _SAVED if isinstance(value, Optimizer) else _IGNORED
             if (
                 not copies
                 and kind in (OPAQUE, LONG)
@@ -341,11 +345,11 @@ class Changes:
                 self.replaced.append((path, part))
 
     def _encode_change(self, change: Change, size: int = 0) -> bytes | None:
-        """Return place, key and value of a change as bytes; None if they are not plain data.
+        """Return place, key and value of a change as bytes; None if they are large or not plain.
 
         ``size`` is that of the changes that were encoded before.
         """
-        value, most = change.value, self._most_bytes
+        value = change.value
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
         if change.key and not kind.takes(change.node.owner, *change.key):
@@ -353,7 +357,7 @@ class Changes:
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
                 return self._encode(change)
-            if most is None or (size <= most and _fits(value, most)):
+            if self._copies or (size <= _MOST_BYTES and _fits(value)):
                 self._entered = (None, False) if change.key else (value, True)
                 return self._encode(change, value)
         return None
@@ -532,29 +536,28 @@ def _find_enum(module: str, name: str) -> Any:
     return [own for own in kinds if (own.__module__, own.__qualname__) == (module, name)][-1]
 
 
-# Data of which a digest is kept, so that they cannot be put back; and what is left out.
+# Data of which a digest is kept, so that they cannot be put back; what is left out; and an
+# optimizer in another one, which should save its state and load it.
 _DIGESTED = Kind(digest_data)
 _IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
+_SAVED = Kind(digest_saved)
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:
     """Return why a checkpoint that lacks changes at these paths cannot be resumed exactly."""
     return [
         f"{path} changes in the fit, or may change unseen, and has no form that a checkpoint could "
-        "keep: keep numbers, texts, tensors, arrays, and containers of these (of hooks, which are "
-        "code, a flag that they read), or save checkpoints without it."
+        f"keep, or more than {_MOST_BYTES} bytes: keep numbers, texts, tensors, arrays, and "
+        "containers of these (of hooks, which are code, a flag that they read), or return it from "
+        "state_dict() of the callback, the module or the optimizer."
         for path in paths
     ]
 
 
 def _is_long(value: Any) -> bool:
     """Return whether a container holds so many objects that they have no node each."""
-    if find_kind(value) not in (ITEMS, DICT, LONG) or len(value) <= _MOST_ITEMS:
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return any(
-        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
-    )
+    is_container = find_kind(value) in (ITEMS, DICT, LONG)
+    return is_container and len(value) > _MOST_ITEMS and holds_objects(value)
 
 
 def _is_unreadable(change: Change) -> bool:
@@ -587,15 +590,15 @@ def _is_filled(change: Change) -> bool:
     )
 
 
-def _fits(value: Any, most: int) -> bool:
-    """Return whether a value has at most so many bytes, about."""
+def _fits(value: Any) -> bool:
+    """Return whether a value is small enough for a checkpoint."""
     sizes = (
         sum(own.nbytes for own in read_memory(part))
         if find_kind(part) in (TENSOR, ARRAY)
         else sys.getsizeof(part)
         for part in _list_deep(value)
     )
-    return all(size <= most for size in accumulate(sizes))
+    return all(size <= _MOST_BYTES for size in accumulate(sizes))
 
 
 def _name_generator(generator: Any) -> list[str]:

@@ -44,6 +44,14 @@ def list_items(container: Any) -> Collection[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else container
 
 
+def holds_objects(container: Any) -> bool:
+    """Return whether a container holds objects that can change, to judge by one of each type."""
+    parts = container.values() if isinstance(container, dict) else container
+    return any(
+        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
+    )
+
+
 def digest_data(owner: Any) -> Any:
     """Return the digest of a tensor or an array; of a large one what changes with it."""
     with suppress(RuntimeError, ValueError, TypeError):

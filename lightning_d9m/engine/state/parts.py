@@ -181,8 +181,6 @@ class Kind:
 class Holder(Kind):
     """Objects that hold other objects. The content is a tuple or a dict of these themselves.
 
-    The sign has the identities of the parts, which are known as the content keeps them alive.
-
     Attributes:
         name: Returns the name of a part in a path, by its key and place.
     """
@@ -267,10 +265,6 @@ def _write_parts(
     return write
 
 
-def _sign_dict(owner: Any) -> object:
-    return tuple(owner), tuple(map(id, owner.values()))
-
-
 def _name_key(key: Any, place: int) -> str:
     if isinstance(key, enum.Enum):
         return f"[{type(key).__name__}.{key.name}]"
@@ -330,14 +324,6 @@ def _is_free(part: Any) -> bool:
     return isinstance(part, cached_property) or not is_code
 
 
-def _sign_attributes(owner: Any) -> object:
-    own = getattr(owner, "__dict__", None)
-    if own is None or _list_slots(owner.__class__) or has_memory(owner.__class__):
-        return None
-    hooks = [*list_hooks(owner)] if isinstance(owner, nn.Module) else ()
-    return tuple(own), tuple(map(id, own.values())), tuple(map(tuple, hooks))
-
-
 def list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
     """Yield the tables of hooks that are not empty; the number of a hook is used once.
 
@@ -366,12 +352,6 @@ def _read_function(owner: Any) -> dict[str, Any]:
     cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
     found = {name: getattr(owner, name) for name in ("__code__", *_HELD_BY_FUNCTIONS)}
     return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
-
-
-def _sign_function(owner: Any) -> object:
-    """Return what tells that a function without outer variables holds the same."""
-    held = tuple(id(getattr(owner, name)) for name in ("__code__", *_HELD_BY_FUNCTIONS))
-    return None if owner.__closure__ else held
 
 
 def _set_variable(owner: Any, key: Any, value: Any) -> None:
@@ -413,7 +393,8 @@ def _takes_variable(owner: Any, key: Any) -> bool:
 
 
 def _sign_variables(owner: Any) -> object:
-    return _sign_dict(vars(owner))
+    """Return the identities of all variables: a file has hundreds, most of which are code."""
+    return tuple(vars(owner)), tuple(map(id, vars(owner).values()))
 
 
 @torch.no_grad()
@@ -574,18 +555,16 @@ _EMPTY = types.CellType()
 _HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
-ITEMS = Holder(
-    tuple, _write_items, sign=lambda own: tuple(map(id, own)), name=lambda _, place: f"[{place}]"
-)
-DICT = Dict(_read_items, _write_items, sign=_sign_dict, name=_name_key)
+ITEMS = Holder(tuple, _write_items, name=lambda _, place: f"[{place}]")
+DICT = Dict(_read_items, _write_items, name=_name_key)
 # The parameters, buffers or modules of a module, which are named as attributes.
-TABLE = Dict(_read_items, _write_items, sign=_sign_dict)
+TABLE = Dict(_read_items, _write_items)
 ATTRIBUTES, FUNCTION, VARIABLES = (
-    Dict(read, _write_parts(read, set_part), sign=sign, set_part=set_part, takes=takes)
-    for read, sign, set_part, takes in (
-        (_read_attributes, _sign_attributes, _set_attribute, _takes_attribute),
-        (_read_function, _sign_function, _set_variable, _takes_variable),
-        (_read_variables, _sign_variables, _set_variable, _takes_variable),
+    Dict(read, _write_parts(read, set_part), set_part=set_part, takes=takes, sign=sign)
+    for read, set_part, takes, sign in (
+        (_read_attributes, _set_attribute, _takes_attribute, Kind.sign),
+        (_read_function, _set_variable, _takes_variable, Kind.sign),
+        (_read_variables, _set_variable, _takes_variable, _sign_variables),
     )
 )
 # What a function is applied to; the arguments are entered, and stay the same objects.

@@ -3,14 +3,11 @@
 import gc
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lightning_d9m.engine.state.parts import (
@@ -196,20 +193,11 @@ def name_part(path: str, kind: Holder, key: Any, place: int) -> str:
     return (path + kind.name(key, place)).removeprefix(".")
 
 
-# Types whose objects hold nothing, and those of code.
-_ATOMS = frozenset({
-    *(type(None), bool, int, float, str, bytes),
-    *(torch.device, torch.dtype, torch.Size, types.BuiltinFunctionType),
-})  # fmt: skip
-_DATA = (Tensor, np.ndarray, type, str, bytes, types.ModuleType)
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
 _FOREIGN = {*LIGHTNING, "pandas"}
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-# A longer list holds data, and so do nested lists of more items in all.
-_MOST_ITEMS = 1000
-_MOST_NESTED_ITEMS = 10_000
-_CONTAINERS = (dict, list, tuple, deque)
+_MOST_ITEMS = 1000  # a longer list holds data
 
 
 def search(
@@ -217,34 +205,25 @@ def search(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of all that owners hold, each once, from the outside in.
 
-    Generators, data and the modules in other objects are yielded and not entered.
+    Generators, data, code and the modules in other objects are not entered.
 
     Args:
         owners: Objects by name.
         depth: The number of steps from an owner.
-        most: The number of objects that are visited below the owners' own attributes.
+        most: The number of parts of objects that are looked at, besides those of owners.
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
-    # The path, the object, its level, and the number of items of the lists around it.
-    waiting = deque((name, owner, 0, 1) for name, owner in owners.items())
-    while waiting:
-        path, value, level, items = waiting.popleft()
+    waiting = deque((name, owner, 0) for name, owner in owners.items())
+    while waiting and most > 0:
+        path, value, level = waiting.popleft()
         if id(value) in seen:
             continue
-        if level > 1 and (most := most - 1) < 0:
-            return
         seen[id(value)] = value
         yield path, value
-        if level == depth or find_kind(value) is GENERATOR:
-            continue
-        with suppress(ReferenceError):  # of a weak reference to a freed object
-            if isinstance(value, _CONTAINERS):
-                items *= len(value)
-            waiting.extend(
-                (f"{path}.{name}", part, level + 1, items)
-                for name, part in _list_parts(value, level, items)
-                if type(part) not in _ATOMS and id(part) not in seen
-            )
+        parts = _list_parts(value, level) if level < depth else ()
+        most -= len(parts) if level else 0
+        held = ((f"{path}.{name}", part, level + 1) for name, part in parts)
+        waiting.extend(own for own in held if find_kind(own[1]) is not None)
 
 
 def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
@@ -262,23 +241,21 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
         for name, part in getattr(owner, "__dict__", {}).items():
             held = part.values() if isinstance(part, dict) else part
             if isinstance(part, list | deque | dict) and all(
-                type(item) in _ATOMS or isinstance(item, Tensor | np.ndarray) for item in held
+                find_kind(item) in (None, TENSOR, ARRAY) for item in held
             ):
                 yield f"{path}.{name}", part
 
 
-def _list_parts(value: Any, level: int, items: int) -> Iterable[tuple[Any, Any]]:
+def _list_parts(value: Any, level: int) -> Collection[tuple[Any, Any]]:
     """Return the names and the parts of an object."""
-    if isinstance(value, _CONTAINERS):
-        if len(value) > _MOST_ITEMS or items > _MOST_NESTED_ITEMS:
-            return ()
-        return list(value.items() if isinstance(value, dict) else enumerate(value))
+    kind = find_kind(value)
+    if kind in (ITEMS, DICT):
+        return () if len(value) > _MOST_ITEMS else [*_list_pairs(value)]
     package = str(getattr(type(value), "__module__", "")).partition(".")[0]
-    if isinstance(value, _DATA) or (package in _FOREIGN and level):
+    if kind not in (ATTRIBUTES, OPAQUE, PARTIAL, FUNCTION) or (package in _FOREIGN and level):
         return ()
-    own = getattr(value, "__dict__", None)
     hidden = _MODULE_ATTRIBUTES if isinstance(value, nn.Module) else ()
-    return [part for part in own.items() if part[0] not in hidden] if isinstance(own, dict) else ()
+    return [part for part in getattr(value, "__dict__", {}).items() if part[0] not in hidden]
 
 
 def _read_version(owner: Tensor) -> object:

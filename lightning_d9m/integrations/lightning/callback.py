@@ -44,7 +44,6 @@ from lightning_d9m.engine.control.settings import (
 from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.lightning.resume.optimizers import mark_used_gradients
 from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.integrations.lightning.saved_state import record_saves
 from lightning_d9m.integrations.lightning.trainer_recorder import (
@@ -261,9 +260,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
         self._fit.begin()
-        module = find_interruption()
-        last_bits = {} if module is None else module.change_last_bits(pl_module)
-        self._recorder.begin(trainer, self._open_session, last_bits)
+        self._recorder.begin(trainer, self._open_session)
 
     def on_train_batch_start(
         self, trainer: Trainer, _: Any, batch: Any, batch_idx: int, *__: Any
@@ -275,9 +272,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         """Probe the loss."""
         self._recorder.run.probes.take_loss(loss)
 
-    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
-        """Probe gradients and optimizer, and tell apart gradients that are still added to."""
-        mark_used_gradients(trainer, optimizer)
+    def on_before_optimizer_step(self, _trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
+        """Probe gradients and optimizer."""
         self._recorder.run.probes.take_step(optimizer)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:

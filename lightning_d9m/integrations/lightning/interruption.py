@@ -4,16 +4,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_d9m.engine.ledger.format.records import End
-from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
-from lightning_d9m.engine.recording.interruption import (
-    LAST_BITS,
-    Interruption,
-    read_request,
-)
+from lightning_d9m.engine.recording.interruption import Interruption, read_request
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.trainer.lightning_private import (
@@ -55,36 +49,6 @@ def apply_interrupt_variables(
     if request.folder is not None:
         interruption = Interruption(request, ranks_of(trainer), end)
         callbacks.append(InterruptingCallback(interruption, run))
-
-
-def change_last_bits(
-    module: Any, environment: Mapping[str, str] = os.environ
-) -> dict[str, str | int]:
-    """Move each weight to the next number above or below, as the variable's number draws it.
-
-    Both parts of a complex number move; weights that are whole numbers have no last bit.
-
-    Returns:
-        The setting that the ledger records; empty if the variable is not set.
-
-    Raises:
-        SettingError: If the variable is not a whole number.
-    """
-    text = environment.get(LAST_BITS)
-    if not text:
-        return {}
-    if not text.isdecimal():
-        raise SettingError(f"{LAST_BITS} is {text!r}; allowed: digits, such as 1.")
-    generator = torch.Generator().manual_seed(int(text))
-    with torch.no_grad():
-        for whole in module.parameters():
-            weight = torch.view_as_real(whole) if whole.is_complex() else whole
-            if not weight.is_floating_point():
-                continue
-            upwards = torch.randint(2, weight.shape, generator=generator, device="cpu").bool()
-            limit = torch.where(upwards, torch.inf, -torch.inf).to(weight)
-            weight.copy_(torch.nextafter(weight, limit))
-    return {LAST_BITS_SETTING: int(text)}
 
 
 class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismCallback

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -122,15 +121,8 @@ class TrainerRecorder:
         empty = {"_outputs": None, "_replay": None}
         return self.__dict__ | empty | {"_replayed": ExitStack(), "_traced": ExitStack()}
 
-    def begin(
-        self,
-        trainer: Trainer,
-        session: TrainerSession,
-        further: Mapping[str, Scalar] = MappingProxyType({}),
-    ) -> None:
+    def begin(self, trainer: Trainer, session: TrainerSession) -> None:
         """Open the ledger of a fit and record the state that training starts from.
-
-        ``further`` has settings that the header records, too.
 
         Raises:
             SettingError: If a switch has been changed since the run began, or no step can be run
@@ -155,7 +147,7 @@ class TrainerRecorder:
             wrap_steps,
             is_compiled=is_compiled(trainer.lightning_module),
         )
-        settings = {**options.as_record(), **further}
+        settings = options.as_record()
 
         def make_folder() -> Path:
             folder = self._make_folder(trainer, kind="fit")
@@ -168,18 +160,22 @@ class TrainerRecorder:
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
         )
-        probes, profiler = run.probes, trainer.profiler
-        if probes.dump is not None and options.kinds & WRITTEN:
-            from lightning_d9m.engine.probes.dumps import trace_hooks
-
-            def take() -> str | None:
-                return probes.digest_state(trainer.global_step) if run.probes is probes else None
-
-            # Around each hook that Lightning calls.
-            traced = trace_hooks(probes.dump.folder, take, profiler.profile)
-            replace_method(self._traced, profiler, "profile", traced)
+        if run.probes.dump is not None and options.kinds & WRITTEN:
+            self._trace_hooks(trainer)
         if is_new:
             self.record(trainer, session, "initial")
+
+    def _trace_hooks(self, trainer: Trainer) -> None:
+        """Write the digest of what is saved around each hook that Lightning calls."""
+        from lightning_d9m.engine.probes.dumps import trace_hooks
+
+        run, probes, profiler = self.run, self.run.probes, trainer.profiler
+
+        def take() -> str | None:
+            return probes.digest_state(trainer.global_step) if run.probes is probes else None
+
+        traced = trace_hooks(probes.dump.folder, take, profiler.profile)
+        replace_method(self._traced, profiler, "profile", traced)
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.
@@ -284,9 +280,7 @@ class TrainerRecorder:
     def log_return(self, trainer: Trainer) -> None:
         """Log the command that returns to the step in which a fit failed, on rank 0."""
         if trainer.state.fn == "fit" and self._step is not None:
-            command = self.run.name_return(self._step)
-            if command:
-                rank_zero().rank_zero_info(f"To return to step {self._step}: {command}")
+            self.run.log_return(self._step)
 
     def begin_evaluation(self, trainer: Trainer, session: TrainerSession) -> None:
         """Begin to digest the outputs of an evaluation; outside a fit, open a ledger for it.

@@ -50,7 +50,12 @@ from lightning_d9m.engine.recording.run import (
     share_new_folder,
 )
 from lightning_d9m.engine.state.changes import describe_unsaved
-from lightning_d9m.errors import CheckpointError, InexactResumeError, SettingError
+from lightning_d9m.errors import (
+    CheckpointError,
+    DriftError,
+    InexactResumeError,
+    SettingError,
+)
 from lightning_d9m.integrations.trainer.lightning_private import (
     find_fabric_loader,
     set_fabric_epoch,
@@ -269,6 +274,9 @@ class Recorder:
                     self.interruption.stop()
                 elif error is not None:
                     self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
+                    if isinstance(error, Exception):  # not Ctrl-C
+                        # A difference is found after the step, before the next one begins.
+                        self._run.log_return(self.global_step - isinstance(error, DriftError))
             except BaseException as failure:
                 end = End.failed(failure)
                 raise

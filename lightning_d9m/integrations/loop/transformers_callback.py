@@ -119,7 +119,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._options = options
         self.recorder: TransformersRecorder | None = None
         self._is_open = False
-        self._target: Path | None = None  # of a copy of the next checkpoint
+        self._target: Path | None = None  # of the next checkpoint, or of a copy
+        self._redirected: list[tuple[Any, str]] = []  # arguments, and their folder before
         self._loss: Tensor | None = None
         self.trainer: Any = None
         self._model_hooks: list[RemovableHandle] = []
@@ -188,19 +189,29 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""
         self._recorder.step(self._loss)
-        self._reach(control, "step", self._recorder.next_epoch)
+        self._reach(args, control, "step", self._recorder.next_epoch)
         # Without a function that saves: the Trainer saves when it has called its callbacks.
         self._recorder.interruption.pass_step(self._recorder.global_step, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the epoch; compare it with the reference and across ranks."""
         self._record_epoch()
-        self._reach(control, "epoch", self._recorder.next_epoch - 1)
+        self._reach(args, control, "epoch", self._recorder.next_epoch - 1)
 
-    def _reach(self, control: Any, kind: str, epoch: int) -> None:
-        """Let the Trainer save a checkpoint, if the request names this point."""
+    def _reach(self, args: Any, control: Any, kind: str, epoch: int) -> None:
+        """Let the Trainer save a checkpoint, if the request names this point.
+
+        One that the program does not want goes to the folder of the request: in the program's own,
+        others would be removed for it, and the program could take it for the best or the last one.
+        """
+        self._restore_folder()
         self._target = self._recorder.interruption.reach(kind, epoch)
-        control.should_save |= self._target is not None
+        # The evaluation that follows decides whether a training that keeps the best one saves.
+        is_open = control.should_evaluate and args.save_strategy == "best"
+        if self._target is not None and not control.should_save and not is_open:
+            control.should_save = True
+            self._redirected.append((args, args.output_dir))
+            args.output_dir = str(self._target.parent)
         if self._recorder.interruption.is_segment:
             control.should_save = False
 
@@ -222,12 +233,19 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             folder = _name_checkpoint(args, state)
             ranks = find_ranks()[0]
             ranks.raise_on_all(lambda: self._save_state(folder, args))
-            self._recorder.note_checkpoint(folder)
+            if not self._redirected:
+                self._recorder.note_checkpoint(folder)
             target, self._target = self._target, None
             if target is not None:
-                copies = ranks.rank == 0
-                ranks.raise_on_all(lambda: shutil.copytree(folder, target) if copies else None)
+                place = shutil.move if self._redirected else shutil.copytree
+                ranks.raise_on_all(lambda: None if ranks.rank else place(folder, target))
                 self._recorder.note_checkpoint(target)
+        self._restore_folder()
+
+    def _restore_folder(self) -> None:
+        while self._redirected:
+            args, folder = self._redirected.pop()
+            args.output_dir = folder
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Record the final state, and close the ledger."""
@@ -301,6 +319,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def _close(self, error: Exception | None) -> None:
         self._is_open = False
+        self._restore_folder()
         for hook in self._model_hooks:
             hook.remove()
         self._recorder.__exit__(None if error is None else type(error), error, None)

@@ -46,9 +46,7 @@ class Layout(NamedTuple):
     Attributes:
         taps: The number of places that each value goes to.
         batch: The values are of shape ``[batch, group, rows, inner]``, contiguous.
-        group: As above.
-        rows: As above.
-        inner: As above.
+        group, rows, inner: As above.
         places: The sums are of shape ``[batch, group, places, inner]``, contiguous.
         steps: The strides of the keys by tap, batch, row and column; 0 along what shares one.
     """
@@ -183,16 +181,11 @@ def _list_terms(
         yield places.expand(terms.shape).flatten(), terms.flatten().to(torch.float64)
 
 
-def read_exponents(values: Tensor) -> Tensor:
-    """Return the biased exponents of float64 numbers, int32."""
-    return ((values.view(torch.int64) >> _FRACTION) & 0x7FF).to(torch.int32)
-
-
 def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Sequence[Any]:
     """Return what cuts terms into pieces whose sums float64 holds exactly.
 
     Args:
-        tops: The greatest of :func:`read_exponents` of the terms of each sum.
+        tops: The greatest biased exponent of the terms of each sum.
         pieces: Their number, which depends on the number of terms.
         dtype: That of the terms before they were float64.
 
@@ -253,8 +246,8 @@ def round_sums(sums: Sequence[Tensor], tops: Tensor, dtype: torch.dtype) -> Tens
         result = torch.where(tops >= _LARGE, result * 2.0**_DOWN, result)
     elif dtype != torch.float32:  # to which float64 is rounded once
         bits, least = _FORMATS[dtype]
-        last = read_exponents(result).to(torch.int64).clamp(min=least + _BIAS) - (bits - 1)
-        constant = _find_constant(last)
+        exponents = (result.view(torch.int64) >> _FRACTION) & 0x7FF
+        constant = _find_constant(exponents.clamp(min=least + _BIAS) - (bits - 1))
         result = torch.copysign((result + constant) - constant, result)
     # Of NaNs there is one.
     result = torch.where(first.isfinite(), result, torch.where(first.isnan(), torch.nan, first))

@@ -71,6 +71,10 @@ expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that 
     the working folder)
 actual:THIS_RUN?  ledger of the later run, in the same forms
 """
+SIGNER = """
+--signer METHOD  how model_signing verifies the signature, in its words, such as "key --public_key
+    FILE", or "sigstore --identity TEXT --identity_provider URL"
+"""
 TIMEOUT = """
 --timeout SECONDS  stop a run that takes longer and treat it as hanging
 """
@@ -130,7 +134,7 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
             parser.add_argument("argv", nargs=rest, metavar=form, help=described)
             usage = parser.format_usage().removeprefix("usage: ").rstrip()
             usage = usage.replace(f"[{form} ...]", "...")
-            parser.usage = usage.replace(" ...", f" {form} ...")
+            parser.usage = f" {form} ...".join(usage.rsplit(" ...", 1))  # others may repeat, too
             continue
         found = _FORM.fullmatch(form)
         assert found is not None, form
@@ -169,11 +173,20 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return find_last_pair(arguments.expected or Path())
 
 
-def list_given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Return the options of these names that have a value, as they are typed."""
-    values = {name: getattr(arguments, name) for name in names}  # 0 is a value
-    given = [name for name, own in values.items() if own is not None and own is not False]
-    return [f"--{name.replace('_', '-')}" for name in given]
+def refuse_options(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Raise a ``SettingError`` if an option of these names is given, with the reason."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value is not False:
+            raise SettingError(f"--{name.replace('_', '-')} has no effect here: {reason}.")
+
+
+def check_new_file(path: Path) -> None:
+    """Raise a ``SettingError`` if a file exists, or is in no folder."""
+    if path.exists() or not path.absolute().parent.is_dir():
+        raise SettingError(
+            f"{path} {'exists already' if path.exists() else 'is in no folder'}, so nothing can be "
+            "written to it. Give another file."
+        )
 
 
 def get_command(arguments: argparse.Namespace) -> list[str]:

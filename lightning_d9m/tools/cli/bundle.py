@@ -2,33 +2,46 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
 from rich.filesize import decimal
 
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.engine.recording.interruption import STEP_FILE
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
-from lightning_d9m.tools.cli.arguments import FORMAT
+from lightning_d9m.tools.cli.arguments import (
+    FORMAT,
+    TIMEOUT,
+    check_new_file,
+    get_command,
+    whole_number,
+)
 from lightning_d9m.tools.cli.report import check_output, compare_chosen, compare_pair, write_page
-from lightning_d9m.tools.comparison.ledgers import Comparison
+from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.history.bundle import (
     SIDES,
     Manifest,
     find_located,
+    is_capsule,
     open_bundle,
     write_bundle,
 )
+from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.html_page import list_run_facts, render_page
 from lightning_d9m.tools.output.terminal import find_command, wrap
+from lightning_d9m.tools.segments.goto import trace_step
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 _OPEN = "open"
 _PAIR = 2
+_INCOMPLETE = 3
 _LONGEST = 1_024
 _SHOWN = 20
 _COLUMNS = (
@@ -38,21 +51,39 @@ _COLUMNS = (
 
 ARGUMENTS = f"""
 paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two
-    ledgers in the working folder); or the word open and a bundle
+    ledgers in the working folder); with --step, the ledger of one run; or the word open and a
+    bundle
+--step STEP  write a capsule instead: the operations of this global step, counted from 0, and the
+    state that they need, so that the step runs again elsewhere
+--with-data  with --step: put the batch in, too. Without it, the step cannot run from the capsule
 -o, --output FILE  the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the
     report of its ledgers
 --add PATH ...  a file or folder, such as a checkpoint or a log, that is added as it is; may be
     given several times
-{FORMAT}
+{FORMAT}{TIMEOUT}
 -v, --verbose  show whole digests and the bits of numbers
+-- COMMAND  with --step: the training of the run, such as: python train.py
 """
 EXAMPLE = "d9m bundle d9m-runs/000 --add train.py"
-SETTINGS: dict[str, dict[str, object]] = {"paths": {"type": str}, "add": {"default": []}}
+SETTINGS: dict[str, dict[str, object]] = {
+    "paths": {"type": str},
+    "add": {"default": []},
+    "step": {"type": whole_number(0)},
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write or open a bundle; return 0 if its ledgers are equal, else 1."""
+    """Write or open a bundle.
+
+    Returns:
+        0 if its ledgers are equal, or its step has the bits of the run; else 1, or 3 if operations
+        of the step could not run.
+    """
     paths = [Path(path) for path in arguments.paths]
+    if arguments.step is not None:
+        return _write_capsule(arguments, paths)
+    if arguments.with_data or arguments.argv or arguments.timeout is not None:
+        raise SettingError("--with-data, --timeout and a command are for --step. Add --step STEP.")
     if arguments.paths[:1] != [_OPEN]:
         output = arguments.output or Path("d9m-bundle.zip")
         _write(arguments, paths, output)
@@ -62,9 +93,68 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(
             "d9m bundle open takes one bundle and nothing to add to it: d9m bundle open FILE"
         )
+    if is_capsule(paths[1]):
+        return _run_capsule(arguments, paths[1])
     if arguments.output is not None:
         check_output(arguments.output, force=False)
     return _show(arguments, paths[1], page=arguments.output)
+
+
+def _write_capsule(arguments: argparse.Namespace, paths: list[Path]) -> int:
+    """Run to the step, write its capsule, and run the step from it."""
+    from lightning_d9m.tools.history import capsule  # loads torch
+
+    command, output = get_command(arguments), arguments.output or Path("d9m-capsule.zip")
+    if len(paths) != 1 or arguments.add:
+        raise SettingError("--step takes one ledger, and nothing to add to it: d9m bundle RUN")
+    check_new_file(output)
+    recorded = RecordedRun(paths[0])
+    segment = capsule.find_step(recorded, arguments.step)
+    runs = Runs(command, make_output(None), arguments.timeout)
+    ledger = trace_step(recorded, segment, runs, probes=capsule.STATE)
+    comparison = compare_ledgers(recorded.ledger, ledger)
+    content, words = runs.output / "trace/segment" / STEP_FILE, {"with_data": arguments.with_data}
+    capsule.write_capsule(output, arguments.step, ledger, content, **words)
+    shutil.rmtree(runs.output / "trace")
+    said = "" if comparison.equal else f"It is not that of the run: {state_verdict(comparison)}"
+    status = _run_capsule(arguments, output, said)
+    # Without its data a capsule is as it should be if what runs of it is equal.
+    status = 0 if status == _INCOMPLETE and not arguments.with_data else status
+    return status or int(not comparison.equal)
+
+
+def _run_capsule(arguments: argparse.Namespace, path: Path, said: str = "") -> int:
+    """Run the step of a capsule, and print what it holds and how the step compares."""
+    from lightning_d9m.tools.history.capsule import open_capsule  # loads torch
+
+    facts, outcome = open_capsule(path)
+    ops = f"{outcome.ops:,} operations of step {facts.step:,}"
+    lack = f"they lack data ({decimal(facts.left_out)}), which --with-data adds."
+    verdict = {
+        "equal": f"equal: {ops} leave the bits of the run.",
+        "different": f"different: {outcome.different:,} of {ops} do not leave the bits of the run, "
+        f"first {outcome.first}.",
+        "incomplete": f"incomplete: {outcome.ran:,} of {ops} ran, and are equal. The others did "
+        f"not: {outcome.obstacle or lack}",
+    }[outcome.verdict]
+    lines = wrap(said) if said else []
+    if outcome.stack:
+        lines += wrap(f"The stack differs from that of the run: {', '.join(outcome.stack)}.")
+    lines += [*([""] if lines else []), *_format_sizes(facts.sizes, facts.secrets)]
+    lines.append(f"capsule: {shlex.quote(str(path))}")
+    shown = msgspec.to_builtins(facts) | asdict(outcome) | {"verdict": outcome.verdict}
+    print_result(arguments.format, shown, list(map(printable, lines)), printable(verdict))
+    return {"equal": 0, "different": 1, "incomplete": _INCOMPLETE}[outcome.verdict]
+
+
+def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:
+    """Return a table of files and their sizes, the largest first, and what was removed."""
+    rows = sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))
+    if left := rows[_SHOWN:]:
+        rows[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
+    removed = f"{pluralize(secrets, 'secret')} removed."
+    advice = wrap(f"{removed} Look through the bundle before you publish it.")
+    return [*format_table(_COLUMNS, rows).splitlines(), *advice]
 
 
 def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> None:
@@ -78,11 +168,7 @@ def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> No
         paths = compared or paths
     arguments.expected, arguments.actual = [*paths, None, None][:_PAIR]
     ledgers = compare_chosen(arguments).ledgers
-    if output.exists():
-        raise LedgerError(
-            f"{output} exists already, so no bundle was written. Give another file with --output, "
-            "or remove it."
-        )
+    check_new_file(output)
     write_bundle(output, ledgers, located or find_located(ledgers[1].path)[0], arguments.add)
 
 
@@ -124,9 +210,4 @@ def _format_bundle(
     if manifest.report:
         lines += ["", "d9m locate:", *map(printable, manifest.report)]
     lines += ["", *format_evidence(comparison, verbose=verbose), ""]
-    sizes = sorted(manifest.sizes.items(), key=lambda entry: (-entry[1], entry[0]))
-    if left := sizes[_SHOWN:]:
-        sizes[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
-    lines += format_table(_COLUMNS, sizes).splitlines()
-    removed = pluralize(manifest.secrets, "secret")
-    return [*lines, *wrap(f"{removed} removed. Look through the bundle before you publish it.")]
+    return [*lines, *_format_sizes(manifest.sizes, manifest.secrets)]

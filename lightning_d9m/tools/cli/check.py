@@ -5,26 +5,35 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from random import Random, SystemRandom
+from random import SystemRandom
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.errors import LedgerError, SettingError
 from lightning_d9m.text import pluralize, printable
-from lightning_d9m.tools.cli.arguments import COMMAND, get_command, list_given, whole_number
+from lightning_d9m.tools.cli.arguments import (
+    COMMAND,
+    SIGNER,
+    check_new_file,
+    get_command,
+    refuse_options,
+    whole_number,
+)
 from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_new_file, choose_segments, write_statement
-from lightning_d9m.tools.proof.verification import Proof, Signer, make_verdict, open_proof
+from lightning_d9m.tools.proof.training import choose_segments
+from lightning_d9m.tools.proof.verification import open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
     REPORT,
     CheckedSegment,
     CheckReport,
     check_segment,
     follow_run,
+    remove_links,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
@@ -39,12 +48,9 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 --choose SEED  choose the segments that an earlier check with this seed has chosen
 --jobs N  how many segments run at once, each in its own process (default: 1)
 | --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
---public-key FILE  the key (PEM) whose signature the proof must have
-| --identity TEXT  the person or job whose signature by Sigstore the proof must have
---provider URL  the service that confirms the identity
---anyway  run the segments even if the proof does not hold without them
+{SIGNER.strip()}
 --verdict FILE  write the result on a proof, as a statement that a third party can check
---key FILE  private key (PEM, of an elliptic curve) that signs the verdict
+--sign METHOD  sign the verdict with model_signing, see d9m prove
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 {COMMAND}"""
 EXAMPLE = "d9m check logs/d9m/fit-000 --segments 5 -- python train.py"
@@ -75,28 +81,27 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all chosen segments are equal, 1 if some differ, 3 if none differs but some failed.
     """
     command = get_command(arguments)
-    proof = _open_proof(arguments)
-    recorded = RecordedRun(arguments.ledger) if proof is None else proof.recorded
+    recorded, problems, limits = _open(arguments)
     choice, numbers = _choose(arguments, recorded)
-    is_refused = proof is not None and bool(proof.problems) and not arguments.anyway
-    if arguments.print_commands and not is_refused:
+    if arguments.print_commands and not problems:
         for number in numbers:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
     output = make_output(arguments.output)
     report = CheckReport(str(recorded.ledger.path), str(output), choice)
     runs = Runs(command, output, arguments.timeout, evaluations=False)
-    report.problems = [] if proof is None else proof.problems
-    numbers = [] if is_refused else numbers
+    report.problems = problems
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
         title = f"segment {number}{place}"
         report.checked.append(check_segment(so_far, runs, number, title, later))
 
     report.notes = [name_other_command(recorded, command)]
+    links = output / "checkpoints"
     try:
-        if arguments.follow and not is_refused:
-            links = output / "checkpoints"
+        if problems:
+            pass  # what follows would say nothing of this proof
+        elif arguments.follow:
             recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
         elif arguments.jobs > 1:
             _run_jobs(arguments, numbers, report)
@@ -104,15 +109,24 @@ def run(arguments: argparse.Namespace) -> int:
             _run_in_turn(recorded, numbers, check, report)
     finally:
         # What was checked before an interruption is shown, too.
+        if remove_links(links, report.checked):
+            report.notes.append(f"The checkpoints before a difference are kept in {links}.")
         if report.checked or report.problems:
-            report.write(recorded, *([] if proof is None else proof.notes), *report.notes)
+            report.write(recorded, *limits, *report.notes)
             _print_report(report, arguments)
-    # Not of a check that was interrupted, which leaves out what its choice demands.
-    if proof is not None and arguments.verdict is not None:
-        write_statement(make_verdict(proof, report), arguments.verdict)
-        if arguments.key is not None:
-            sign(arguments.verdict, arguments.key)
+    _write_verdict(arguments, report)
     return _STATUS[report.verdict]
+
+
+def _write_verdict(arguments: argparse.Namespace, report: CheckReport) -> None:
+    """Write and sign the verdict on a proof, if one was asked for.
+
+    A check that was interrupted has none: it leaves out what its choice demands.
+    """
+    if arguments.verdict is not None:
+        write_verdict(arguments.verdict, arguments.proof, report)
+        if arguments.sign is not None:
+            sign(arguments.verdict, arguments.sign)
 
 
 def _run_in_turn(
@@ -128,35 +142,28 @@ def _run_in_turn(
             break
 
 
-def _open_proof(arguments: argparse.Namespace) -> Proof | None:
-    """Return the proof that is checked, whose ledger becomes the argument; None for a ledger.
+def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[str]]:
+    """Return the run, what contradicts its proof, if one is given, and what that limits.
 
     Raises:
         SettingError: If an option is for a proof, and a ledger is given.
     """
-    arguments.proof = None
-    path = arguments.ledger
-    names = ("public_key", "identity", "provider", "anyway", "verdict", "key")
-    given = list_given(arguments, names)
+    arguments.proof, path = None, arguments.ledger
     if not path.is_file() or path.suffix == ".jsonl":
-        if given:
-            raise SettingError(
-                f"{given[0]} is for a proof, and {path} is not one. d9m prove writes one."
-            )
-        return None
-    if arguments.key is not None and arguments.verdict is None:
-        raise SettingError("--key signs a verdict. Add --verdict FILE, or leave it out.")
-    check_new_file(arguments.verdict)
-    if arguments.verdict is not None and (arguments.follow or arguments.print_commands):
-        raise SettingError(
-            "--verdict is for a check of chosen segments. Leave out --follow or --print-commands."
-        )
-    signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
-    proof = open_proof(path, signer)
-    for text in (*proof.problems, *proof.notes):
+        names = ("signer", "verdict", "sign")
+        refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
+        return RecordedRun(path), [], []
+    if arguments.follow or arguments.print_commands:
+        refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
+    if arguments.verdict is None:
+        refuse_options(arguments, ["sign"], "it signs a verdict, and --verdict is not given")
+    else:
+        check_new_file(arguments.verdict)
+    recorded, problems, notes = open_proof(path, arguments.signer)
+    for text in (*problems, *notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
-    arguments.proof, arguments.ledger = path, proof.recorded.ledger.path
-    return proof
+    arguments.proof, arguments.ledger = path, recorded.ledger.path
+    return recorded, problems, notes
 
 
 def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int | None, list[int]]:
@@ -177,17 +184,12 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
             f"Segments: {', '.join(map(str, there))}."
         )
     is_drawn = not (arguments.only or arguments.follow or count is None or count >= len(there))
-    if not is_drawn and seed is not None:
-        raise SettingError(
-            f"--choose is {seed}, and nothing is chosen: there are {len(there)} segments. Give a "
-            "smaller number with --segments, or leave out --choose."
-        )
     if not is_drawn:
+        refuse_options(arguments, ["choose"], f"there are {len(there)} segments, and all run")
         return None, arguments.only or there
     seed = SystemRandom().randrange(10**6) if seed is None else seed
-    if arguments.proof is not None:
-        return seed, choose_segments(arguments.proof, seed, there, count)
-    return seed, sorted(Random(seed).sample(there, count))  # noqa: S311 - it can be repeated
+    file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]
+    return seed, choose_segments(file, seed, there, count)
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
@@ -231,7 +233,7 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
     columns: list[Column[CheckedSegment]] = [
         Column("segment", lambda own: str(own.number), is_number=True),
         Column("steps", lambda own: f"{own.first:,} to {own.last:,}"),
-        Column("verdict", lambda own: own.verdict, has_meaning=True),
+        Column("verdict", attrgetter("verdict"), meaning=attrgetter("verdict")),
         Column("first difference", lambda own: own.where),
     ]
     lines = [line for text in report.problems for line in wrap(printable(text))]
@@ -252,7 +254,7 @@ def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
         f"({share:.1%} of {pluralize(report.last_step, 'step')}) are what the program computes."
     )
     if report.problems and not report.checked:
-        verdict = "different: the proof does not hold, so nothing was run; --anyway runs it."
+        verdict = "different: the proof does not hold, so nothing was run."
     if report.verdict == "equal" and report.missed:
         verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
     verdict = f"{verdict} {describe_varying(report.varying_ops)}".rstrip()

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_d9m.text import pluralize, printable
-from lightning_d9m.tools.output.columns import print_result
-from lightning_d9m.tools.output.terminal import make_table, render, style, terminal_width
+from lightning_d9m.tools.output.columns import Column, format_table, print_result
+from lightning_d9m.tools.output.terminal import terminal_width
 
 if TYPE_CHECKING:
     from lightning_d9m.engine.control.doctor import CheckResult
@@ -51,15 +51,16 @@ def _list_lines(findings: Sequence["CheckResult"]) -> list[str]:
     """Return a table of findings: a mark, then what was found, why it matters and the fix."""
     encoding = sys.stdout.encoding or "ascii"
     marks = _MARKS if "✓".encode(encoding, "ignore") else _ASCII_MARKS
-    rows = [
-        (
-            style(finding.status, marks[finding.status]),
-            "\n".join(filter(None, [
-                printable(f"{finding.name}: {finding.found}"),
-                finding.reason,
-                finding.fix and f"Fix: {finding.fix}",
-            ])),
-        )
-        for finding in findings
-    ]  # fmt: skip
-    return render(make_table(["", ""], rows), terminal_width()).splitlines()
+    columns = (
+        Column["CheckResult"]("", lambda own: marks[own.status], meaning=lambda own: own.status),
+        Column["CheckResult"]("", _describe),
+    )
+    width = terminal_width()
+    return format_table(columns, findings, width, plain=False, wraps=True).splitlines()
+
+
+def _describe(finding: "CheckResult") -> str:
+    """Return what was found, why it matters and the fix, a line each."""
+    found = printable(f"{finding.name}: {finding.found}")
+    fix = finding.fix and f"Fix: {finding.fix}"
+    return "\n".join(filter(None, [found, finding.reason, fix]))

@@ -1,8 +1,8 @@
 """``d9m locate``: run a command several times and narrow down where its runs diverge.
 
 Two runs train in turns, are compared step by step, and end at the first step that differs. The
-step is then run again from the last checkpoint before it, with probes of its modules and of the
-operations of the module. Environment variables control the runs, so the program is not edited. A
+step is then run again from the last checkpoint before it, with probes of its modules and
+operations. Environment variables control the runs, so the program is not edited. A
 divergence that does not occur again in a narrower look is reported as far as it was narrowed down.
 """
 
@@ -10,10 +10,11 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from lightning_d9m.engine.control.settings import RECORD_SAVES
-from lightning_d9m.engine.ledger.differences import Divergence
+from lightning_d9m.engine.ledger.differences import Divergence, describe_varying
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, printable
@@ -24,10 +25,10 @@ from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
 from lightning_d9m.tools.locate.runner import Runner, RunPair
 from lightning_d9m.tools.locate.search import Search, SearchResult, describe_place
-from lightning_d9m.tools.output.columns import print_result
+from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.comparison_text import format_field, list_one_sided
 from lightning_d9m.tools.output.repeat_text import describe_power
-from lightning_d9m.tools.output.terminal import make_table, measure, print_lines, render, wrap
+from lightning_d9m.tools.output.terminal import print_lines, wrap
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ _MOST_SUSPECTS = 5
 _INDENT = " " * 10
 _MOST_ULPS = 2**16
 _EXAMPLES = 3
+_EXAMPLE_COLUMNS = [
+    Column[tuple[str, str, str]](title, itemgetter(number))
+    for number, title in enumerate(("index", "reference", "this run"))
+]
 _PAIR = 2
 # A line of the program, with its file's path, is shown in full.
 _LONGEST = 400
@@ -126,6 +131,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         # What is certain was found: the advice to look for it would not help.
         if found.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.advice)
+    yield from wrap(describe_varying(found.varying_ops)) if found.varying_ops else ()
     for number, look in enumerate(found.looks):
         yield from _label("" if number else "looks", look)
 
@@ -261,6 +267,5 @@ def _describe_magnitude(found: "Magnitude", *, verbose: bool) -> Iterator[str]:
         rows.append((str(list(at)), repr(expected), repr(actual)))
         if verbose:
             rows.append(("", expected.hex(), actual.hex()))
-    table = make_table(("index", "reference", "this run"), rows)
-    for line in render(table, measure(table), plain=True).splitlines():
+    for line in format_table(_EXAMPLE_COLUMNS, rows).splitlines():
         yield f"{_INDENT}{line}"

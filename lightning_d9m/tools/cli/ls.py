@@ -190,5 +190,5 @@ def _list_columns(rows: Sequence[RunRow]) -> list[Column[RunRow]]:
             "commit",
             lambda row: escape((row["git_commit"] or "")[:_COMMIT]) + "*" * bool(row["git_dirty"]),
         ),
-        Column("verdict", describe_verdict, has_meaning=True),
+        Column("verdict", describe_verdict, meaning=describe_verdict),
     ]

@@ -4,36 +4,42 @@ import argparse
 import sys
 
 from lightning_d9m.ops.patches.catalog.catalog import OPS, Op, search_op
-from lightning_d9m.tools.output.columns import print_result
-from lightning_d9m.tools.output.terminal import make_table, measure, render, style, terminal_width
+from lightning_d9m.tools.output.columns import Column, format_table, print_result
+from lightning_d9m.tools.output.terminal import terminal_width
 
 ARGUMENTS = """
 name:NAME?  print all facts about this op; a name in torch's message, or a part of it, finds it, too
 --json  print JSON
 """
 EXAMPLE = "d9m ops index_add_"
+_COLUMNS = (
+    Column[Op]("op", lambda op: op.name),
+    Column[Op]("status", lambda op: op.status, meaning=lambda op: op.status),
+    Column[Op]("instead, or why not", lambda op: op.instead or op.reason),
+)
+_FACTS = (
+    Column[tuple[str, str]]("", lambda fact: f"{fact[0]}:"),
+    Column[tuple[str, str]]("", lambda fact: fact[1]),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the catalog, or one entry of it."""
-    # In a pipe, each row is one line.
+    # In a pipe, each row of the catalog is one line.
     on_terminal = sys.stdout.isatty()
     steps = []
     if arguments.name is None:
         records: object = [op.as_record() for op in OPS]
-        table = make_table(
-            ["op", "status", "instead, or why not"],
-            [(op.name, style(op.status), op.instead or op.reason) for op in OPS],
-        )
-        width = terminal_width(200) if on_terminal else measure(table)
+        width = terminal_width(200)
+        table = format_table(_COLUMNS, OPS, width, plain=False, wraps=on_terminal)
         if on_terminal:
             steps = [("d9m ops NAME", "prints all facts about an op")]
     else:
         op = search_op(arguments.name)
         facts = [("name", op.name), ("status", op.status), *list_op_facts(op)]
         records, width = op.as_record(), terminal_width()
-        table = make_table(["", ""], [(f"{label}:", text) for label, text in facts])
-    lines = render(table, width).splitlines()
+        table = format_table(_FACTS, facts, width, plain=False, wraps=True)
+    lines = table.splitlines()
     print_result(arguments.format, records, lines, steps=steps)
     return 0
 

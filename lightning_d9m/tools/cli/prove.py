@@ -3,12 +3,16 @@
 import argparse
 from pathlib import Path
 
-from lightning_d9m.errors import SettingError
+from msgspec.structs import asdict
+
+from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.text import printable
+from lightning_d9m.tools.cli.arguments import check_new_file
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
-from lightning_d9m.tools.proof.statement import check_new_file, make_proof, write_statement
+from lightning_d9m.tools.proof.statement import write_statement
+from lightning_d9m.tools.proof.training import TRAINING, make_proof
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
@@ -16,8 +20,8 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 -o, --output FILE  the proof to write (default: proof.json)
 --model FILE ...  a file with the final weights, which the proof is about, too; may be given
     several times
---key FILE  private key (PEM, of an elliptic curve) that signs the proof, in FILE.sig beside it
-| --sigstore  sign it without a key, as a person or a job that Sigstore knows
+--sign METHOD  how model_signing signs the proof, in its words, such as "key --private_key FILE", or
+    sigstore; the signature is FILE.sig beside it
 --json  print the result as one JSON object
 """
 EXAMPLE = "d9m prove logs/d9m/fit-000 --model model.ckpt -o proof.json"
@@ -33,33 +37,29 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         LedgerError: If the ledger cannot be read, or the proof cannot be written.
-        SettingError: If the proof exists, the run has not finished, something has changed since, or
-            the key cannot be used.
+        SettingError: If the proof exists, the run has not finished, a model is not its result, or
+            the method cannot be used.
     """
     output: Path = arguments.output
     check_new_file(output)
-    recorded = RecordedRun(arguments.ledger)
-    proof = make_proof(recorded, arguments.model, output.absolute().parent)
-    write_statement(proof, output)
-    predicate = proof["predicate"]
-    program, packages = len(predicate["run"]["files"]), len(predicate["packages"])
+    recorded, folder = RecordedRun(arguments.ledger), output.absolute().parent
+    names, proof = make_proof(recorded, arguments.model, folder)
+    write_statement(output, TRAINING, {name: hash_file(folder / name) for name in names}, proof)
+    program = proof.run["sources"]["program"]
     lines = [
-        f"files that it is about: {len(proof['subject'])}",
-        f"files of the program: {program}; packages: {packages}",
+        f"files that it is about: {len(names)}",
+        f"files of the program: {len(program)}; packages: {len(proof.packages)}",
         "It does not commit to:",
-        *(f"  {own['what']}: {own['why']}" for own in predicate["uncommitted"]),
+        *(f"  {what}: {why}" for what, why in proof.uncommitted.items()),
+        *(f"  package {name}: {why}" for name, why in proof.unread.items()),
     ]
     facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": None}
-    if arguments.key is not None or arguments.sigstore:
-        try:
-            facts["signature"] = str(sign(output, arguments.key))
-        except SettingError:
-            output.unlink()  # as if nothing had been done
-            raise
-        lines.append(f"signature: {facts['signature']}")
+    if arguments.sign is None:
+        lines.append("It is not signed: give --sign.")
     else:
-        lines.append("It is not signed: give --key or --sigstore.")
+        facts["signature"] = sign(output, arguments.sign)
+        lines.append(f"signature: {facts['signature']}")
     shown = [line for text in lines for line in wrap(printable(text))]
     verdict = f"{output} commits to {recorded.ledger.path} and what decided its result."
-    print_result(arguments.format, {**facts, **predicate}, shown, verdict)
+    print_result(arguments.format, {**facts, **asdict(proof)}, shown, verdict)
     return 0

@@ -12,7 +12,7 @@ The user's program is not changed: variables control the callback in it or the r
 import argparse
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,7 @@ from typing import Any
 
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
-from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING
-from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, LAST_BITS, POINTS
+from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, POINTS
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
@@ -64,8 +63,6 @@ ARGUMENTS = f"""
 | --processes P,P,...  numbers of processes, such as 1,2,4: run once on each, started as torchrun
     starts them; a command that contains {{processes}} starts them itself
 | --interrupt  resume from checkpoints at several points of a run, and compare with that run
---last-bits  change the last bit of each weight at the beginning of all runs but the first, to see
-    what noise does; the runs then differ. For d9m compare --noise
 --allow-objects  with --interrupt: resume also from checkpoints that hold Python objects, as
     fit(..., weights_only=False) does
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
@@ -129,8 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
             except CommandError as error:
                 before = f" (run {number - 1} succeeded)" if made else ""
                 raise CommandError(f"In {title}{before}: {error}") from error
-        if arguments.last_bits:
-            _check_last_bits(made)
         printed = "" if arguments.processes else compare_printed(output)
         report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
     report.print_out(arguments.format, verbose=arguments.verbose)
@@ -152,10 +147,8 @@ def _plan_runs(
     elif arguments.processes is None:
         runs = arguments.runs or _FEWEST_RUNS
         for number in range(1, runs + 1):
-            changed = number > 1 and arguments.last_bits
-            changes = {LAST_BITS: str(number - 1)} if changed else {}
             saves = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
-            yield f"run {number} of {runs}", None, {"variables": changes | saves}
+            yield f"run {number} of {runs}", None, {"variables": saves}
     else:
         counts = arguments.processes
         starts_itself = any(_PLACEHOLDER in word for word in argv)
@@ -168,24 +161,7 @@ def _plan_runs(
             yield title, count, {"command": command, "processes": processes, "variables": threads}
 
 
-def _check_last_bits(runs: Mapping[int, Run]) -> None:
-    """Raise if a run did not change the last bits of weights."""
-    for number, run in runs.items():
-        for name, ledger in run.fits.items():
-            is_changed_fit = number > 1 and name.startswith("fit-")
-            if is_changed_fit and LAST_BITS_SETTING not in ledger.header.settings:
-                raise CommandError(
-                    f"The training of {ledger.path} left the last bits of its weights alone: "
-                    "--last-bits needs a Trainer of Lightning with DeterminismCallback."
-                )
-
-
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.last_bits and (arguments.portable or arguments.processes or arguments.interrupt):
-        raise SettingError(
-            "--last-bits is given with --portable, --processes or --interrupt, whose runs should "
-            "be equal. Leave one of them out."
-        )
     if arguments.allow_objects and not arguments.interrupt:
         raise SettingError(
             "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "

@@ -19,18 +19,16 @@ from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
 from lightning_d9m.text import describe_moment, describe_names, pluralize
-from lightning_d9m.tools.cli.arguments import list_given, whole_number
+from lightning_d9m.tools.cli.arguments import SIGNER, refuse_options, whole_number
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap_on_terminal
 
-ARGUMENTS = """
+ARGUMENTS = f"""
 checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
     .safetensors) or under the key state_dict; or a verdict of d9m check (.json)
 ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists); or
     the proof that the verdict is on
---public-key FILE  the key (PEM) whose signature the verdict must have
-| --identity TEXT  the person or job whose signature by Sigstore the verdict must have
---provider URL  the service that confirms the identity
+{SIGNER.strip()}
 --choose SEED  the number with which the segments of the verdict must have been chosen
 --allow-objects  also load Python objects, which can run code from the file: use it only for files
     that you trust
@@ -52,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         LedgerError: When the ledger that was named cannot be read.
     """
     path: Path = arguments.checkpoint
-    _check_options(arguments)
     if not path.exists():  # before the imports, which take seconds
         raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
     if path.is_dir():
@@ -63,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if path.suffix == ".json":
         return _verify_verdict(arguments)
+    refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
     from lightning_d9m.integrations.lightning.resume.saved_run import read_state
     from lightning_d9m.integrations.lightning.saved_state import check_checkpoint, load_checkpoint
 
@@ -101,26 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise a ``SettingError`` if options for a verdict are given with a checkpoint."""
-    path, names = arguments.checkpoint, ("public_key", "identity", "provider", "choose")
-    given = list_given(arguments, names)
-    if given and path.suffix != ".json":
-        raise SettingError(f"{given[0]} is for a verdict of d9m check, and {path} is not one.")
-
-
 def _verify_verdict(arguments: argparse.Namespace) -> int:
-    from lightning_d9m.tools.proof.verification import Signer, check_verdict
+    from lightning_d9m.tools.proof.verification import UNSIGNED, check_verdict
 
     path, proof = arguments.checkpoint, arguments.ledger
     if proof is None:
         raise SettingError(f"Name the proof that {path} is on: d9m verify {path} proof.json")
-    signer = Signer(arguments.public_key, arguments.identity, arguments.provider)
-    problems = check_verdict(path, proof, signer, arguments.choose)
-    lines = [signer.note] if signer.note else []
+    problems = check_verdict(path, proof, arguments.signer, arguments.choose)
     facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "problems": problems}
-    said = f"{path} is a verdict that {proof} holds."
-    lines = [*(problems or [said]), *lines]
+    lines = [
+        *(problems or [f"{path} is a verdict that {proof} holds."]),
+        *([] if arguments.signer else [UNSIGNED]),
+    ]
     print_result(arguments.format, facts, wrap_on_terminal(lines))
     return int(bool(problems))
 

@@ -5,7 +5,7 @@ differs is the nearest to the cause, and the kinds that are equal before it rule
 This module imports torch only to look up an operation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_d9m.engine.ledger.differences import KIND_OF_GROUP, Divergence
@@ -158,6 +158,10 @@ change that.
 Advice: Look at the values that the line gets from NumPy, the clock, a file, another thread, or a
 kernel that torch does not see.
 
+number: value from outside torch
+A number that an operation gets differs, although no recorded operation computed it.
+Advice: Look for the values that the line gets from NumPy, the clock, a file, or another thread.
+
 op ...
 An operation gave different outputs, while everything recorded before it is equal.
 
@@ -226,7 +230,7 @@ _GROUP_NAMES = {
     "optimizers": "optimizer state",
     "schedulers": "scheduler state",
 }
-UNINITIALIZED, OUTSIDE = _CAUSES["empty"], _CAUSES["outside"]
+UNINITIALIZED, OUTSIDE, OUTSIDE_NUMBER = (_CAUSES[name] for name in ("empty", "outside", "number"))
 # By the group of the initial digests.
 _INITIAL = {
     "weights": "initial weights",
@@ -257,9 +261,33 @@ _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
 def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
-    """Return the divergences of the ranks that diverge first, all at the same place."""
+    """Return the divergences of the ranks that diverge first, all at the same place.
+
+    Of operations, those of the module in which the values of modules differ first count: the
+    program may compute more in the step that differs, and is not the cause.
+    """
     found = comparison.divergences
+    # Values of modules come first, operations second: a module whose input or output differs is
+    # part of the computation, while an operation may compute what nothing reads.
+    modules = sorted(_select_ops(found, None), key=lambda entry: entry.when)
+    if modules and modules[0].moment == "batch":
+        own = _select_ops(found, name_module(modules[0]))
+        found = sorted(own, key=lambda entry: entry.when)
     return tuple(entry for entry in found if entry.when == found[0].when)
+
+
+def _select_ops(found: Iterable[Divergence], module: str | None) -> Iterator[Divergence]:
+    """Yield what is left of divergences with the operations of a module; None for no operations."""
+    for own in found:
+        places = [
+            place
+            for place in own.places
+            if place.kind != "op"
+            or module == ROOT
+            or (module and f"{module_of(place.kind, place.name)}.".startswith(f"{module}."))
+        ]
+        if places:
+            yield replace(own, places=places)
 
 
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:

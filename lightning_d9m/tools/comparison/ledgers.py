@@ -11,6 +11,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lightning_d9m.engine.ledger.command import SEEDED, SEGMENT
 from lightning_d9m.engine.ledger.differences import (
     KIND_OF_GROUP,
     PROBE_SETTINGS,
@@ -43,10 +44,8 @@ from lightning_d9m.engine.ledger.keys import (
     record_key,
     record_place,
 )
-from lightning_d9m.engine.ledger.kinds import ENDS
+from lightning_d9m.engine.ledger.kinds import ENDS, STATE, STEP
 from lightning_d9m.engine.ledger.stack import (
-    SEEDED,
-    SEGMENT,
     SHARDED_PARAMETERS,
     are_portable,
     same_logical_ranks,
@@ -184,9 +183,10 @@ class RankComparison:
                 side.first_place = side.first_place or f"{escape(name)} in {found.where}"
         if differing and self.trained_alike:
             self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
-        if differing and self.divergence is None:
+        if differing and _is_earlier(found, self.divergence):
             self.divergence = found.keep(self.rank)
-        if differing and self.trained is None and not EVALUATED.issuperset(found.by_kind):
+        is_trained = differing and not EVALUATED.issuperset(found.by_kind)
+        if is_trained and _is_earlier(found, self.trained):
             self.trained = found.keep(self.rank)
 
     def as_json(self) -> dict[str, object]:
@@ -213,6 +213,18 @@ class RankComparison:
         """True if both files have the same contents."""
         differing = self.differing or self.differing_places
         return not (differing or self.expected.alone or self.actual.alone)
+
+
+def _is_earlier(found: Divergence, known: Divergence | None) -> bool:
+    """Return whether a difference takes the place of the first one that is known.
+
+    The record of the state after a step comes before the probes of the batch that begins with this
+    state, and these show each entry of it, as in a run that has no such record.
+    """
+    if known is None:
+        return True
+    begins = found.moment == "batch" and found.kind in STATE and not found.call
+    return begins and known.moment == STEP and known.step == found.step
 
 
 @dataclass(frozen=True, slots=True)

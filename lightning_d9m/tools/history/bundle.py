@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
 
 import msgspec
 
@@ -31,6 +31,7 @@ from lightning_d9m.version import __version__
 LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 _MANIFEST = "bundle.json"
+CAPSULE_FACTS = "capsule.json"
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.jsonl", re.ASCII)
 _CONTEXT = 5
 _EXCERPT = re.compile(r"\S.*\.py, line \d+:")
@@ -272,6 +273,14 @@ def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
 
 # Raised by methods of compression, or if it is encrypted or nested too deeply (RuntimeError).
 _DAMAGE = (BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
+
+
+def is_capsule(path: Path) -> bool:
+    """Return whether a file is an archive with one step of a run; see ``capsule.py``."""
+    if not path.is_file() or not is_zipfile(path):
+        return False
+    with ZipFile(path) as archive:
+        return CAPSULE_FACTS in archive.namelist()
 
 
 @contextmanager

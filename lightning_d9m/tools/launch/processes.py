@@ -229,17 +229,16 @@ def run_once(
     ranks = [{}] if processes is None else make_rank_variables(processes)
     logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
     environment = _make_environment(folder) | dict(variables)
-    failed: tuple[int, int | None] | None = None
-    left: dict[int, str] = {}
+    failed, left = None, dict[int, str]()
     with progress:
         with running_processes() as (tree, received):
             for log, own in zip(logs, ranks, strict=True):
                 tree.start(command, working_folder, log, environment | own)
-            failed = _wait(tree, received, timeout, progress.tick, killed_when)
-            if failed is None and not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+            statuses = _wait(tree, received, timeout, progress.tick, killed_when)
+            if statuses is not None and any(status != 0 for status in statuses):
+                failed = _find_failure(tree, statuses, logs)
+            elif not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
                 left = tree.find_descendants()
-            elif failed is not None and failed[1] is not None and len(logs) > 1:
-                failed = _find_first(tree, logs)
         if left:
             _report_left(left)
         if failed is not None:
@@ -344,42 +343,33 @@ def run_beside(
         CommandError: If the command does not start.
     """
     logs = [folder / "output.log" for folder in folders]
-    environments = [
-        _make_environment(folder) | dict(own)
-        for folder, own in zip(folders, variables, strict=True)
-    ]
-    start, is_late, killed = _read_clock(), False, False
     with _Turns(folders) as turns, progress, running_processes() as (tree, received):
+
+        def start(number: int) -> None:
+            environment = _make_environment(folders[number]) | dict(variables[number])
+            tree.start(command, None, logs[number], environment)
+
+        def tick(passed: float) -> None:
+            first, *second = tree.leaders
+            if second:
+                turns.change(tree.leaders)
+            elif first.poll() is not None or turns.may_begin(first):
+                start(1)
+            progress.tick(passed)
+
+        start(0)
+        limit = None if timeout is None else 2 * timeout
         try:
-            tree.start(command, None, logs[0], environments[0])
-            while not received and not killed:
-                time.sleep(_TICK_SECONDS)
-                first = tree.leaders[0]
-                if not tree.leaders[1:] and (first.poll() is not None or turns.may_begin(first)):
-                    tree.start(command, None, logs[1], environments[1])
-                passed = _read_clock() - start
-                is_late = timeout is not None and passed > 2 * timeout
-                killed = killed_when() or is_late
-                if len(tree.leaders) > 1:
-                    if all(leader.poll() is not None for leader in tree.leaders):
-                        break
-                    turns.change(tree.leaders)
-                progress.tick(passed)
-            statuses = [leader.poll() for leader in tree.leaders]
+            found = _wait(tree, received, limit, tick, killed_when, ends_at_failure=False)
         finally:
             for leader in tree.leaders:
                 _send(leader, signal.SIGCONT)  # a stopped process does not end
-            if killed:
-                tree.kill()
-    if is_late:
-        statuses = [None] * len(folders)
-    elif killed:
-        return [None, None]
+    statuses = [*(found or ()), 0, 0]  # one that was killed, or had not begun, has not failed
     return [
         CommandError(_describe_failure(command, 0, status, logs=[log], timeout=timeout))
-        if log.exists() and (status or (status is None and timeout is not None))
-        else None  # also of one that had not begun
-        for status, log in zip(statuses, logs, strict=True)
+        if status != 0
+        else None
+        for log, status in zip(logs, statuses, strict=False)
     ]
 
 
@@ -446,10 +436,14 @@ def _wait(
     timeout: float | None,
     tick: Callable[[float], None],
     killed_when: Callable[[], bool],
-) -> tuple[int, int | None] | None:
-    """Wait until all processes have ended, or one has failed; return its number and exit status.
+    *,
+    ends_at_failure: bool = True,
+) -> list[int | None] | None:
+    """Wait until the leaders have ended, or one has failed, or for ``timeout`` seconds.
 
-    After a signal to this process nothing has failed: the signal is raised later.
+    Returns:
+        The exit status of each, None for one that still runs. None in place of all if they were
+        killed, or after a signal to this process, which is raised later: nothing has failed then.
     """
     start = _read_clock()
     while not received:
@@ -457,19 +451,16 @@ def _wait(
         for leader in running:
             with suppress(subprocess.TimeoutExpired):
                 leader.wait(_TICK_SECONDS / len(running))
+        passed = _read_clock() - start
+        tick(passed)  # it may start another one
         statuses = [leader.poll() for leader in tree.leaders]
         if killed_when():
             tree.kill()
             return None
-        for number, status in enumerate(statuses):
-            if status:
-                return number, status
-        if None not in statuses:
-            return None
-        passed = _read_clock() - start
-        if timeout is not None and passed > timeout:
-            return statuses.index(None), None
-        tick(passed)
+        has_failed = ends_at_failure and any(statuses)
+        is_late = timeout is not None and passed > timeout
+        if has_failed or is_late or None not in statuses:
+            return statuses
     return None
 
 
@@ -489,10 +480,11 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
     environment = _make_environment(folder) | dict(variables)
     with running_processes(pressed=pressed) as (tree, received):
         tree.start(command, None, None, environment)
-        failed = _wait(tree, received, None, lambda _: None, lambda: False)
-    if failed is not None and pressed:
+        statuses = _wait(tree, received, None, lambda _: None, lambda: False)
+    status = 0 if statuses is None else statuses[0] or 0
+    if status and pressed:
         raise KeyboardInterrupt
-    return 0 if failed is None else failed[1] or 0
+    return status
 
 
 def run_jobs(
@@ -525,12 +517,17 @@ def run_jobs(
                     note(log, job.returncode)
 
 
-def _find_first(tree: ProcessTree, logs: Sequence[Path]) -> tuple[int, int | None]:
-    """Return the failure that came first; others may fail shortly after, because of it.
+def _find_failure(
+    tree: ProcessTree, statuses: Sequence[int | None], logs: Sequence[Path]
+) -> tuple[int, int | None]:
+    """Return the process that failed first, or else one that still runs, and its exit status.
 
-    The process that failed first wrote to its log before the others.
+    Others may fail shortly after, because of it. It wrote to its log before them.
     """
-    tree.wait(_SETTLE_SECONDS, lambda: False)
+    if not any(statuses):
+        return statuses.index(None), None
+    if len(logs) > 1:
+        tree.wait(_SETTLE_SECONDS, lambda: False)
     failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
     first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
     return first, tree.leaders[first].poll()

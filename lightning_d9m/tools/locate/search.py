@@ -4,19 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_d9m.engine.ledger.differences import Divergence, name_value
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, ROOT, STATE, WRITTEN, describe_batch
+from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops, name_value
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, STATE, WRITTEN, describe_batch
 from lightning_d9m.errors import CommandError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
     OUTSIDE,
+    OUTSIDE_NUMBER,
     UNINITIALIZED,
     Cause,
     earliest_divergences,
     find_cause,
     find_rank_cause,
     kind_of_place,
-    name_module,
 )
 from lightning_d9m.tools.comparison.ledgers import (
     compare_ledgers,
@@ -32,7 +32,7 @@ from lightning_d9m.tools.locate.outside import (
     find_reads,
     list_generators,
 )
-from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair, escape_name
+from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
@@ -44,13 +44,17 @@ if TYPE_CHECKING:
     from lightning_d9m.tools.locate.op_evidence import OpFinding
 
 _FIRST = "steps of the epoch"
-_SECOND = "modules of the step"
-_OPERATIONS = "operations of "
+_OPERATIONS = "operations of the step"
+_MODULES = "modules of the step"
 _VALUES = "values"
 _RANK_PROBES = "weight,buffer,optimizer,gradient"
+# All that is cheap to digest at each step, so that the first look names the step. The kinds that a
+# step begins with rule out causes before it; two gradients tell an exchange from the backward pass.
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
-_MODULES = f"{_STEPS},input,output,grad_output"
-_OPS = f"{_MODULES},op"
+_MODULE_PROBES = f"{_STEPS},input,output,grad_output"
+_OP_PROBES = f"{_MODULE_PROBES},op"
+# Of each step and module, whatever the program selects.
+_EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
 _MOST_LINES = 5
 
 
@@ -76,6 +80,7 @@ class SearchResult:
         left: A sentence on files through which a run may have changed later ones.
         agreement: With which of two runs that exist the new runs agree; empty without them.
         writer: What ran when the first place was written; empty if it is not known.
+        varying_ops: Ops that some of the runs allowed although they may vary.
         tries: Most pairs of runs for each look.
     """
 
@@ -94,6 +99,7 @@ class SearchResult:
     left: str = ""
     agreement: str = ""
     writer: str = ""
+    varying_ops: tuple[str, ...] = ()
     tries: int = 1
 
     @property
@@ -118,8 +124,9 @@ class SearchResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
+        varying = {"varying_ops": self.varying_ops} if self.varying_ops else {}
         if self.cause is None:
-            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks}
+            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks} | varying
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude
@@ -150,6 +157,7 @@ class SearchResult:
             "ranks": [entry.rank for entry in self.divergences],
             **place,
             **{name: value for name, value in further.items() if value is not None},
+            **varying,
         }
 
 
@@ -183,7 +191,7 @@ class Search:
         self._tries = tries
         self._gone = False  # whether no pair of a later look differs
         self._found = SearchResult(tries=tries)
-        self._low = 0
+        self._low = 0  # the step at which a segment begins
         self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
         # Checkpoints at which the runs were equal; None until they differ in the first fit.
         self._points: list[SavedPoint] | None = None
@@ -198,7 +206,7 @@ class Search:
         found = self._found
         try:
             if between is None:
-                self._narrow(self._look(WHOLE, probes=_STEPS))
+                self._narrow(self._look(WHOLE, probes=_STEPS, **_EVERYWHERE))
             elif self._note_known(*between):
                 self._narrow(self._look_between(*between))
         except (Exception, KeyboardInterrupt) as error:
@@ -210,6 +218,9 @@ class Search:
             self._find_outside()
         if self._gone:
             found.left = self._runner.files.describe(first_alone=True)
+        ledgers = [ledger for run in self._runner.made for ledger in run.fits.values()]
+        ledgers += (run.ledger for run in between or ())
+        found.varying_ops = list_varying_ops(*(ledger.header for ledger in ledgers))
         return found
 
     def _find_outside(self) -> None:
@@ -243,10 +254,10 @@ class Search:
     def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
         """Run the segment in which two runs part again, and tell with which one that agrees."""
         found = self._found
-        assert found.pair is not None, "the runs differ"
         first = found.divergences[0]
         # They were equal at the end of the epoch before, and, with probes, before the step.
-        equal = first.step if first.moment == "batch" else found.pair.steps_of_epoch(first.epoch)[0]
+        ends = (end for end in expected.epoch_ends if end < first.step)
+        equal = first.step if first.moment == "batch" else max(ends, default=0)
         stop = first.step + 1
         for step, totals in sorted(expected.step_totals.items()):
             if equal < step < stop and step in actual.step_totals:
@@ -262,7 +273,6 @@ class Search:
         ]
         segment = self._choose_segment(first, stop)
         assert segment is not None, "a recorded run is the first fit of its program"
-        self._low = segment.first
         steps = f"{segment.first}:{stop}"
         pair = self._look_at(_FIRST, segment, "", {"probes": _STEPS, "probe_steps": steps})
         counts = [
@@ -289,45 +299,26 @@ class Search:
         return pair
 
     def _narrow(self, pair: RunPair | None) -> None:
-        """Look closer and closer; each look adds to what was found."""
-        if pair is None and self._found.agreement:
-            return
+        """Look closer; each look adds to what was found."""
         if pair is not None and pair.rank_drift is not None:
             self._look_at_ranks(pair, pair.rank_drift)
-            return
-        while pair is not None:
-            pair = self._look_into_step(pair)
-        self._look_at_values()
+        elif pair is not None:
+            self._look_into_step()
+            self._look_at_values()
 
-    def _look_into_step(self, pair: RunPair) -> RunPair | None:
-        """Narrow from a step to its operations; return a pair that diverged in an earlier epoch."""
+    def _look_into_step(self) -> None:
+        """Narrow from a step to its operations, or to its modules."""
         known, found = self._found.cause, self._found.divergences
-        if known is None or not found:
-            return None
+        if known is None or not known.narrows or not found:
+            return
         first = found[0]
-        segment = self._choose_segment(first)
-        self._low = pair.steps_of_epoch(first.epoch)[0] if segment is None else segment.first
-        if not known.narrows and not (first.moment == "final" and first.step > self._low):
-            return None
-        steps = f"{self._low}:{first.step + 1}"
-        seen = self._look(_SECOND, probes=_MODULES, probe_steps=steps)
-        if seen is None:
-            return None
-        if self._found.divergences[0].epoch < first.epoch:
-            return seen
-        if self._found.cause is None or not self._found.cause.narrows:
-            return None
-        # Operations of other modules are left out: the program may compute more there that differs
-        # and is not the cause.
-        first = self._found.divergences[0]
-        module = name_module(first)
-        name = escape_name(module)
-        selection = {} if module == ROOT else {"probe_modules": f"{name},{name}.*"}
         # The validation at the end of an epoch belongs to the epoch's last step.
-        step = first.step - (first.moment in ("epoch", EXCEPTION))
-        steps = f"{step}:{step + 1}"
-        self._look(f"{_OPERATIONS}{module}", probes=_OPS, probe_steps=steps, **selection)
-        return None
+        step = max(0, first.step - (first.moment in ("epoch", EXCEPTION)))
+        probed = {"probe_steps": f"{step}:{step + 1}", "probe_modules": "*"}
+        # One look instead of two, modules first: each costs two starts of the program. But a
+        # race may not come back while each operation is recorded.
+        if self._look(_OPERATIONS, probes=_OP_PROBES, **probed) is None:
+            self._look(_MODULES, probes=_MODULE_PROBES, **probed)
 
     def _choose_segment(self, first: Divergence, stop: int | None = None) -> Segment | None:
         """Return the part of a run that a look at a place needs; None for the whole run.
@@ -342,8 +333,10 @@ class Search:
         if self._points is None:
             return None
         usable = self._points if self._resumes and first.moment != "initial" else []
+        # Before the step, because state that differs where it begins was written in the one before.
         before = [point for point in usable if point.step < max(1, first.step)]
         start = max(before, key=lambda point: point.step, default=None)
+        self._low = 0 if start is None else start.step
         return Segment(start, first.step + 1 if stop is None else stop)
 
     def _look_at_values(self) -> None:
@@ -369,9 +362,10 @@ class Search:
         kind = "rng" if draws else kind_of_place(first)
         if found.magnitude is not None or kind is None or not (self._probes or initial):
             return
-        self._low = first.step if initial else self._low
         # For state, save the step before too: if it differs there, the cause lies elsewhere.
-        start = max(self._low, first.step - 1) if kind in STATE else first.step
+        segment = self._choose_segment(first)
+        begin = first.step if initial else 0 if segment is None else segment.first
+        start = max(begin, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
         name = name_op(first.name) if kind == "op" else first.name
@@ -385,15 +379,20 @@ class Search:
             found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
             return
         found.op = examine_op(at, pair.dumps)
-        inputs_differ = found.op is not None and not found.op.inputs_equal
-        if inputs_differ and found.cause is not None and found.cause.kind == "op":
-            pairs = self._runner.run_pairs(
-                "filled memory", self._tries, segment=self._choose_segment(first), filled=True
-            )
-            differ = any(pair.differs for pair in pairs)
-            runs = f"nothing differs in {2 * self._tries} runs"
-            found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
-            found.cause = OUTSIDE if differ else UNINITIALIZED
+        if found.op is not None and not found.op.inputs_equal:
+            found.cause = self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
+
+    def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> Cause:
+        """Return the cause of inputs that differ although no operation wrote them."""
+        if only_numbers:
+            return OUTSIDE_NUMBER
+        pairs = self._runner.run_pairs(
+            "filled memory", self._tries, segment=self._choose_segment(first), filled=True
+        )
+        differ = any(pair.differs for pair in pairs)
+        runs = f"nothing differs in {2 * self._tries} runs"
+        self._found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
+        return OUTSIDE if differ else UNINITIALIZED
 
     def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
         """Find the step, tensor and index of a drift between ranks that every run has."""
@@ -432,14 +431,14 @@ class Search:
         if not known or not found:
             return not known
         first = found[0]
+        # The values of another place say nothing about this one.
         if stage == _VALUES and _find_again(known[0], first) is None:
             return False
-        module = stage.removeprefix(_OPERATIONS)
-        if module not in (stage, ROOT) and not f"{name_module(first)}.".startswith(f"{module}."):
-            return False  # it entered the module from outside, where no operations are probed
+        # The probed steps end before it: a difference that began after them is another one, unless
+        # the known one was found there, too.
         if first.moment in ("epoch", EXCEPTION):
-            whole = stage == _FIRST or (stage == _SECOND and known[0].moment == first.moment)
-            return stage == _VALUES or (whole and first.epoch <= known[0].epoch)
+            same = (first.moment, first.epoch) == (known[0].moment, known[0].epoch)
+            return stage in (_FIRST, _VALUES) or same
         if first.moment != "batch":
             return stage == _VALUES
         start = int(steps.partition(":")[0])
@@ -455,7 +454,8 @@ class Search:
         except CommandError:
             if segment is None or segment.start is None:
                 raise
-        # As where the resume is refused: the state of the program cannot be saved.
+        # The resume is refused, or the state of the program cannot be saved. The look is made once
+        # more from the beginning, which needs no state.
         self._resumes = False
         self._found.looks.append(f"{stage}: the runs could not resume, so they begin at step 0")
         return self._look_at(stage, replace(segment, start=None), dump, probes)
@@ -482,8 +482,7 @@ class Search:
                 again = _find_again(found.divergences[0], divergences[0])
                 found.looks.append(f"{stage}: {describe_place([again] if again else [])}")
                 return pair
-            seen = bool(found.divergences) and divergences[0].epoch == found.divergences[0].epoch
-            found.cause = find_cause(pair.comparison, batches_seen=seen)
+            found.cause = find_cause(pair.comparison, batches_seen=bool(pair.comparison.probes))
             found.divergences = divergences
             found.ranks = max(1, len(pair.comparison.ranks))
             found.pair, self._first = pair, self._first or pair

@@ -6,14 +6,11 @@ A row is a dataclass, whose fields are its JSON; its columns say how they look i
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lightning_d9m.tools.output.terminal import (
     format_next_steps,
-    make_table,
-    measure,
     print_lines,
-    render,
     style,
     wrap,
 )
@@ -29,13 +26,13 @@ class Column(Generic[Row]):
         title: Its title.
         cell: Returns the cell of a row.
         is_number: Whether its cells end at one place on a terminal.
-        has_meaning: Whether its cells are words that have a color on a terminal.
+        meaning: Returns the word whose color the cell of a row has on a terminal; None for none.
     """
 
     title: str
     cell: Callable[[Row], str]
     is_number: bool = False
-    has_meaning: bool = False
+    meaning: Callable[[Row], str] | None = None
 
 
 def format_table(
@@ -44,29 +41,56 @@ def format_table(
     width: int = 0,
     *,
     plain: bool = True,
+    wraps: bool = False,
     optional: Sequence[str] = (),
 ) -> str:
-    """Return a table as text; where the width is too small, lines are longer and nothing is cut.
+    """Return a table as text, with two spaces between columns; it has no lines.
+
+    No header is shown if all titles are empty.
 
     Args:
         columns: Its columns.
         rows: Its rows.
-        width: The width of the terminal.
+        width: The width of the terminal. Where it is too small, lines are longer and nothing is
+            cut.
         plain: Whether to leave out colors on a terminal too.
+        wraps: Whether cells are wrapped instead where the width is too small.
         optional: Titles of columns that are left out, in this order, until the table fits.
     """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     for left_out in range(len(optional) + 1):
         shown = [column for column in columns if column.title not in optional[:left_out]]
-        cells = [
-            [style(one.cell(row)) if one.has_meaning else one.cell(row) for one in shown]
-            for row in rows
-        ]
-        table = make_table([column.title for column in shown], cells)
-        if measure(table) <= width:
+        has_titles = any(column.title for column in shown)
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=has_titles)
+        for column in shown:
+            justify: Literal["left", "right"] = "right" if column.is_number else "left"
+            table.add_column(column.title, header_style="bold", justify=justify)
+        for row in rows:
+            # rich would take brackets in a str for a style: "weight[bold]".
+            table.add_row(
+                *(
+                    style(one.meaning(row), one.cell(row)) if one.meaning else Text(one.cell(row))
+                    for one in shown
+                )
+            )
+        # A console of the terminal's width would shrink the table to it.
+        if (needed := Console(width=10_000).measure(table).maximum) <= width:
             break
-    for made, column in zip(table.columns, shown, strict=True):
-        made.justify = "right" if column.is_number else "left"
-    return render(table, max(width, measure(table)), plain=plain)
+    width = width if wraps else max(width, needed)
+    console = Console(width=width, highlight=False, force_terminal=False if plain else None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def list_cells(
+    columns: Sequence[Column[Row]], rows: Sequence[Row]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of a table, for a page."""
+    return [own.title for own in columns], [[own.cell(row) for own in columns] for row in rows]
 
 
 def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
@@ -77,8 +101,10 @@ def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -
     | --- | --- |
     | a\|b | 'a\|b' |
     """
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    return markdown_table([column.title for column in columns], cells)
+    titles, cells = list_cells(columns, rows)
+    lines = [titles, ["---"] * len(titles), *cells]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def short(figure: object) -> str:
@@ -90,13 +116,6 @@ def short(figure: object) -> str:
     if isinstance(figure, float):
         return f"{figure:.3g}"
     return "" if figure is None else str(figure)
-
-
-def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of texts in Markdown."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> str:

@@ -36,8 +36,9 @@ from lightning_d9m.tools.comparison.timeline import (
     module_of,
 )
 from lightning_d9m.tools.history.bundle import find_excerpt
+from lightning_d9m.tools.output.columns import list_cells
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.tools.output.repeat_text import RepeatReport, RunRow, list_run_columns
+from lightning_d9m.tools.output.repeat_text import RepeatReport, list_run_columns
 from lightning_d9m.tools.output.terminal import find_command
 from lightning_d9m.version import __version__
 
@@ -146,7 +147,7 @@ def render_page(compared: ComparedRuns) -> str:
         places=places,
         places_left=sum(entry.count for entry in found) - len(places),
         heat=None if comparison.equal else _make_heat_map(timeline, comparison),
-        runs=None if report is None else _list_runs(report.rows),
+        runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
         values=list(_draw_values(timeline, values)),
         keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
         layers=(_LAYER_TITLES, layers) if layers else None,
@@ -200,13 +201,6 @@ def _name_pair(one: Path, other: Path) -> str:
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
     commit = str(program.get("git.commit") or "")
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
-
-
-def _list_runs(rows: Sequence[RunRow]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of the table of runs."""
-    columns = list_run_columns(rows)
-    titles = [column.title for column in columns]
-    return titles, [[column.cell(row) for column in columns] for row in rows]
 
 
 def _list_layers(found: DistanceSeries) -> tuple[list[tuple[str, str, str, str]], str]:

@@ -8,13 +8,14 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.kinds import SAVED
-from lightning_d9m.engine.ledger.stack import LAST_BITS_SETTING, LOGICAL_RANKS
+from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
 from lightning_d9m.tools.launch.run import Run
@@ -33,17 +34,33 @@ from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width,
 
 _VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
+# The beginning of a ledger's name, where it is not that of a fit.
+_OTHER_LEDGERS = {
+    "final": "the final model",
+    "predict": "the prediction",
+    "saved": "the saved files",
+    "test": "the test",
+    "validate": "the validation",
+}
 RunRow: TypeAlias = Mapping[str, Any]
 
 
-def make_run_row(run: int, fit: int, ledger: Ledger, verdict: str, **facts: object) -> RunRow:
+def _name_fits(names: Sequence[str]) -> dict[str, int | str]:
+    """Number the fits of a run, from 1; other ledgers have the beginning of their name."""
+    kinds = {name: name.partition("-")[0] for name in names}
+    fits = [name for name in names if kinds[name] not in _OTHER_LEDGERS]
+    return {**kinds, **{name: number for number, name in enumerate(fits, start=1)}}
+
+
+def make_run_row(run: int, fit: int | str, ledger: Ledger, verdict: str, **facts: object) -> RunRow:
     """Return the row of a fit: its digest of weights, its seed and its last training loss.
 
     The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
 
     Args:
         run: Number of the run, from 1.
-        fit: Number of the fit within the run, from 1.
+        fit: Number of the fit within the run, from 1; of another ledger, such as that of saved
+            files, the beginning of its name.
         ledger: Its ledger.
         verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
         **facts: What distinguishes the run: its label, number of processes, seconds, records.
@@ -90,7 +107,11 @@ def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[C
         columns += [field("seed"), weights, Column("final loss", show_loss)]
         if verbose:
             columns.append(Column("", lambda row: row["loss_hex"] or ""))
-    return [*columns, Column("verdict", lambda row: row["verdict"], has_meaning=True)]
+    return [*columns, Column("verdict", itemgetter("verdict"), meaning=itemgetter("verdict"))]
+
+
+def _describe_ledger(row: RunRow) -> str:
+    return _OTHER_LEDGERS.get(str(row["fit"]), f"fit {row['fit']}")
 
 
 _MISSED = 0.05  # the probability that equal runs leave
@@ -177,7 +198,7 @@ class RepeatReport:
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
         self._fits = len(names)
-        first = runs[1].fits
+        first, fits = runs[1].fits, _name_fits(names)
         self.rows: list[RunRow] = []
         self._compared: list[FitOutcome] = []
         for number, run in runs.items():
@@ -194,7 +215,7 @@ class RepeatReport:
                     records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
                     facts |= {"processes": run.processes, "seconds": run.seconds}
                     facts |= {"records": records}
-                row = make_run_row(number, names.index(name) + 1, ledger, verdict, **facts)
+                row = make_run_row(number, fits[name], ledger, verdict, **facts)
                 self.rows.append(row)
                 if found is not None:
                     self._compared.append(FitOutcome(name, ledger, found, row))
@@ -268,7 +289,7 @@ class RepeatReport:
             failures = f"; {failed} failed" if self._failures else ""
             first = ""
             for entry in self._differing[:1]:
-                fit = f", fit {entry.row['fit']}" if self._fits > 1 else ""
+                fit = f", {_describe_ledger(entry.row)}" if self._fits > 1 else ""
                 first = state_verdict(entry.comparison).removeprefix("different: ")
                 first = f"Run {entry.row['run']}{fit}: {first}"
             which = f"{count} of {runs} runs {verb} from run 1{failures}."
@@ -291,7 +312,7 @@ class RepeatReport:
     def _describe_exceptions(self) -> str:
         """Say of the first fit that an exception ended whether its state there was compared."""
         for entry in (*self._partial, *self._compared):
-            fit = f"fit {entry.row['fit']}" if self._fits > 1 else "the fit"
+            fit = _describe_ledger(entry.row) if self._fits > 1 else "the fit"
             if said := describe_exception(entry.comparison, f"in each run {fit}"):
                 return said
         return ""
@@ -360,9 +381,6 @@ class RepeatReport:
 
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
-        if LAST_BITS_SETTING in entry.ledger.header.settings:
-            step = f"d9m compare BEFORE AFTER --noise {_show_path(self._output)}"
-            return [(step, "tells whether this noise explains a change")]
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and by how much")]
         compared, runs = len(self._runs) - 1, _show_path(self._output)

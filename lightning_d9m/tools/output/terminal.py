@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from lightning_d9m.engine.ledger.folder import Ledger
 
 WIDTH = 80
 _WORDS = {
-    "green": "equal, whole, found, within noise, between records, ok, patched",
-    "bold red": "different, not found, damaged, not comparable, beyond noise, differs, other, "
+    "green": "equal, whole, found, between records, ok, patched",
+    "bold red": "different, not found, damaged, not comparable, differs, other, "
     "invalid, problem, error",
     "bold yellow": "incomplete, warning",
     "red": "no match",
@@ -27,23 +26,6 @@ _WORDS = {
     "bold": "heading",
 }
 _STYLES = {word: style for style, words in _WORDS.items() for word in words.split(", ")}
-
-
-def make_table(titles: Sequence[str], rows: Sequence[Sequence["str | Text"]]) -> "Table":
-    """Return a table without lines, with two spaces between columns.
-
-    No header is shown if all titles are empty.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(titles))
-    for title in titles:
-        table.add_column(title, header_style="bold")
-    for row in rows:
-        # rich would take brackets in a str for a style: "weight[bold]".
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
 
 
 def style(meaning: str, shown: str | None = None) -> "Text":
@@ -76,23 +58,6 @@ def paint(meaning: str, shown: str) -> str:
     with console.capture() as capture:
         console.print(style(meaning, shown), end="")
     return capture.get()
-
-
-def measure(table: "Table") -> int:
-    """Return how many columns of a terminal a table needs."""
-    from rich.console import Console
-
-    return Console(width=10_000).measure(table).maximum
-
-
-def render(table: "Table", width: int, *, plain: bool = False) -> str:
-    """Return a table as text without trailing spaces, in color if standard output is a terminal."""
-    from rich.console import Console
-
-    console = Console(width=width, highlight=False, force_terminal=False if plain else None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def print_lines(lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
 """Files that let a stranger check a result: proofs of trainings, and verdicts on them.
 
-Read ``statement.py`` first.
+Read ``training.py`` first.
 """

@@ -1,69 +1,50 @@
-"""Signatures of statements, by the package ``model-signing`` of OpenSSF.
+"""Signatures of statements, by the command of the package ``model-signing`` of OpenSSF.
 
 A signature is a bundle of Sigstore beside the file, with an envelope (DSSE) that names the file's
-SHA-256, so ``model_signing verify`` accepts it without this package.
+SHA-256. A method is what that command takes between ``sign`` or ``verify`` and the file, so that
+keys, certificates and identities that Sigstore knows can be used as there.
 """
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 from lightning_d9m.errors import SettingError
 
-SUFFIX = ".sig"
-_INSTALL = "Install it: pip install 'lightning-d9m[proof]'"
+# Without the working folder, whose modules Python would import first: it may be the publisher's.
+_COMMAND = """
+import runpy, sys
+sys.path[:] = filter(None, sys.path)
+runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
+"""
 
 
-def sign(path: Path, key: Path | None) -> Path:
-    """Sign a file with a private key (PEM, of an elliptic curve), or without one by Sigstore.
-
-    Returns:
-        The file of the signature, beside the other one.
+def sign(path: Path, method: str) -> str:
+    """Sign a file; return the path of the signature, beside it.
 
     Raises:
-        SettingError: If ``model-signing`` is not installed, or the key cannot be used.
+        SettingError: If ``model-signing`` is not installed, or the method cannot be used.
     """
-    signing, _ = _load()
-    target = path.with_name(path.name + SUFFIX)
-    config = signing.Config()
-    try:
-        if key is None:
-            config.use_sigstore_signer()
-        else:
-            config.use_elliptic_key_signer(private_key=key)
-        config.sign(path, target)
-    except Exception as error:
+    if problem := _run("sign", path, method):
         raise SettingError(
-            f"{path} cannot be signed with {key or 'Sigstore'}: {error}. Give a private key of an "
-            "elliptic curve, such as openssl ecparam -name prime256v1 -genkey -noout makes."
-        ) from error
-    return target
+            f"{path} is written and cannot be signed with {method}: {problem}. Install "
+            "'lightning-d9m[proof]', and give the words of model_signing sign, such as sigstore, "
+            "or with a private key of an elliptic curve: key --private_key FILE."
+        )
+    return f"{path}.sig"
 
 
-def verify(path: Path, key: Path | None, identity: str = "", provider: str = "") -> str:
-    """Return why the signature of a file is not that of a public key, or of an identity.
-
-    Empty if it is. ``provider`` is the address of the service that confirms the identity.
-    """
-    _, verifying = _load()
-    signature = path.with_name(path.name + SUFFIX)
-    if not signature.is_file():
-        return f"{path} has no signature: {signature} is not there."
-    config = verifying.Config()
-    try:
-        if key is None:
-            config.use_sigstore_verifier(identity=identity, oidc_issuer=provider)
-        else:
-            config.use_elliptic_key_verifier(public_key=key)
-        config.verify(path, signature)
-    except Exception:  # noqa: BLE001 - of any library below: nothing but success verifies
-        return f"{signature} is not a signature of {path}, as it is now, by {key or identity}."
-    return ""
+def verify(path: Path, method: str | None) -> list[str]:
+    """Return why the signature of a file is not valid; nothing if it is, or without a method."""
+    problem = _run("verify", path, method) if method else ""
+    return [f"{path}, as it is now, has no valid signature by {method}: {problem}."] * bool(problem)
 
 
-def _load() -> tuple[ModuleType, ModuleType]:
-    try:
-        from model_signing import signing, verifying
-    except ImportError as error:
-        text = f"Signatures need the package model-signing ({error}). {_INSTALL}"
-        raise SettingError(text) from error
-    return signing, verifying
+def _run(verb: str, path: Path, method: str) -> str:
+    """Run the command; return the last line that it prints if it fails."""
+    words = [sys.executable, "-c", _COMMAND, verb, *shlex.split(method)]
+    words += ["--signature", f"{path}.sig", str(path)]
+    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
+    return text.rpartition("\n")[2] if done.returncode else ""

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_d9m.engine.ledger.command import SEEDED
 from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.reader import holds_record
 from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
 from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.engine.ledger.kinds import ENDS
-from lightning_d9m.engine.ledger.stack import SEEDED
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
@@ -319,6 +319,21 @@ def follow_run(
         if recorded.end is not None or is_late:
             return recorded
         time.sleep(_FOLLOW_SECONDS)
+
+
+def remove_links(folder: Path, checked: Sequence[CheckedSegment]) -> bool:
+    """Remove what ``follow_run`` has left in a folder, but for the beginnings of differences.
+
+    Returns:
+        Whether such a one is kept: the run may have removed its own.
+    """
+    kept = {str(own.first) for own in checked if own.verdict != "equal"}
+    for link in folder.glob("*"):
+        if link.name.partition("-")[0] not in kept:
+            shutil.rmtree(link) if link.is_dir() else link.unlink()
+    with suppress(OSError):  # it is not empty, or not there
+        folder.rmdir()
+    return folder.exists()
 
 
 def _link(path: Path, target: Path, before: int | None) -> Path | None:

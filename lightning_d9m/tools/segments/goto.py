@@ -71,14 +71,16 @@ def debug_step(
     return DIFFERS not in reasons
 
 
-def trace_step(recorded: RecordedRun, segment: Segment, runs: Runs) -> Ledger:
-    """Run a segment and record all probes of its last step; return the ledger.
+def trace_step(
+    recorded: RecordedRun, segment: Segment, runs: Runs, *, probes: str = "all"
+) -> Ledger:
+    """Run a segment and record the probes of its last step, all by default; return the ledger.
 
     Raises:
         CommandError: As ``run_segment``.
     """
     step = segment.stop - 1
-    steps = {"LIGHTNING_D9M_PROBES": "all", "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
+    steps = {"LIGHTNING_D9M_PROBES": probes, "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
     options: dict[str, Any] = {"variables": {**recorded.variables, **steps}}
     # The step may be the one that raised an exception.
     options["may_fail"] = recorded.has_failed

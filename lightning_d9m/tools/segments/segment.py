@@ -21,7 +21,14 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import STATE_HASH
-from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, MARK, RESUME
+from lightning_d9m.engine.recording.interruption import (
+    FOLDER,
+    INTERRUPT,
+    MARK,
+    RESUME,
+    SEVERAL,
+    SEVERAL_FITS,
+)
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
@@ -191,7 +198,7 @@ class RecordedRun:
                     elif isinstance(record, Digests | StepDigests) and record.step >= found.step:
                         # Digests are taken after what follows a step, such as the end of an epoch.
                         found.step, found.ends_within = record.step, isinstance(record, Digests)
-                        found.is_provable = STATE_HASH in record.totals
+                        found.is_provable |= STATE_HASH in record.totals
                         if isinstance(record, Digests) and record.moment == "epoch":
                             found.epoch_ends.append(record.step)
         return found
@@ -305,9 +312,15 @@ def run_segment(
     folder = runs.output / name / "segment"
     with file_errors(LedgerError, f"The folder {folder} cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / MARK
+    mark, several = folder / MARK, folder / SEVERAL
     given = {**variables, **segment.variables, FOLDER: str(folder)}
-    run = runs.run(name, title, variables=given, may_fail=True, killed_when=mark.exists, **options)
+
+    def is_over() -> bool:
+        return mark.exists() or several.exists()
+
+    run = runs.run(name, title, variables=given, may_fail=True, killed_when=is_over, **options)
+    if several.exists():
+        raise CommandError(SEVERAL_FITS)
     ledger = find_first_fit(run)
     if not mark.exists():
         ends = () if ledger is None else (ledger.outcome(rank).end for rank in ledger.files)

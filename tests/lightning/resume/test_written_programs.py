@@ -61,6 +61,12 @@ def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_proc
     train(source, tmp_path, 5, accepted_unknown="model.*")
 
 
+@pytest.mark.parametrize(("kind", "word"), [("list", "equal"), ("file", "refused")])
+def test_forks_tell_what_becomes_of_a_program(tmp_path, kind, word):
+    found, error = judge(write(kind, "a module"), tmp_path / "runs", 7)
+    assert found == word, error
+
+
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(sorted(KINDS)),

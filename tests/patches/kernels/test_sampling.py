@@ -70,12 +70,16 @@ def test_far_coordinates_are_reflected_as_torch_reflects_them(corners: bool) -> 
 
 @pytest.mark.parametrize(("dims", "mode"), [(2, 0), (2, 1), (2, 2), (3, 0), (3, 1)])
 def test_sampling_starts_six_kernels_whatever_the_number_of_neighbors(dims, mode) -> None:
-    """One finds the neighbors; an exact sum fills its memory and has three. Inputs are laid out."""
+    """One finds the neighbors; an exact sum fills its memory and has three. Inputs are laid out.
+
+    Four tensors are new, which torch fills if ``fill_uninitialized_memory`` is on.
+    """
 
     class Count(TorchDispatchMode):
-        started = ()
+        started, new = (), 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.new += "empty" in str(func)
             if not (func.is_view or "empty" in str(func)):
                 self.started += (str(func),)
             return func(*args, **(kwargs or {}))
@@ -87,3 +91,4 @@ def test_sampling_starts_six_kernels_whatever_the_number_of_neighbors(dims, mode
             patch.setattr(sampling, name, lambda *_, **__: None)
         sampling._sample_backward(gradient, image, grid, mode, 0, False, (True, True), dims=dims)
     assert counted.started == ("aten.clone.default",)  # of the expanded gradient
+    assert counted.new == 4

@@ -33,9 +33,7 @@ LOADER = "loader"
 """The name of a loader among the objects."""
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
-_MOST_VISITED = 1000
-# Most bytes of one value; a larger one is data of the dataset's own.
-_MOST_BYTES = 2**24
+_MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
 # In a worker each of the first batches is followed by a check, and later those numbered by powers
 # of two.
@@ -209,7 +207,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     if name not in ("", LOADER):  # the objects with attributes in it, those of libraries too
         owners = {
             path: value
-            for path, value in search(owners, depth=_DEPTH, most=_MOST_VISITED)
+            for path, value in search(owners, depth=_DEPTH, most=_MOST_PARTS)
             if hasattr(value, "__dict__")
             and not isinstance(value, _CODE)
             and not _leave_out(path, value)
@@ -219,7 +217,6 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
         copies=not name,
-        most_bytes=_MOST_BYTES if name else None,
         namespaces=bool(name),
     )
 

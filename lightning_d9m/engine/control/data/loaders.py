@@ -250,15 +250,7 @@ class ControlledLoader:
         self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
-        # With in_order=False batches come as workers finish them. torchdata's loaders and older
-        # releases of torch may lack the attribute.
-        if not getattr(loader, "in_order", True):
-            warnings.warn(
-                "A DataLoader has in_order=False, which gives batches as the workers finish them. "
-                "It gives them in order while this run lasts; remove in_order=False.",
-                stacklevel=2,
-            )
-            take_over(loader, "in_order", value=True)
+        self._keep_in_order(loader)
         if loader.num_workers > 0:
             stream.share(persistent=loader.persistent_workers and iterable)
             if loader.persistent_workers:
@@ -276,6 +268,17 @@ class ControlledLoader:
             # torchdata's loader, which then ignores it; this class restores the position.
             take_over(loader, "load_state_dict", bool)
         take_over(loader, "_get_iterator", self._make_iterator)
+
+    def _keep_in_order(self, loader: Any) -> None:
+        # With in_order=False batches come as workers finish them. torchdata's loaders and older
+        # releases of torch may lack the attribute.
+        if not getattr(loader, "in_order", True):
+            warnings.warn(
+                "A DataLoader has in_order=False, which gives batches as the workers finish them. "
+                "It gives them in order while this run lasts; remove in_order=False.",
+                stacklevel=3,
+            )
+            self._control.replacements.replace(loader, "in_order", value=True)
 
     def _make_iterator(self) -> Any:
         """Make an iterator of the loader, which then has our parts; the user's stay in the loader.

@@ -210,7 +210,7 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
         fit: Ordinal of the fit within its process, from 0.
         seed: The base seed.
         created: Time of writing, ISO 8601 in UTC.
-        program: Command, git commit, and whether the source differs from it; see ``ledger.stack``.
+        program: Command, git commit, whether the source differs from it; see ``ledger.command``.
             The last calls that seeded torch's generators before the fit.
         settings: Settings of the session, flat.
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.

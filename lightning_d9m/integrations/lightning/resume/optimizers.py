@@ -1,21 +1,17 @@
 """Gradients, parameters that are trained, groups of optimizers, schedulers of learning rates."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.logged import merge_ranks
-from lightning_d9m.integrations.lightning.resume.part import Fit, Moment, Part, Phase
+from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
 from lightning_d9m.integrations.trainer.trainer_attributes import (
-    Trainer,
     get_logical_steps,
     list_schedulers,
     name_callbacks,
@@ -33,93 +29,45 @@ _OTHER_SCHEDULERS = (
 )
 
 
-_ADDED = (
-    "The program adds to the gradient of {}, with which it stepped before the checkpoint was "
-    "saved, and which the checkpoint lacks. Call zero_grad() between a step and the next backward "
-    "pass."
-)
-
-
-def mark_used_gradients(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Mark the gradients with which a module that optimizes manually steps."""
-    if trainer.lightning_module.automatic_optimization:
-        return
-    for parameter in (own for group in optimizer.param_groups for own in group["params"]):
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
-
-
 class Gradients(Part):
-    """Gradients by the names of their parameters; None for one that a step has used.
+    """Gradients by the names of their parameters; with logical ranks by logical rank, too.
 
-    They are those to which a backward pass after the save adds. Lightning zeroes gradients before
-    the first backward pass of a step; a module that optimizes manually, or overrides
-    ``optimizer_zero_grad``, may keep them. Saving them with every checkpoint would make it larger
-    by the model on each rank. So gradients with which an optimizer has just stepped are left out,
-    because programs zero them next. If a resumed run adds to one, it is refused. With logical ranks
-    they are by logical rank, too.
+    They are those to which a backward pass after the save may add. Lightning zeroes gradients
+    before the first backward pass of a step; a module that optimizes manually, or overrides
+    ``optimizer_zero_grad``, may keep them.
     """
 
     name, restored = "gradients", ("epoch", "batch")
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         trainer, module = self.trainer, self.trainer.lightning_module
-        manual = not module.automatic_optimization
-        accumulates = not manual and lightning_private.accumulates_gradients(trainer)
-        if not (manual or accumulates or not is_of_lightning(module.optimizer_zero_grad)):
+        # Which of them the program zeroes next, nothing tells: all are kept, at the price of a
+        # larger checkpoint. Leaving out those of a finished step needed a watch in each resumed run
+        # that they are not added to, and refused programs that do so.
+        own = not module.automatic_optimization or not is_of_lightning(module.optimizer_zero_grad)
+        if not own and not lightning_private.accumulates_gradients(trainer):
             return {}
         if (logical := get_logical_steps(trainer)) is not None:
             kept: dict[str, Any] = logical.kept.capture()
             return kept
-        found: dict[str, Any] = {}
-        stepping = () if manual or accumulates else trainer.optimizers
-        groups = [group for own in stepping for group in own.param_groups]
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        for name, parameter in module.named_parameters():
-            gradient: Any = parameter.grad
-            if gradient is not None:
-                used = manual and getattr(gradient, "d9m_used", None) == gradient._version  # noqa: SLF001 - of torch
-                left_out = used or id(parameter) in stepped
-                found[name] = None if left_out else gradient.detach().to("cpu", copy=True)
-        return found
+        return {
+            name: parameter.grad.detach().to("cpu", copy=True)
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
-        logical = get_logical_steps(self.trainer)
         if not state:
             return
-        if logical is not None:
+        if (logical := get_logical_steps(self.trainer)) is not None:
             logical.kept.restore(state, logical.block)
-        else:
-            _restore(self.fit, state)
+            return
+        for name, parameter in self.trainer.lightning_module.named_parameters():
+            kept = state.get(name)
+            parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
 
     def select(self, states: list[Any], _rank: int) -> Any:
         return merge_ranks(states)
-
-
-def _restore(fit: Fit, gradients: dict[str, Any]) -> None:
-    """Restore gradients; before a backward pass adds to one that was left out, report it once."""
-    reported: list[str] = []
-    handles: dict[str, Any] = {}
-
-    def check(name: str, parameter: nn.Parameter, stand_in: Tensor, _: Tensor) -> None:
-        handles.pop(name).remove()
-        if parameter.grad is stand_in and bool(stand_in.isnan().any()):  # nothing has zeroed it
-            stand_in.zero_()
-            if not reported:
-                reported.append(_ADDED.format(name))
-                fit.report(reported)
-
-    for name, parameter in fit.trainer.lightning_module.named_parameters():
-        kept = gradients.get(name)
-        parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
-        if kept is None and name in gradients and parameter.requires_grad:
-            # NaN, because in-place operations other than zero_() leave it in place.
-            gradient: Any = torch.full_like(parameter, torch.nan)
-            gradient.d9m_used = gradient._version  # noqa: SLF001 - of torch
-            parameter.grad = gradient
-            # Called before the next gradient is added.
-            handles[name] = parameter.register_hook(partial(check, name, parameter, gradient))
 
 
 class Frozen(Part):

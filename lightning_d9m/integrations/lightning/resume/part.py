@@ -36,7 +36,6 @@ class Fit:
             rate.
         saved: The state that is resumed, by part, until the first batch; without those of ranks if
             the data of this rank are others now.
-        saving: The checkpoint that is being saved.
         before: The state of the parts that a validation changes, before the one that runs.
         inexact: Why the state that is being captured cannot be resumed exactly.
         unknown: The paths of objects that nothing can read: they may have changed.
@@ -54,7 +53,6 @@ class Fit:
         self.tensors = ModelTensors(trainer.lightning_module)
         self.has_begun = False
         self.saved: Mapping[str, Any] = {}
-        self.saving: Mapping[str, Any] = {}
         self.before: Mapping[str, Any] = {}
         self.inexact: list[str] = []
         self.unknown: list[str] = []

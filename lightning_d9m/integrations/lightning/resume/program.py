@@ -26,13 +26,10 @@ from lightning_d9m.engine.state.object_digest import digest_saved
 from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     OPAQUE,
-    equal_bits,
     find_kind,
     is_of_lightning,
-    is_of_program,
 )
-from lightning_d9m.engine.state.plain_data import decode_plain, pack_bytes, unpack_bytes
-from lightning_d9m.engine.state.state import search
+from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.integrations.lightning.resume.logged import list_reset
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.run_facts import name_all
@@ -53,15 +50,13 @@ _read_signature = cache(inspect.signature)
 # Loaders have a control of their own, which reads their datasets and samplers.
 _LOADING = (Dataset, DataLoader, Sampler)
 _MODE = ".training"
-# Most bytes that a rank saves; larger values are left out and reported.
-_LIMIT = 16 * 2**20
 _MISSING_OBJECTS = (
     "The checkpoint holds values of objects that this run lacks, or that take others: {}. Create "
     "them before training starts, as in the run that saved the checkpoint."
 )
 EXPECTED = (
-    "{} changes in the fit, and has no form that a checkpoint could keep, unless the program saves "
-    "and loads it itself, as in on_load_checkpoint."
+    "{} changes in the fit, and has no form that a checkpoint could keep, or is large: the program "
+    "must save and load it itself, as in on_load_checkpoint."
 )
 
 Captured: TypeAlias = dict[str, bytes | None]
@@ -99,7 +94,7 @@ class Program(Part):
         """Return what has changed."""
         self.changes.ignore(self._find_left_out())
         found, unsaved = self.changes.capture()
-        return found | dict.fromkeys([*unsaved, *_find_lost_optimizers(self.trainer)])
+        return found | dict.fromkeys(unsaved)
 
     def capture(self, phase: Phase) -> tuple[Captured, list[str]]:
         skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
@@ -122,9 +117,8 @@ class Program(Part):
             program = {path: own for path, own in program.items() if not path.endswith(_MODE)}
             program |= modes
         self.fit.unknown += unknown
-        kept, reasons = _keep_small(program, self.fit.saving)
-        self.fit.inexact += reasons
-        return kept
+        self.fit.inexact += describe_unsaved(path for path, own in program.items() if own is None)
+        return {path: pack_bytes(own) for path, own in program.items() if own is not None}
 
     def restore(self, state: dict[str, Tensor], _moment: Moment) -> None:
         plain = {
@@ -188,57 +182,11 @@ class Program(Part):
         if path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE):
             return True  # loggers, say: of the Trainer only data are the program's
         if path.startswith(OPTIMIZERS) and isinstance(value, Optimizer):
-            return True  # the one that holds it saves its state
+            return True  # the one that holds it saves its state, which is compared
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
             return True  # ranks hold parts of them
         # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
         return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
-
-
-def _find_lost_optimizers(trainer: Trainer) -> list[str]:
-    """Return the paths of states of optimizers that those which hold them do not save."""
-    found = []
-    for number, own in enumerate(trainer.optimizers):
-        if not is_of_program(type(own)):
-            continue
-        saved = {*map(_find_memory, _list_tensors(own.state_dict()))}
-        for path, inner in search({f"{OPTIMIZERS}{number}]": own}, depth=3):
-            held = _list_tensors([*inner.state.values()]) if isinstance(inner, Optimizer) else []
-            if not saved.issuperset(map(_find_memory, held)):
-                found.append(f"{path}.state")
-    return found
-
-
-def _keep_small(
-    captured: Captured, checkpoint: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return what is saved, as tensors; and why a resume would be inexact.
-
-    Large values are left out if the checkpoint holds their tensors already, saved by a callback.
-    """
-    reasons = describe_unsaved(path for path, data in captured.items() if data is None)
-    found = [(path, data) for path, data in captured.items() if data is not None]
-    kept: dict[str, Tensor] = {}
-    free = _LIMIT
-    own = {name: part for name, part in checkpoint.items() if name != "optimizer_states"}
-    held: list[Tensor] | None = None  # listed for large values only
-    for path, data in sorted(found, key=lambda item: len(item[1])):
-        name = path.rstrip("'")
-        if len(data) <= free:
-            free -= len(data)
-            kept[path] = pack_bytes(data)
-            continue
-        held = _list_tensors(own) if held is None else held
-        tensors = _list_tensors(decode_plain(data))
-        if not tensors or not all(
-            any(equal_bits(one, other.detach().cpu()) for other in held) for one in tensors
-        ):
-            reasons.append(
-                f"{name} changes in the fit, and has {len(data)} bytes, where {_LIMIT} are kept "
-                "for all such values: return it from state_dict() of the callback, the module or "
-                "the optimizer."
-            )
-    return kept, reasons
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:

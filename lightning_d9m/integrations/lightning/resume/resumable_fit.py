@@ -191,7 +191,7 @@ class ResumableFit(Fit):
     def _save(self, checkpoint: dict[str, Any]) -> None:
         trainer = self.trainer
         self.recorder.reduce_loss(trainer)
-        captured = self.capture(checkpoint)
+        captured = self.capture()
         # Log once each reason, and each object that the checkpoint does not hold.
         reasons = (*captured["inexact"], *map(EXPECTED.format, self._program.changes.expected))
         if new := [text for text in reasons if text not in self._told]:
@@ -200,7 +200,8 @@ class ResumableFit(Fit):
         for text in logged:
             rank_zero().rank_zero_info(text)
         self._told.update(new, logged)
-        if captured["position"]["phase"] == "batch":
+        # Of several files in one batch, whatever changes after a later one changes after the first.
+        if captured["position"]["phase"] == "batch" and self._find_late is list:
             self._find_late = remember(
                 self._program,
                 count_logged,
@@ -225,11 +226,8 @@ class ResumableFit(Fit):
             self._save(checkpoint)
         return checkpoint
 
-    def capture(self, checkpoint: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state of this rank by part.
-
-        ``checkpoint`` is what is being saved, which may hold large values already.
-        """
+    def capture(self) -> dict[str, Any]:
+        """Return the state of this rank by part."""
         trainer, cut = self.trainer, self._cut
         if cut:
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.completed
@@ -238,18 +236,16 @@ class ResumableFit(Fit):
             late = [_CUT.format(trained, epoch, name) for name in found]
             return {**cut, "inexact": [*cut["inexact"], *late]}
         phase = find_position(trainer).phase
-        self.saving, self.unknown = checkpoint or {}, []
+        self.unknown = []
         self.inexact = [*self._late] if phase == "batch" else []
         if phase == "validation":
             self.inexact += map(_IN_VALIDATION.format, self._find_validated()[:1])
         # An interrupted validation is run again as a whole.
         before = self.before if phase == "validation" else {}
-        captured = {
+        return {
             name: part.store(before[name] if name in before else part.capture(phase))
             for name, part in self._parts.items()
         }
-        self.saving = {}
-        return captured
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_d9m.engine.state.object_digest import digest_saved
+from lightning_d9m.engine.state.object_digest import digest_saved, digest_together, holds_objects
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
@@ -34,7 +35,8 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
 from lightning_d9m.program import is_of_framework
 
-# The steps in which trained weights are compared by value; later a version tells.
+# The steps in which trained weights are compared by value, and each is tried before; later a
+# version tells.
 _COMPARED_STEPS = 2
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
@@ -135,6 +137,7 @@ class Sandbox:
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
         self._watch: Any = None  # from the first step
+        self._together = Kind(partial(digest_together, leave_out=self._leave_out), compare=are_same)
         self._versions: dict[str, Any] = {}
         self._changing: set[int] = set()
         self._steps: Counter[str] = Counter()  # of training and of each evaluation
@@ -147,7 +150,7 @@ class Sandbox:
         self._records, self._buffers = {}, set()
         if self._ranks == 1:
             return
-        compares = len(self._block) > 1 and self._steps["train"] < _COMPARED_STEPS
+        compares = self._steps["train"] < _COMPARED_STEPS
         if self._watch is None or compares is not self._compares:
             self._compares = compares
             others = self._name_owners()
@@ -158,6 +161,11 @@ class Sandbox:
             )
         else:
             self._watch.refresh(self._watch.find_changed())
+
+    @property
+    def compares(self) -> bool:
+        """True in the first steps, in which weights can be put back, too."""
+        return self._watch is not None and self._compares
 
     def start_backward(self) -> None:
         """Take the versions of the weights, which no backward pass may change."""
@@ -206,7 +214,10 @@ class Sandbox:
             return VERSIONED
         if kind is OPAQUE and any(hasattr(value.__class__, name) for name in QUESTIONS):
             return TOLD
-        return OPAQUE if kind is LONG else kind  # compared in every step
+        if kind is LONG:  # whose objects are not entered
+            plain = DICT if isinstance(value, dict) else ITEMS
+            return self._together if holds_objects(value) else plain
+        return kind
 
     def _read_versions(self) -> dict[str, Any]:
         return {
@@ -218,7 +229,7 @@ class Sandbox:
 
     def _note(self, node: Node, record: _Record) -> None:
         owner, kind = node.owner, node.kind
-        if kind in (OPAQUE, TOLD):
+        if kind in (OPAQUE, TOLD, self._together):
             self._note_opaque(node)
             return
         if kind is VERSIONED and len(self._block) > 1:

@@ -94,12 +94,13 @@ def _scan_blocks(row: Tensor, name: str) -> Tensor:
     scan, join, neutral = _SCANS[name]
     size = len(row)
     if size <= _SCANNED or (row.is_complex() and name == "logcumsumexp"):
-        return scan(row.expand(2, -1), 1)[0]  # as the first of two equal rows
-    blocks = torch.nn.functional.pad(row, (0, -size % _SCANNED), value=neutral)
-    parts = scan(blocks.view(-1, _SCANNED), 1)
+        return scan(torch.stack([row, row]), 1)[0]  # as the first of two equal rows
+    if size % _SCANNED:  # a padding of nothing would copy the row
+        row = torch.nn.functional.pad(row, (0, -size % _SCANNED), value=neutral)
+    parts = scan(row.view(-1, _SCANNED), 1)
     ahead = _scan_blocks(parts[:-1, -1], name)
-    joined = join(parts[1:], ahead.unsqueeze(1))
-    return torch.cat([parts[:1], joined]).flatten()[:size].contiguous()
+    join(parts[1:], ahead.unsqueeze(1), out=parts[1:])
+    return parts.view(-1)[:size]
 
 
 # The scan, the operation that it repeats, and what that operation leaves as it is.
@@ -124,7 +125,7 @@ def histc(
     """
     if not self.is_floating_point() or (bins > 0 and not self.numel() and min <= max):
         return NotImplemented  # integers are counted exactly in any order
-    low, high = _round(min, self.dtype), _round(max, self.dtype)
+    low, high = torch.tensor([min, max], dtype=self.dtype, device="cpu").tolist()
     if bins > 0 and low == high:
         low, high = (float(bound) for bound in torch.stack(torch.aminmax(self)).tolist())
     if low == high:
@@ -132,15 +133,11 @@ def histc(
     require(bins > 0, math.isfinite(low), math.isfinite(high), low <= high)
     values = self.flatten()
     # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
-    span = torch.full((), _round(high - low, self.dtype), dtype=self.dtype, device=self.device)
+    span = torch.full((), high - low, dtype=self.dtype, device=self.device)
     places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
     places = torch.where((values >= low) & (values <= high), places, bins)
     bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
     return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
-
-
-def _round(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments

@@ -103,11 +103,7 @@ def measure_rows(
     try:
         with file_errors(LedgerError, what, "Give a different folder with --output."):
             folder.mkdir(parents=True, exist_ok=True)
-            for line in path.read_text().splitlines() if path.exists() else ():
-                with suppress(ValueError, KeyError, TypeError):  # it was cut
-                    record = json.loads(line)
-                    if record["settings"] == settings:
-                        done[record["row"]["key"]] = record["row"]
+            done |= _read_rows(path, settings)
             log, rows = (folder / "worker.log").open("ab"), path.open("a")
             start, known = time.monotonic(), len(done)
             with StatusLine() as status, log, rows:
@@ -133,6 +129,17 @@ def measure_rows(
         if worker is not None:
             worker.end()
     return [done[row["key"]] for row in plan]
+
+
+def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows that were measured with these settings, by their keys."""
+    done: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # it was cut
+            record = json.loads(line)
+            if record["settings"] == settings:
+                done[record["row"]["key"]] = record["row"]
+    return done
 
 
 class _Worker:

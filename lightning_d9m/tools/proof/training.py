@@ -1,0 +1,204 @@
+"""A proof: one file that commits to everything that decides the result of a training.
+
+It is a statement about files: the ledger, the checkpoints, and models with the final weights.
+docs/proof.md describes what it says. All but the hashes of packages follows from these files, so a
+check makes it again, and compares.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from importlib.metadata import Distribution, packages_distributions
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+
+from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.engine.ledger.format.reader import list_continued
+from lightning_d9m.engine.ledger.format.records import (
+    DIGEST_DIGITS,
+    Checkpoint,
+    Digests,
+    Sources,
+    StepDigests,
+)
+from lightning_d9m.engine.ledger.kinds import COMMITTED, DATA, FINAL, WEIGHTS_HASH
+from lightning_d9m.errors import SettingError
+from lightning_d9m.text import describe_names, escape, pluralize
+from lightning_d9m.tools.segments.segment import RecordedRun
+
+TRAINING = "urn:lightning-d9m:training:1"
+# What pip writes beside the files of a package, and what Python makes of them.
+_NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
+_NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
+_NEVER = {
+    "validation data": "only the batches of training are hashed",
+    "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
+    "its command names",
+}
+
+
+class Training(Struct):
+    """The content of a proof: facts on its files.
+
+    Attributes:
+        run: What follows from the ledger: its header, the ``sources``, and the ``final`` digests.
+        models: The files with the final weights.
+        uncommitted: What the proof does not commit to, and why.
+        packages: SHA-256 of the content of each package that the training has loaded.
+        unread: Packages without one, and why.
+    """
+
+    run: dict[str, Any]
+    models: list[str]
+    uncommitted: dict[str, str]
+    packages: dict[str, str]
+    unread: dict[str, str]
+
+
+def make_proof(
+    recorded: RecordedRun, models: Sequence[Path], folder: Path
+) -> tuple[list[str], Training]:
+    """Return the paths of a run's files from a folder, and what is said of them.
+
+    Args:
+        recorded: The run, which has finished.
+        models: Files that hold its final weights.
+        folder: The folder that has the proof.
+
+    Raises:
+        SettingError: If the run has not finished, or was not recorded for a proof, or a model has
+            other weights.
+    """
+    ledger, points, uncommitted = recorded.ledger, recorded.points, dict(_NEVER)
+    if not recorded.is_finished:
+        raise SettingError(
+            f"The fit of {ledger.path} has not finished, so it has no result to prove. Prove a "
+            "training that ended."
+        )
+    sources, finals = _read_ledger(recorded)
+    for model in models:
+        _check_model(finals[min(finals)], model)
+    if recorded.last_step and any(own.totals[DATA] == _NO_DATA for own in finals.values()):
+        uncommitted["training data"] = "the loop does not pass its batches to a Recorder"
+    if not sources.program:
+        uncommitted["program"] = "it is not in a file"
+    if list_continued(ledger.files[min(ledger.files)]):
+        uncommitted["program before the resume"] = "the proof has that of the resumed run"
+    if missing := [f"step {point.step}" for point in points if not point.is_there]:
+        why = f"removed or replaced since: {describe_names(missing, len(missing))}"
+        uncommitted[pluralize(len(missing), "checkpoint")] = why
+    run = {
+        **ledger.header.as_record(),
+        "sources": sources.as_record(),
+        "steps": recorded.last_step,
+        "checkpoints": [point.step for point in points],
+        "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
+    }
+    # Relative, so that the folder can be published as a whole.
+    files, named = (
+        [os.path.relpath(path.resolve(), folder.resolve()) for path in paths]
+        for paths in (_list_files(recorded), models)
+    )
+    training = Training(run, named, uncommitted, *_hash_packages(sources))
+    return [*dict.fromkeys(files + named)], training
+
+
+def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
+    """Return the record of the program, and the final digests by rank.
+
+    Raises:
+        SettingError: If a state that ends a segment has no SHA-256.
+    """
+    sources, finals, is_committed = None, dict[int, Digests](), True
+    for rank in recorded.ledger.files:
+        follows = False  # a checkpoint, whose state the next record of a step shows
+        with recorded.ledger.open(rank) as reader:
+            for record in reader.read_lines():
+                if isinstance(record, Sources):
+                    sources = record
+                elif isinstance(record, Checkpoint):
+                    follows = True
+                elif isinstance(record, StepDigests):
+                    is_committed &= not follows or record.totals.keys() >= {*COMMITTED}
+                    follows = False
+                elif isinstance(record, Digests) and record.moment == FINAL:
+                    finals[rank] = record
+        is_committed &= rank in finals and finals[rank].totals.keys() >= {*COMMITTED}
+    if sources is None or not is_committed:
+        raise SettingError(
+            f"{recorded.ledger.path} was not recorded for a proof throughout: its digests are "
+            "XXH3, which can be forged. Train with DeterminismCallback(provable=True) or "
+            "LIGHTNING_D9M_PROVABLE=1."
+        )
+    return sources, finals
+
+
+def _check_model(final: Digests, model: Path) -> None:
+    """Raise a ``SettingError`` unless a file holds the weights of a record."""
+    from lightning_d9m.engine.hashing.sha256 import hash_named
+    from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
+
+    weights = find_weights(load_checkpoint(model))
+    names = final.groups.get("weights", {})  # a model has buffers, too
+    found = hash_named({name: weights.get(name) for name in names})
+    if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
+        raise SettingError(
+            f"{escape(str(model))} does not hold the final weights of the run. Name a file that "
+            "the training has saved at its end, with whole weights."
+        )
+
+
+def _list_files(recorded: RecordedRun) -> Iterator[Path]:
+    """Yield the files of a run: its ledger, those that it continues, and its checkpoints."""
+    for own in recorded.ledger.files.values():
+        yield from (own, *list_continued(own))
+    for path in (point.path for point in recorded.points if point.is_there):
+        yield from sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+
+
+def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the hash of each package that a run has used, and which have none, and why."""
+    hashes, unread = dict[str, str](), dict[str, str]()
+    of_module = packages_distributions()
+    used = {name for module in sources.used for name in of_module.get(module, ())}
+    for name, version in sorted(sources.packages.items()):
+        here = next((own for own in Distribution.discover(name=name) if own.version), None)
+        if here is None:
+            unread[name] = "it is not installed here"
+        elif name not in used:
+            continue
+        elif here.version != version:
+            unread[name] = f"the training used {version}, and here is {here.version}"
+        elif digest := hash_package(here):
+            hashes[name] = digest
+        else:
+            unread[name] = "it lists no files, as one that is installed from a folder"
+    return hashes, unread
+
+
+def hash_package(package: Distribution) -> str:
+    """Return the SHA-256 of the files of a package; empty if it does not list them."""
+    hasher = sha256()
+    content = [
+        file
+        for file in sorted(package.files or (), key=str)
+        # Scripts, which are outside, name the path of the interpreter.
+        if file.name not in _NOT_CONTENT and file.suffix != ".pyc" and ".." not in file.parts
+    ]
+    has_code = any(file.suffix in (".py", ".so", ".pyd") for file in content)
+    if not has_code or "editable" in (package.read_text("direct_url.json") or ""):
+        return ""  # its code is elsewhere
+    for file in content:
+        path = Path(str(file.locate()))
+        own = hash_file(path) if path.is_file() else "missing"
+        hasher.update(f"{file} {own}\n".encode())
+    return hasher.hexdigest()
+
+
+def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) -> list[int]:
+    """Return the segments that a number chooses: nobody knows them before the proof exists."""
+    seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
+    return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated
