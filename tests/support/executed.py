@@ -1,4 +1,4 @@
-"""Triton kernels of portable bits on CPU tensors, by the interpreter of PTX."""
+"""Triton kernels on CPU tensors, as on a device: by the interpreter of PTX."""
 
 import re
 import sys
@@ -11,7 +11,6 @@ import numpy as np
 from ptx import Memory, Run, parse
 from scripts import load_script
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import kernels
@@ -34,12 +33,16 @@ def find_inexact(text):
 
 
 @contextmanager
-def executed(capability=90, *, exact=True):
-    """Compute portable bits by Triton kernels; return the names of those that are launched.
+def executed(capability=90, *, exact=True, check=lambda *_: None):
+    """Replace operations by Triton kernels; return a list of what is launched.
 
-    Each instruction must say that it rounds to nearest, unless ``exact`` is false.
+    Each instruction must say that it rounds to nearest, unless ``exact`` is false. ``check`` takes
+    the place of the comparison of an example.
     """
-    names = []
+    launches = []
+    # Not at the top, because the tests skip platforms without Triton.
+    from triton.runtime.jit import JITFunction
+
     benchmark, find_kernel = load_benchmark(), kernels.find_kernel
 
     def run(self, *args, grid, warmup, **options):
@@ -47,14 +50,17 @@ def executed(capability=90, *, exact=True):
         one = benchmark.describe_launch(self, dict(given))
         compiled = benchmark.compile_ptx(one, capability)
         assert not exact or find_inexact(compiled.asm["ptx"]) == []
-        memory = Memory(one.tensors)
+        unwritten = one.find("out") if not one.constants.get("INCLUDE") else []
+        if one.kernel.__name__ == "sample_image":
+            unwritten += one.find("index", "weights")
+        memory = Memory(one.tensors, unwritten)
         arguments = [
             memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
             for name, kind in one.signature.items()
             if kind != "constexpr"
         ]
-        program, draws = parse(compiled.asm["ptx"]), np.random.default_rng(0)
-        names.append(self.__name__)
+        program, draws = parse(compiled.asm["ptx"]), np.random.default_rng(len(launches))
+        launches.append(one)
         Run(program, compiled.metadata.shared, grid[0], memory, arguments, draws).run()
 
     with (
@@ -62,10 +68,10 @@ def executed(capability=90, *, exact=True):
         patch.object(launch, "_device_types", {"cpu"}),
         patch.object(launch, "_withdrawn", set()),
         patch.object(launch, "_checked", set()),
-        patch.object(launch, "_check", lambda *_: None),
+        patch.object(launch, "_check", check),
         # Random numbers are drawn on the CPU for every device.
         patch.object(
             kernels, "find_kernel", lambda name, x: find_kernel(name, x) if name == "draw" else None
         ),
     ):
-        yield names
+        yield launches

@@ -3,30 +3,25 @@
 Some are assembled for real devices, too: registers alone.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from executed import executed, load_benchmark
 from patches.cases import GRADIENT_CASES, make_inputs
 from ptx import Memory, PtxError, Run, parse
-from scripts import load_script
 from torch import Tensor
 
 from lightning_d9m.ops.patches import exact_sums
 from lightning_d9m.ops.patches.exact_sums import Layout, accumulate, plan_pieces
 from lightning_d9m.ops.patches.kernels import sampling
 from lightning_d9m.ops.patches.registration import patches_applied
-from lightning_d9m.ops.patches.triton import launch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "ops"
 STORE = """
 .visible .entry store(
   .param .u64 .ptr .global .align 1 store_param_0
@@ -51,55 +46,6 @@ FAULTS = {
     "not from the L2 cache": f"{BY_THREAD} red.global.gpu.relaxed.max.s32 [%rd2], %r1;"
     "ld.global.b32 %r2, [%rd2];",
 }
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    """Load benchmarks/ops/triton_kernels.py."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return load_script(FOLDER / "triton_kernels.py")
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-@pytest.fixture
-def executed(benchmark, monkeypatch):
-    """Return a context: Triton kernels run on CPU tensors as on a device; it lists launches."""
-    from triton.runtime.jit import JITFunction
-
-    @contextmanager
-    def execute(capability: int) -> Iterator[list[object]]:
-        launches: list[object] = []
-
-        def run(
-            self: object, *args: object, grid: tuple[int, ...], warmup: bool, **options: object
-        ) -> None:
-            given = {**dict(zip(self.arg_names, args, strict=False)), **options}
-            one = benchmark.describe_launch(self, dict(given))
-            compiled = benchmark.compile_ptx(one, capability)
-            unwritten = one.find("out") if not one.constants.get("INCLUDE") else []
-            if one.kernel.__name__ == "sample_image":
-                unwritten += one.find("index", "weights")
-            memory = Memory(one.tensors, unwritten)
-            arguments = [
-                memory.find(given[name]) if isinstance(given[name], Tensor) else given[name]
-                for name, kind in one.signature.items()
-                if kind != "constexpr"
-            ]
-            draws = np.random.default_rng(len(launches))
-            launches.append(one)
-            program = parse(compiled.asm["ptx"])
-            Run(program, compiled.metadata.shared, grid[0], memory, arguments, draws).run()
-
-        with monkeypatch.context() as patch:
-            patch.setattr(JITFunction, "run", run)
-            patch.setattr(launch, "_check", lambda *_: None)
-            patch.setattr(launch, "_device_types", {"cpu"})
-            patch.setattr(launch, "_withdrawn", set())
-            yield launches
-
-    return execute
 
 
 def differentiate(label: str, dtype: torch.dtype, *, last: bool = False) -> Callable[[], Tensor]:
@@ -205,9 +151,7 @@ EXECUTIONS = {
 
 
 @pytest.mark.parametrize("name", EXECUTIONS)
-def test_executed_code_has_the_bits_of_the_torch_ops(
-    name, benchmark, executed, monkeypatch
-) -> None:
+def test_executed_code_has_the_bits_of_the_torch_ops(name, monkeypatch) -> None:
     """Every access is within the tensors, every read of written bytes, and no addition rounds.
 
     Nothing is spilled. Sizes are no part of a kernel: other ones compile nothing anew.
@@ -219,7 +163,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
         expected = call()
         monkeypatch.setattr(kernels, "_ALONE", kernels._ALONE if count == 1 else 0)
         monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
-        with executed(capability) as launches:
+        with executed(capability, exact=False) as launches:
             actual = call()
     assert len(launches) == count
     assert actual.stride() == expected.stride()
@@ -231,7 +175,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(
         sizes = {name for name, kind in one.signature.items() if kind in {"i32", "i64"}}
         assert sizes <= set(one.kernel.do_not_specialize)
         if assembled:
-            compiled = benchmark.compile_kernel(one, capability)
+            compiled = load_benchmark().compile_kernel(one, capability)
             assert (compiled["stack"], compiled["spilled"]) == (0, 0)
             seen.update(compiled["atomics"])
     if assembled and launches[-1].kernel.__name__ == "accumulate_terms":
@@ -318,9 +262,7 @@ def plan_large(kernel: str, terms: int, places: int) -> tuple[list, int, int, tu
 
 @pytest.mark.parametrize(("terms", "places"), LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps", "sample_image"])
-def test_each_block_touches_its_elements_at_any_size(
-    benchmark, monkeypatch, kernel, terms, places
-) -> None:
+def test_each_block_touches_its_elements_at_any_size(monkeypatch, kernel, terms, places) -> None:
     """The compiled code, in the first and the last blocks and those around 2**31 elements."""
     from triton.runtime.jit import JITFunction
 
@@ -337,9 +279,9 @@ def test_each_block_touches_its_elements_at_any_size(
         for launch_one in launches:
             launch_one(*[torch.zeros(4, dtype=kind) for kind in kinds])
     for function, named, blocks in recorded:
-        one = benchmark.describe_launch(function, dict(named))
+        one = load_benchmark().describe_launch(function, dict(named))
         assert one.constants["WIDE"] == (most > LIMIT)
-        compiled = benchmark.compile_ptx(one, 90)
+        compiled = load_benchmark().compile_ptx(one, 90)
         arguments, number = [], 0
         for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
             number += isinstance(named[name], Tensor)
@@ -364,7 +306,7 @@ def test_each_block_touches_its_elements_at_any_size(
 
 
 @pytest.mark.parametrize("fault", ["rounds", "outside of the tensors"])
-def test_a_wrong_sum_is_found(fault: str, executed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces for fewer terms than there are, and a place beyond the sums."""
     count, terms = (12, 2) if fault == "rounds" else (2000, 70)
     values = torch.linspace(1, 2, 70, dtype=torch.float64).sqrt()
@@ -373,7 +315,7 @@ def test_a_wrong_sum_is_found(fault: str, executed, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, ___, *args: run(*args))
     from lightning_d9m.ops.patches.triton.kernels import accumulate as run
 
-    with executed(90), pytest.raises(PtxError, match=fault):
+    with executed(exact=False), pytest.raises(PtxError, match=fault):
         accumulate(torch.zeros(12).double(), *given, plan_pieces(torch.float64, terms))
 
 

@@ -18,7 +18,6 @@ from lightning_d9m.ops.portability.triton import kernels as triton_kernels
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
 SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38, 2**-149, -(2**-130), 0.1, -0.3, 5.5, 1e5]
-CHECK = launch._check
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
@@ -36,8 +35,9 @@ def check(function, *given, **named):
     others = [one.clone() if isinstance(one, torch.Tensor) else one for one in given]
     copies = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in named.items()}
     expected = function(*given, **named)
-    with executed() as names:
+    with executed() as launches:
         found = function(*others, **copies)
+    names = [one.kernel.__name__ for one in launches]
     assert names
     if isinstance(found, torch.Tensor):
         found, expected = (found,), (expected,)
@@ -116,28 +116,24 @@ def test_a_fused_multiplication_differs(monkeypatch):
         found = kernels.compute("layer_norm", **given)
         assert read_bytes(found[0]) != read_bytes(expected[0])
         torch.testing.assert_close(found, expected)
-        # Before its first use it computes an example, and is withdrawn: torch operations serve.
-        monkeypatch.setattr(launch, "_check", CHECK)
-        launch._checked.clear()
-        with pytest.warns(UserWarning, match="its bits for a small example are not the CPU's"):
-            found = kernels.compute("layer_norm", **given)
+    # Before its first use it computes an example, and is withdrawn: torch operations serve.
+    warned = pytest.warns(UserWarning, match="its bits for a small example are not the CPU's")
+    with executed(exact=False, check=launch._check), warned:
+        found = kernels.compute("layer_norm", **given)
     assert [*map(read_bytes, found)] == [*map(read_bytes, expected)]
 
 
 def test_each_kernel_computes_an_example_first(monkeypatch):
     monkeypatch.setattr(triton_kernels, "_TILE", 16)
-    x, checked = draw(3, 5), set()
-    with executed() as names:
-        monkeypatch.setattr(launch, "_checked", checked)
-        monkeypatch.setattr(launch, "_check", CHECK)
+    x = draw(3, 5)
+    with executed(check=launch._check) as launches:
         kernels.multiply(x[None], x.mT[None])
         kernels.add(x, [0])
         kernels.compute("sigmoid", x=x)
         assert not launch._withdrawn
-    assert len(names) == 3 + 4  # the example of a sum takes two launches
-    assert {path.removeprefix(f"{kernels._TRITON}.") for path, _ in checked} == {
-        "kernels:multiply", "kernels:add", "formulas:sigmoid"
-    }  # fmt: skip
+        checked = {path.removeprefix(f"{kernels._TRITON}.") for path, _ in launch._checked}
+    assert len(launches) == 3 + 4  # the example of a sum takes two launches
+    assert checked == {"kernels:multiply", "kernels:add", "formulas:sigmoid"}
 
 
 def test_a_number_on_the_cpu_is_moved_before_a_division(monkeypatch):

@@ -91,10 +91,7 @@ def add_blocks(
     size, outer_step, step, inner, outer_term, term_step,
     AXIS: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, RESULTS: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of the terms of each of ``RESULTS`` sums in ``2**STEPS`` lanes.
-
-    These are the dimension ``AXIS``.
-    """
+    """Add a block of terms of each of ``RESULTS`` sums. Its ``2**STEPS`` lanes are ``AXIS``."""
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
@@ -129,8 +126,7 @@ def add(out, x, results, terms, steps=5):
     axis = int(step != 1 or size == 1)
     each = 4 if axis else 32
     start(
-        add_blocks, triton.cdiv(out.numel(), each) * blocks,
-        [x, parts],
+        add_blocks, triton.cdiv(out.numel(), each) * blocks, [x, parts],
         out.numel(), count, blocks, size, results[0][1], step, inner, terms[0][1], terms[1][1],
         axis, steps, max(parts.numel(), x.untyped_storage().nbytes()) > INT32_LIMIT, each,
     )  # fmt: skip
