@@ -77,7 +77,7 @@ def multiply_tiles(
 
 
 def multiply(out, left, right, of_left, of_right, of_out):
-    """Write products of matrices; ``kernels.multiply_at`` has the arguments."""
+    """Write products of matrices; ``multiply_at`` describes the arguments."""
     rows, columns = of_left.rows.numel(), of_right.columns.numel()
     tiles = triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE) * of_left.batch.numel()
     places = [one.to(out.device) for own in (of_left, of_right, of_out) for one in own]
