@@ -18,9 +18,9 @@ from lightning_d9m.engine.ledger.folder import read_ledger
 def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Train under a default device that only the package sees, and that holds no values.
 
-    Tests of probes look at modes and compile, which a mode around them changes.
+    Tests of probes and waits look at modes and compile, which a mode around them changes.
     """
-    is_seen = request.path.name == "test_batch_probes.py"
+    is_seen = request.path.name in {"test_batch_probes.py", "test_device_waits.py"}
     with nullcontext() if is_seen else PackageDefault():
         yield
 
