@@ -1,62 +1,20 @@
-"""Edge cases of the patched ops: torch's own answer, by torch ops and by Triton's interpreter.
+"""Edge cases of the patched ops; check_edge_cases.py runs them."""
 
-    export TRITON_INTERPRET=1 PYTHONPATH=.:tests
-    python benchmarks/ops/edge_cases.py --every 16 -o benchmarks/results/edge-cases.json
-
-The cases are torch's own samples of the ops, of which one argument is changed; each change is made
-to each argument of each sample. A case runs on the CPU with torch's own kernel and with the
-replacement, which must give the same values, dtype, shape and strides, or the same error. Where a
-Triton kernel exists, the interpreter runs it too, for each 16th case here, and it must give what
-the torch ops give. The result has the number of cases for each op, kind of edge and kernel.
-
-Documented differences: half and bfloat16 are added in float32, so they are compared with sums in
-float64; an infinity that meets a weight of 0 in an interpolation may come out as a NaN.
-"""
-
-import argparse
-import json
-import os
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from patches.cases import GRADIENT_CASES, answer, deterministic_algorithms, list_infos
+import torch.nn.functional as nnf
+from patches.cases import GRADIENT_CASES, GradientCase, answer, make_inputs
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
-from lightning_d9m.errors import D9mError
-from lightning_d9m.ops.patches.registration import patches_applied
-from lightning_d9m.ops.patches.triton import launch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-DTYPES = (*FLOATS, torch.complex64, torch.complex128, *INTEGERS, torch.bool)
-SPECIAL = "infinities, NaN, -0.0"
-NUMBERS = (torch.inf, -torch.inf, torch.nan, -0.0)
-PLACES = (-1, -4, 4, 100, -100)
-MOST = 64  # of the samples of an op
-# CUDA's kernels give a contiguous gradient where the CPU's keep the format.
-CONTIGUOUS = ("pad", "flection", "cation", "unpool")
-# Not compared with sums in float64, which would see different numbers or bins.
-IN_OWN_DTYPE = ("histc", "logcumsumexp")
-# torch's CPU kernels round positions, or each product, to half and bfloat16.
-COARSE = ("grid_sample", "index_reduce prod")
-# torch's CPU kernels read outside of tensors for wrong values or sizes of these.
-UNCHECKED = ("ctc_loss", "embedding_bag", "grid_sample")
-ROUNDINGS = 64  # more than the terms of any output
-WEIGHTED = ("linear", "cubic", "lanczos")
-# No sum is taken, or one of whole numbers.
-EXACT = ("prod", "multiply", "amax", "amin", "unpool", "histc", "median", "logcumsumexp")
-
-Tensors = Sequence[Tensor]
-Function = Callable[[Tensors], object]
+DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
+MAX_UNPOOL = torch._C._nn.max_unpool2d  # noqa: SLF001 - it checks less than max_unpool2d
+NAN, INF = float("nan"), float("inf")
 
 
 class EdgeCase(NamedTuple):
@@ -79,395 +37,558 @@ class EdgeCase(NamedTuple):
     on_cpu_only: bool = False
 
 
-class Sample(NamedTuple):
-    """A function of tensors, and tensors that it takes; ``update`` changes the first one."""
-
-    op: str
-    function: Function
-    tensors: Tensors
-    update: Function | None = None
-    write: Callable[..., object] | None = None
+Update = Callable[[Tensor, Tensor, Tensor], object]
 
 
-def list_samples() -> Iterator[Sample]:
-    """Yield samples of torch's list of ops, and of the gradients that tests compare."""
-    for info in list_infos():
-        dtype = torch.float32 if info.supports_dtype(torch.float32, "cpu") else torch.int64
-        seen = set()
-        for sample in islice(info.sample_inputs("cpu", dtype), MOST):
-            leaves, form = tree_flatten((sample.input, sample.args, sample.kwargs))
-            kind = (
-                sample.input.dim(),
-                bool(sample.kwargs),
-                *(leaf for leaf in leaves if isinstance(leaf, str)),
-            )
-            if kind in seen or (info.name == "index_put" and leaves[-1] is False):
-                continue  # the latter have several values for one place
-            seen.add(kind)
-            at = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-            def run(
-                tensors: Tensors, op: Any, leaves: Any = leaves, form: Any = form, at: Any = at,
-                **more: Any,
-            ) -> object:  # fmt: skip
-                given = dict(zip(at, tensors, strict=True))
-                own = [given.get(place, leaf) for place, leaf in enumerate(leaves)]
-                first, args, kwargs = tree_unflatten(own, form)
-                return op(first, *args, **kwargs, **more)
-
-            update = partial(run, op=info.inplace_variant) if info.inplace_variant else None
-            write = partial(run, op=info.op) if info.supports_out else None
-            name = f"{info.name} {info.variant_test_name}".strip()
-            tensors = [leaves[place] for place in at]
-            yield Sample(name, partial(run, op=info.op), tensors, update, write)
-    row, one = torch.randn(300), torch.tensor([3])
-    yield Sample(
-        "index_put of one", lambda given: given[0].index_put((given[1],), given[2]),
-        [row, one, row[:1]],
-    )  # fmt: skip
-    for scan in (torch.cumprod, torch.logcumsumexp):
-        for rows in (row, row.view(1, 300, 1)):
-            dim = rows.shape.index(300)
-            yield Sample(scan.__name__, lambda given, s=scan, d=dim: s(given[0], d), [rows])
-    for case in GRADIENT_CASES:
-        image = (torch.randperm(torch.Size(case.shape).numel()) % 251.0).view(case.shape)
-        yield Sample(case.label, lambda given, own=case: own.forward(given[0]), [image])
+def make(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return small numbers that every dtype holds."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 7 % 11 - (0 if dtype == torch.uint8 else 5)).view(shape).to(dtype)
 
 
-def list_changed(tensor: Tensor, *, checked: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield changed tensors, and what is changed: the layout, the values or the shape."""
-    wide = torch.stack([tensor, tensor], -1)
-    yield "strided", wide[..., 0]
-    if tensor.dim():
-        yield "strided", tensor.transpose(0, -1).contiguous().transpose(0, -1)
-        if checked:
-            yield "expanded", tensor[:1].expand_as(tensor)
-    if tensor.dim() > 3:
-        form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-        yield "channels last", tensor.contiguous(memory_format=form)
-    if not checked:
-        return
-    if tensor.is_floating_point():
-        for number in NUMBERS if tensor.numel() else ():
-            filled = tensor.clone(memory_format=torch.contiguous_format)
-            filled.view(-1)[tensor.numel() // 2] = number
-            yield SPECIAL, filled
-            yield SPECIAL, torch.full_like(tensor, number)
-    else:
-        for place in PLACES:
-            yield "negative and out of range", torch.full_like(tensor, place)
-        yield "longer", torch.cat([tensor, tensor]) if tensor.dim() else tensor.expand(2)
-    yield "other dtype", tensor.double()
-    yield "other shape", tensor[None]
-    yield "0-d", tensor.flatten()[:1].sum().to(tensor.dtype)
-    if tensor.dim():
-        yield "empty", tensor[:0]
-        yield "empty", tensor[..., :0]
-        yield "other shape", tensor[..., :-1]
-        yield "other shape", tensor[:1].squeeze(0)
-
-
-def list_changes(sample: Sample) -> Iterator[tuple[str, Tensors]]:
-    """Yield the tensors of a sample, of which one is changed, or all in the same way."""
-    tensors, checked = sample.tensors, not any(word in sample.op for word in UNCHECKED)
-    yield "as it is", tensors
-    for place, tensor in enumerate(tensors):
-        for edge, changed in list_changed(tensor, checked=checked):
-            yield edge, [*tensors[:place], changed, *tensors[place + 1 :]]
-    for dtype in DTYPES:
-        yield f"dtype {dtype}", [t.to(dtype) if t.is_floating_point() else t for t in tensors]
-    yield "int32 index", [t if t.is_floating_point() else t.int() for t in tensors]
-    if checked and tensors[0].dim():
-        yield "empty", [tensor[:0] if tensor.dim() else tensor for tensor in tensors]
-
-
-def differentiate(
-    function: Function, tensors: Tensors, change: Callable[[Tensor], Tensor] = torch.clone
-) -> tuple[Tensor, ...]:
-    """Return the outputs, and the gradients for gradients made of the outputs."""
-    torch.default_generator.manual_seed(0)  # fractional pooling draws
-    leaves = [one.detach().requires_grad_(one.dtype.is_floating_point) for one in tensors]
-    outputs = [one for one in tree_leaves(function(leaves)) if isinstance(one, Tensor)]
-    smooth = [one for one in outputs if one.requires_grad]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    given = [change(one.detach()) for one in smooth]
-    found = torch.autograd.grad(smooth, wanted, given, allow_unused=True) if smooth else ()
-    return (*(one.detach() for one in outputs), *(one for one in found if one is not None))
-
-
-def fill_one(number: float, output: Tensor) -> Tensor:
-    """Return a gradient with one special number."""
-    filled = output.clone(memory_format=torch.contiguous_format)
-    filled.view(-1)[output.numel() // 2 :][:1] = number
-    return filled
-
-
-GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "strided gradient": lambda output: torch.stack([output, output], -1)[..., 0],
-    "expanded gradient": lambda output: torch.ones((), dtype=output.dtype).expand(output.shape),
-    "gradient of another shape": lambda output: output[..., :-1] if output.dim() else output[None],
-}
-
-
-def update_copy(update: Function, tensors: Tensors) -> object:
-    """Update a copy of the first tensor, of the same strides."""
-    target, *rest = tensors
-    copy = target.new_empty(0)
-    memory = target.untyped_storage().clone()
-    return update(
-        [copy.set_(memory, target.storage_offset(), target.shape, target.stride()), *rest]
-    )
-
-
-def update_shared(update: Function, tensors: Tensors, place: int) -> object:
-    """Update a tensor that shares its memory with another argument."""
-    target, other = tensors[0].clone(), tensors[place]
-    memory = torch.zeros(target.numel() + other.numel(), dtype=target.dtype)
-    own, shared = memory[: target.numel()].view_as(target), memory[1 : 1 + other.numel()]
-    own.copy_(target)
-    update([own, *tensors[1:place], shared.view_as(other), *tensors[place + 1 :]])
-    return memory
-
-
-OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "out= empty": lambda result: result.new_empty(0),
-    "out= of another shape": lambda result: result.new_empty(2, 2),
-    "out= of another dtype": lambda result: result.new_empty(0, dtype=torch.int32),
-    "out= strided": lambda result: torch.stack([result, result], -1)[..., 0],
-}
-
-
-def write_output(sample: Sample, change: Callable[[Tensor], Tensor]) -> object:
-    """Write into a tensor made of the result."""
-    out = change(sample.function(sample.tensors))
-    return sample.write(sample.tensors, out=out)
-
-
-def write_shared(sample: Sample) -> object:
-    """Write into one of the arguments."""
-    tensors = [tensor.clone() for tensor in sample.tensors]
-    return sample.write(tensors, out=tensors[-1])
-
-
-def list_variants(sample: Sample) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield updates of the first argument, and calls with ``out=``."""
-    first, *rest = sample.tensors
-    if sample.update is not None:
-        targets = {"in place": first, "strided target": torch.stack([first, first], -1)[..., 0]}
-        if first.dim():
-            targets["overlapping target"] = first[:1].expand_as(first)
-        for edge, target in targets.items():
-            yield edge, partial(update_copy, sample.update, [target, *rest])
-        for place, other in enumerate(rest, 1):
-            if other.dtype == first.dtype:
-                yield "shared memory", partial(update_shared, sample.update, sample.tensors, place)
-    if sample.write is not None:
-        for edge, change in OUTPUTS.items():
-            yield edge, partial(write_output, sample, change)
-        if rest:
-            yield "out= shared memory", partial(write_shared, sample)
-
-
-def has_strides(op: str, tensors: Tensors) -> bool:
-    """Return whether the strides of results are those of CUDA's kernels."""
-    changed = any(one.dim() > 3 and not one.is_contiguous() for one in tensors)
-    return not (changed and any(word in op for word in CONTIGUOUS))
-
-
-def read_values(function: Function, tensors: Tensors) -> Tensor:
-    """Return the first result only."""
-    return tree_leaves(function(tensors))[0]
-
-
-def list_sample_cases(sample: Sample) -> Iterator[EdgeCase]:
-    """Yield the cases of a sample."""
-    for edge, tensors in list_changes(sample):
-        if "median" in sample.op and edge == "expanded":
-            continue  # torch's CPU kernel returns a number that is not in the row
-        if tensors[0].dtype in FLOATS[:2] and any(word in sample.op for word in COARSE):
-            continue
-        call, reference = partial(differentiate, sample.function, tensors), None
-        if "median" in sample.op and edge == SPECIAL:
-            call = partial(read_values, sample.function, tensors)  # the index is any of equal ones
-        dtype = tensors[0].dtype
-        if dtype in FLOATS[:2] and not any(word in sample.op for word in IN_OWN_DTYPE):
-            wide = [one.double() if one.is_floating_point() else one for one in tensors]
-            reference = partial(differentiate, sample.function, wide)
-        on_cpu_only = sample.op.startswith("index_reduce") and (
-            dtype.is_complex or dtype == torch.bool
+def list_updates() -> dict[str, tuple[str, Update, bool]]:
+    """Return by name the method, a call on (target, index, source), and whether it takes rows."""
+    found: dict[str, tuple[str, Update, bool]] = {
+        "index_add": ("index_add_", lambda t, i, s: t.index_add_(0, i, s), True),
+        "index_add alpha": ("index_add_", lambda t, i, s: t.index_add_(0, i, s, alpha=2), True),
+        "scatter_add": ("scatter_add_", lambda t, i, s: t.scatter_add_(0, i, s), False),
+        "index_put": ("index_put_", lambda t, i, s: t.index_put_((i,), s, accumulate=True), True),
+        "put_": ("put_", lambda t, i, s: t.put_(i, s), False),
+        "put_ accumulate": ("put_", lambda t, i, s: t.put_(i, s, accumulate=True), False),
+    }
+    for kind in ("add", "multiply"):
+        found[f"scatter {kind}"] = (
+            "scatter_",
+            lambda t, i, s, kind=kind: t.scatter_(0, i, s, reduce=kind),
+            False,
         )
-        strides = has_strides(sample.op, tensors)
-        yield EdgeCase(sample.op, edge, call, reference, strides, on_cpu_only)
-    changes = [*GRADIENTS.items()]
-    if not any(word in sample.op for word in UNCHECKED):
-        changes += ((SPECIAL, partial(fill_one, number)) for number in NUMBERS)
-    strides = has_strides(sample.op, sample.tensors)
-    for edge, change in changes:
-        call = partial(differentiate, sample.function, sample.tensors, change)
-        yield EdgeCase(sample.op, edge, call, strides=strides)
-    for edge, call in list_variants(sample):
-        yield EdgeCase(sample.op, edge, call)
+    for kept in (True, False):
+        more = {"include_self": kept}
+        mark = "" if kept else " without self"
+        for kind in ("sum", "prod", "mean", "amax", "amin"):
+            found[f"scatter_reduce {kind}{mark}"] = (
+                "scatter_reduce_",
+                lambda t, i, s, kind=kind, more=more: t.scatter_reduce_(0, i, s, kind, **more),
+                False,
+            )
+        for kind in ("prod", "mean", "amax", "amin"):
+            found[f"index_reduce {kind}{mark}"] = (
+                "index_reduce_",
+                lambda t, i, s, kind=kind, more=more: t.index_reduce_(0, i, s, kind, **more),
+                True,
+            )
+    return found
+
+
+def run_update(update: Update, target: Tensor, index: Tensor, source: Tensor) -> Tensor:
+    """Return a copy of the target, of the same strides, after the update."""
+    copy = target.clone(memory_format=torch.preserve_format)
+    if target.dim() and not target.is_contiguous():
+        copy = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype).copy_(target)
+    update(copy, index, source)
+    return copy
+
+
+def list_update_cases() -> Iterator[EdgeCase]:
+    """Return the cases of updates of a tensor by an index."""
+    for name, (_, update, takes_rows) in list_updates().items():
+        index = torch.tensor([2, 0, 2, 1, 2, 0])
+        wide = index if takes_rows else index[:, None].expand(6, 3) % 4
+        case = partial(_make_update, name, update)
+        for dtype in DTYPES:
+            yield case(f"dtype {dtype}", make(dtype, 4, 3), wide, make(dtype, 6, 3))
+            yield case("int32 index", make(dtype, 4, 3), wide.int(), make(dtype, 6, 3))
+        rows, source = torch.randn(4, 3), torch.randn(6, 3)
+        nothing = wide[:0]
+        yield case("empty", rows, nothing, source[:0])
+        yield case("empty", rows[:, :0], index[:0] if takes_rows else wide[:, :0], source[:, :0])
+        yield case("empty", rows[:0], nothing, source[:0])
+        yield case("empty", rows[:0], wide, source)
+        for scalar in (torch.tensor(0), torch.tensor([0])):
+            yield case("0-d", torch.tensor(2.0), scalar, torch.tensor(3.0))
+            yield case("0-d", torch.tensor(2.0), scalar, torch.tensor([3.0]))
+            yield case("0-d", torch.tensor([2.0]), scalar, torch.tensor(3.0))
+        for place in (-1, -4, -5, 4, 100):
+            yield case("negative and out of range", rows, torch.full_like(wide, place), source)
+        yield case("index larger than source", rows, torch.cat([wide, wide]), source)
+        yield case("index smaller than source", rows, wide[:2], source)
+        yield case("index of more columns", rows, index[:, None].expand(6, 5), source)
+        yield case("index of another dimension", rows, wide[None], source)
+        yield case("strided target", torch.randn(3, 4).t(), wide, source)
+        yield case("strided target", torch.randn(8, 3)[::2], wide, source)
+        yield case("strided source", rows, wide, torch.randn(3, 6).t())
+        yield case("strided source", rows, wide, torch.randn(6, 6)[:, ::2])
+        yield case("expanded source", rows, wide, torch.randn(3).expand(6, 3))
+        yield case("expanded source", rows, wide, torch.tensor(1.5).expand(6, 3))
+        yield case("broadcast source", rows, wide, torch.randn(3))
+        yield case("broadcast source", rows, wide, torch.randn(1, 3))
+        yield case("other dtype", rows, wide, source.double())
+        yield case("other dtype", rows, wide.double(), source)
+        yield case("overlapping target", torch.randn(3).expand(4, 3), wide, source)
+        for number in (INF, -INF, NAN, -0.0):
+            filled = source.clone()
+            filled[3] = number
+            yield case("infinities, NaN, -0.0", rows, wide, filled)
+            yield case("infinities, NaN, -0.0", torch.full((4, 3), number), wide, source)
+        yield from _list_shared_memory(name, update, wide)
+
+
+def _make_update(
+    name: str, update: Update, edge: str, target: Tensor, index: Tensor, source: Tensor
+) -> EdgeCase:
+    call = partial(run_update, update, target, index, source)
+    is_overlapping = edge.startswith("overlapping")
+    if is_overlapping:
+        call = partial(update, target, index, source)
+    reference = None
+    if target.dtype in (torch.float16, torch.bfloat16) and edge.startswith(("dtype", "int32")):
+        wider = partial(run_update, update, target.double(), index, source.double())
+        reference = partial(_round_to, wider, target.dtype)
+    on_cpu_only = name.startswith("index_reduce") and (
+        target.is_complex() or target.dtype == torch.bool
+    )
+    return EdgeCase(name, edge, call, reference, on_cpu_only=on_cpu_only)
+
+
+def _round_to(wider: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return wider().to(dtype)
+
+
+def _list_shared_memory(name: str, update: Update, index: Tensor) -> Iterator[EdgeCase]:
+    """Return updates in which the target is the source, or a part of it."""
+
+    def share_whole() -> Tensor:
+        target = torch.ones(6, 3)
+        update(target, index % 4, target)
+        return target
+
+    def share_rows() -> Tensor:
+        memory = torch.ones(10, 3)
+        update(memory[:4], index, memory[2:8])
+        return memory
+
+    def share_index() -> Tensor:
+        memory = torch.arange(6) % 4
+        target = memory if index.dim() == 1 else memory[:, None]
+        update(target, target, target.clone())
+        return target
+
+    for call in (share_whole, share_rows, share_index):
+        yield EdgeCase(name, "shared memory", call)
+
+
+def list_output_cases() -> Iterator[EdgeCase]:
+    """Return calls with ``out=``."""
+    index, rows, source = torch.tensor([2, 0, 2]), torch.randn(4, 3), torch.randn(3, 3)
+    wide = index[:, None].expand(3, 3)
+    calls: dict[str, Callable[..., object]] = {
+        "index_add": partial(torch.index_add, rows, 0, index, source),
+        "scatter_add": partial(torch.scatter_add, rows, 0, wide, source),
+        "scatter add": partial(torch.scatter, rows, 0, wide, source, reduce="add"),
+        "scatter_reduce prod": partial(torch.scatter_reduce, rows, 0, wide, source, "prod"),
+        "scatter_reduce mean": partial(torch.scatter_reduce, rows, 0, wide, source, "mean"),
+        "index_reduce mean": partial(torch.index_reduce, rows, 0, index, source, "mean"),
+        "histc": partial(torch.histc, source, 4),
+        "median": partial(torch.median, source, 0),
+        "nanmedian": partial(torch.nanmedian, source, 0),
+    }
+    for name, call in calls.items():
+
+        def write(make_out: Callable[[], object], call: Callable[..., object] = call) -> object:
+            result = call(out=make_out())
+            return tuple(result) if isinstance(result, tuple) else result
+
+        def make_pair(one: Callable[[], Tensor], call: Callable[..., object] = call) -> object:
+            if isinstance(call(), Tensor):
+                return one()
+            return one(), one().long()
+
+        for edge, one in (
+            ("out= empty", lambda: torch.empty(0)),
+            ("out= of another shape", lambda: torch.empty(2, 2)),
+            ("out= of another dtype", lambda: torch.empty(0, dtype=torch.int32)),
+            ("out= strided", lambda: torch.empty(3, 4).t()),
+            ("out= shared memory", lambda: rows),
+            ("out= shared memory", lambda: source),
+        ):
+            before = rows.clone(), source.clone()
+
+            def restore(
+                one: Callable[[], Tensor] = one,
+                write: Callable[..., object] = write,
+                make_pair: Callable[..., object] = make_pair,
+                before: tuple[Tensor, Tensor] = before,
+            ) -> object:
+                try:
+                    result = write(partial(make_pair, one))
+                    parts = result if isinstance(result, tuple) else (result,)
+                    return tuple(part.clone() for part in parts)
+                finally:
+                    rows.copy_(before[0])
+                    source.copy_(before[1])
+
+            yield EdgeCase(name, edge, restore)
+
+
+def differentiate(case: GradientCase, image: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of a case by its input."""
+    leaf = image.detach().requires_grad_()
+    return torch.autograd.grad(case.forward(leaf), leaf, gradient)[0]
+
+
+def list_gradient_cases() -> Iterator[EdgeCase]:
+    """Return the cases of pooling, interpolation and padding."""
+    for case in GRADIENT_CASES:
+        complex_too = COMPLEX if "flection" in case.label or "cation" in case.label else ()
+        for dtype in (*FLOATS, *complex_too):
+            real = dtype.to_real() if dtype.is_complex else dtype
+            image, gradient = (part.to(dtype) for part in make_inputs(case, real))
+            call = partial(differentiate, case, image, gradient)
+            if isinstance(answer(call)[0], type):
+                continue  # torch's CPU kernel does not take the dtype
+            reference = None
+            if dtype.itemsize == 2:
+                wider = partial(differentiate, case, image.double(), gradient.double())
+                reference = partial(_round_to, wider, dtype)
+            yield EdgeCase(case.label, f"dtype {dtype}", call, reference)
+        image, gradient = make_inputs(case)
+        run = partial(differentiate, case)
+        wide = torch.zeros(*gradient.shape, 2)
+        wide[..., 1] = gradient
+        yield EdgeCase(case.label, "strided gradient", partial(run, image, wide[..., 1]))
+        ones = torch.ones(()).expand(gradient.shape)
+        yield EdgeCase(case.label, "expanded gradient", partial(run, image, ones))
+        if "fraction" not in case.label:  # its samples are those of the whole batch
+            yield EdgeCase(case.label, "empty", partial(run, image[:0], gradient[:0]))
+        yield EdgeCase(case.label, "other shape", partial(run, image, gradient[..., :-1]))
+        for number in (INF, -INF, NAN, -0.0):
+            filled = gradient.clone()
+            filled.view(-1)[gradient.numel() // 2] = number
+            yield EdgeCase(case.label, "infinities, NaN, -0.0", partial(run, image, filled))
+        if case.has_channels_last:
+            form = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
+            turned = (part.contiguous(memory_format=form) for part in (image, gradient))
+            # CUDA's kernel gives a contiguous gradient where the CPU's keeps the format.
+            strides = not case.cpu_keeps_format
+            yield EdgeCase(case.label, "channels_last", partial(run, *turned), strides=strides)
+
+
+def sample(
+    mode: str, padding: str, corners: bool, image: Tensor, grid: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``grid_sample`` by the image and by the grid."""
+    leaves = image.detach().requires_grad_(), grid.detach().requires_grad_()
+    outputs = nnf.grid_sample(*leaves, mode, padding, corners)
+    return torch.autograd.grad(outputs.square().sum(), leaves)
+
+
+def list_sample_cases() -> Iterator[EdgeCase]:
+    """Return the cases of ``grid_sample``."""
+    for dims in (2, 3):
+        name = f"grid_sample {dims}d"
+        sizes, outputs = (5, 6, 4)[:dims], (4, 7, 3)[:dims]
+        for mode in ("bilinear", "nearest", "bicubic")[: 5 - dims]:
+            for padding in ("zeros", "border", "reflection"):
+                for corners in (False, True):
+                    run = partial(sample, mode, padding, corners)
+                    for dtype in (torch.float32, torch.float64):
+                        image = torch.randn(2, 3, *sizes, dtype=dtype)
+                        grid = torch.rand(2, *outputs, dims, dtype=dtype) * 2 - 1
+                        yield EdgeCase(name, f"dtype {dtype}", partial(run, image, grid))
+                        yield EdgeCase(name, "outside", partial(run, image, grid * 3))
+                    turned = image.transpose(1, -1).contiguous().transpose(1, -1)
+                    yield EdgeCase(name, "strided", partial(run, turned, grid))
+                    yield EdgeCase(name, "expanded", partial(run, image, grid[:1].expand_as(grid)))
+                    yield EdgeCase(name, "empty", partial(run, image[:0], grid[:0]))
+                    yield EdgeCase(name, "other shape", partial(run, image, grid[:1]))
+                    yield EdgeCase(name, "other dtype", partial(run, image, grid.float()))
+
+
+def list_dtype_cases() -> Iterator[EdgeCase]:
+    """Return the cases of losses, lookups, histograms, medians and unpooling in each dtype."""
+    places = torch.arange(35) % 6
+    index = torch.arange(120).view(2, 3, 4, 5) % 30
+    target = torch.arange(24).view(2, 3, 4) % 5
+    for dtype in DTYPES:
+        edge, rows = f"dtype {dtype}", make(dtype, 5, 7)
+        weights, scores = rows.flatten(), make(dtype, 2, 5, 3, 4)
+        for dim in (0, -1, 2):
+            yield EdgeCase("median", edge, lambda r=rows, d=dim: r.median(d).values)
+            yield EdgeCase("nanmedian", edge, lambda r=rows, d=dim: r.nanmedian(d).values)
+        yield EdgeCase("histc", edge, partial(torch.histc, rows, 5))
+        yield EdgeCase("histc", edge, partial(torch.histc, rows, 5, -2, 3))
+        yield EdgeCase("bincount", edge, partial(torch.bincount, places, weights))
+        yield EdgeCase("bincount", f"index {dtype}", partial(torch.bincount, weights, places * 1.0))
+        image = make(dtype, 2, 3, 4, 5)
+        yield EdgeCase("max_unpool2d", edge, partial(MAX_UNPOOL, image, index, [5, 6]))
+        table = make(dtype, 6, 3)
+        yield EdgeCase("embedding_bag", edge, partial(_embed_bags, table, places))
+        yield EdgeCase("embedding", edge, partial(_embed, table, places))
+        for reduction in ("mean", "sum", "none"):
+            call = partial(nnf.nll_loss, scores, target, reduction=reduction)
+            yield EdgeCase("nll_loss2d", edge, call)
+    for dtype in (torch.float32, torch.float64):
+        scores = torch.randn(9, 2, 5, dtype=dtype).log_softmax(2)
+        for infinity in (False, True):
+            for lengths in ([9, 7], [9, 0], [2, 2]):
+                for kind in (torch.int64, torch.int32):
+                    call = partial(_align, scores, lengths, kind, infinity=infinity)
+                    yield EdgeCase("ctc_loss", f"dtype {dtype}", call)
+
+
+def list_value_cases() -> Iterator[EdgeCase]:
+    """Return the cases of special values, sizes and indices of the same ops."""
+    places = torch.arange(35) % 6
+    for number in (INF, -INF, NAN, -0.0):
+        edge, rows = "infinities, NaN, -0.0", torch.randn(5, 7)
+        rows[2] = number
+        yield EdgeCase("median", edge, lambda r=rows: r.median(0).values)
+        yield EdgeCase("nanmedian", edge, lambda r=rows: r.nanmedian(1).values)
+        yield EdgeCase("histc", edge, partial(torch.histc, rows, 4, -1, 1))
+        yield EdgeCase("histc", edge, partial(torch.histc, rows, 4))
+        yield EdgeCase("bincount", edge, partial(torch.bincount, places, rows.flatten()))
+        image, index = rows.view(1, 1, 5, 7), places.view(1, 1, 5, 7)
+        yield EdgeCase("max_unpool2d", edge, partial(MAX_UNPOOL, image, index, [2, 3]))
+    for shape in ((0,), (0, 3), (3, 0), ()):
+        edge, rows = "empty and 0-d", torch.randn(shape)
+        yield EdgeCase("median", edge, lambda r=rows: tuple(r.median(0)))
+        yield EdgeCase("nanmedian", edge, lambda r=rows: tuple(r.nanmedian(0)))
+        yield EdgeCase("histc", edge, partial(torch.histc, rows, 3, 0, 1))
+        yield EdgeCase("bincount", edge, partial(torch.bincount, rows.long(), rows))
+    image, index = torch.randn(2, 3, 4, 5), torch.zeros(2, 3, 4, 5, dtype=torch.int64)
+    for bad in (-1, 30):
+        edge = "negative and out of range"
+        yield EdgeCase("max_unpool2d", edge, partial(MAX_UNPOOL, image, index + bad, [5, 6]))
+        yield EdgeCase(
+            "bincount", edge, partial(torch.bincount, torch.tensor([1, bad]), torch.ones(2))
+        )
+
+
+def list_loss_cases() -> Iterator[EdgeCase]:
+    """Return the cases of losses: weights, ignored targets, bad targets, lengths of labels."""
+    scores, target = torch.randn(2, 5, 4, 3).log_softmax(1), torch.arange(24).view(2, 4, 3) % 5
+    weight = torch.rand(5)
+    for reduction in ("none", "sum", "mean"):
+        loss = partial(nnf.nll_loss, reduction=reduction)
+        for edge, call in {
+            "weights": partial(loss, scores, target, weight),
+            "ignored": partial(loss, scores, target, ignore_index=2),
+            "ignored weights": partial(loss, scores, target, weight, ignore_index=2),
+            "all ignored": partial(loss, scores, target * 0, ignore_index=0),
+            "empty": partial(loss, scores[:0], target[:0]),
+            "out of range": partial(loss, scores, target + 3),
+            "negative": partial(loss, scores, target - 4),
+            "other sizes": partial(loss, scores, target[:, :2]),
+            "other weights": partial(loss, scores, target, torch.ones(2)),
+            "other dtype": partial(loss, scores, target.int()),
+            "gradient": partial(_differentiate_loss, loss, scores, target),
+        }.items():
+            yield EdgeCase("nll_loss2d", edge, call)
+    forward = torch.ops.aten.nll_loss2d_forward
+    yield EdgeCase(
+        "nll_loss2d",
+        "out= empty",
+        lambda: forward.output(
+            scores, target, None, 1, -100, output=torch.empty(()), total_weight=torch.empty(())
+        ),
+    )
+    scores = torch.randn(30, 4, 6, dtype=torch.float64).log_softmax(2)
+    silent = scores.clone()
+    silent[3, 1, 2] = -INF
+    targets, lengths, counts = torch.arange(88).view(4, 22) % 5 + 1, [30, 25, 30, 20], [9, 5, 0, 20]
+    joined = torch.cat([row[:count] for row, count in zip(targets, counts, strict=True)])
+    for infinity in (False, True):
+        for edge, given, arguments in (
+            ("padded", scores, (targets, lengths, counts)),
+            ("joined", scores, (joined, torch.tensor(lengths), torch.tensor(counts))),
+            ("silent", silent, (targets, lengths, counts)),
+            ("last blank", scores, (targets[:, :5] - 1, lengths, [5, 4, 3, 2], 5)),
+            ("no labels", scores, (joined[:0], lengths, [0, 0, 0, 0])),
+        ):
+            loss = partial(nnf.ctc_loss, reduction="sum", zero_infinity=infinity)
+            yield EdgeCase("ctc_loss", edge, partial(_differentiate_loss, loss, given, *arguments))
+
+
+def _differentiate_loss(loss: Callable[..., Tensor], scores: Tensor, *arguments: object) -> Tensor:
+    leaf = scores.detach().requires_grad_()
+    return torch.autograd.grad(loss(leaf, *arguments).sum(), leaf)[0]
+
+
+def list_count_cases() -> Iterator[EdgeCase]:
+    """Return the cases of histograms and of counts with weights."""
+    normal = torch.randn(1000)
+    for edge, arguments in {
+        "default": (normal,),
+        "range": (normal, 13, -1, 1),
+        "float64": (normal.double(), 13, -1.3, 0.7),
+        "huge": (normal * 1e30,),
+        "strided": (normal[:20].view(4, 5).t(), 3),
+        "one value": (torch.ones(2), 3),
+        "empty": (torch.empty(0), 3),
+        "empty, no bins": (torch.empty(0), 0),
+        "empty, reversed": (torch.empty(0), 3, 2, 1),
+        "not finite in range": (torch.tensor([1.0, NAN, INF, 0.5, -INF]), 3, 0, 1),
+        "no bins": (torch.ones(1), 0),
+        "reversed": (torch.ones(1), 3, 2, 1),
+        "NaN range": (torch.ones(9), 5, NAN, 1),
+    }.items():
+        yield EdgeCase("histc", edge, partial(torch.histc, *arguments))
+    values, weights = torch.randint(0, 9, (500,)), normal[:500]
+    for edge, arguments in {
+        "uint8": (values.to(torch.uint8), weights),
+        "minlength": (values.int(), weights, 20),
+        "strided": (values[::2], weights[::2]),
+        "unweighted": (values,),
+        "empty": (values[:0], weights[:0], 3),
+        "empty, negative": (values[:0], weights[:0], -3),
+        "matrix": (torch.tensor([[1]]), torch.ones(1)),
+        "lengths": (torch.tensor([1, 2]), torch.ones(1)),
+        "floating": (torch.tensor([1.0, 2]), torch.ones(2)),
+        "negative minlength": (torch.tensor([1, 2]), torch.ones(2), -1),
+        "matrix of weights": (torch.tensor([1, 2]), torch.ones(2, 1)),
+    }.items():
+        yield EdgeCase("bincount", edge, partial(torch.bincount, *arguments))
+
+
+def list_row_cases() -> Iterator[EdgeCase]:
+    """Return the cases of scans and of medians: each layout, dtype, and bad dimension."""
+    row, matrix = torch.randn(300), torch.randn(4, 7)
+    holed, holes = row.clone(), matrix.clone()
+    holed[7] = holes[1, 3] = holes[1, 5] = NAN
+    for name, scan in (("cumprod", torch.cumprod), ("logcumsumexp", torch.logcumsumexp)):
+        for values, dim in [
+            *((row, 0), (row[::3], -1), (row.view(1, 300, 1), 1), (row.view(300, 1).t(), 1)),
+            *((row.view(1, 300), 0), (row.double(), 0), (row.bfloat16(), 0), (row.cfloat(), 0)),
+            *((holed, 0), (torch.randn(()), 0), (torch.randn(0), 0), (torch.randn(4, 5), 1)),
+            *((torch.arange(1, 9), 0), (row, 1)),
+        ]:
+            yield EdgeCase(name, "row", partial(scan, values, dim))
+            out = torch.empty(0, dtype=values.dtype)
+            yield EdgeCase(
+                name, "out= empty", lambda s=scan, v=values, d=dim, o=out: s(v, d, out=o.clone())
+            )
+        yield EdgeCase(name, "gradient", partial(_differentiate_loss, scan, row, 0))
+    yield EdgeCase("cumprod", "in place", lambda: row.clone().cumprod_(0))
+    yield EdgeCase("cumprod", "float64", partial(torch.cumprod, row, 0, dtype=torch.float64))
+    yield EdgeCase("cumprod", "of integers", lambda: torch.arange(1, 9).cumprod(0, dtype=row.dtype))
+    for name in ("median", "nanmedian"):
+        for arguments in [
+            *((matrix, 0), (matrix, -1, True), (matrix.t(), 1), (holes, 1), (holes, 0)),
+            *((torch.randn(()), 0, True), (torch.randn(0, 3), 1), (torch.randn(0, 3), 0)),
+            *((matrix, 2), (matrix > 0, 1), (matrix.half(), 1), (matrix.cfloat(), 1)),
+            *((torch.randperm(28).view(4, 7), 1), (torch.randn(5, 1), 1)),
+        ]:
+            yield EdgeCase(name, "row", lambda a=arguments, n=name: tuple(getattr(torch, n)(*a)))
+
+
+def list_place_cases() -> Iterator[EdgeCase]:
+    """Return the cases of indices and places of each kind, also those that torch refuses."""
+    target, source = torch.randn(4, 5), torch.randn(6, 5)
+    where = torch.arange(20).view(5, 4) * 7 % 4
+    for edge, (given, dim, index, values) in {
+        "transposed": (target.t(), 1, where.t(), source.t()),
+        "last dimensions": (target.double(), -2, where, source.double()),
+        "narrow": (target, 0, where[:, :2], source),
+        "not finite": (target[0], 0, where[0], torch.tensor([INF, 0.0, NAN, -INF])),
+        "other dimension": (target, 2, where, source),
+        "other ranks": (target, 0, where[0], source),
+    }.items():
+        for kind in ("add", "multiply", "nope"):
+            call = partial(torch.scatter, given, dim, index, values, reduce=kind)
+            yield EdgeCase(f"scatter {kind}", edge, call)
+        yield EdgeCase("scatter_add", edge, partial(torch.scatter_add, given, dim, index, values))
+        for kind in ("prod", "amax", "nope"):
+            call = partial(torch.scatter_reduce, given, dim, index, values, kind)
+            yield EdgeCase(f"scatter_reduce {kind}", edge, call)
+    for edge, (given, indices, values) in {
+        "elements": (target, (where[0], where[1]), source[0, :4]),
+        "broadcast": (target, (where[:, :1], where[:1]), source[0, 0]),
+        "negative": (target, (where[0] - 4,), source[:4]),
+        "transposed": (target.t(), (where[0], where[1]), source[0, :4]),
+        "mask": (target, (target > 0,), source[0, 0]),
+        "later dimension": (target, (None, where[0]), source[:4, :4]),
+        "other shapes": (target, (where[0], where[0, :3]), source[0, 0]),
+        "too many": (target, (where[0],) * 3, source[0, 0]),
+    }.items():
+        for accumulate in (True, False):
+            if not accumulate:  # of one value for each place
+                indices = tuple(one if one is None else one[:1] for one in indices)  # noqa: PLW2901
+            call = partial(torch.ops.aten.index_put, given, indices, values, accumulate)
+            yield EdgeCase("index_put", edge, call)
+    for edge, (given, index, values) in {
+        "over": (torch.zeros(2, 3).t(), [0, 7], [1.0, 2.0]),
+        "under": (torch.zeros(2, 3).t(), [0, -7], [1.0, 2.0]),
+        "counts": (torch.zeros(3), [0, 1], [1.0]),
+        "empty": (torch.zeros(0), [0], [1.0]),
+        "scalar": (torch.zeros(()), [0, -1], [1.0, 2.0]),
+        "nothing": (torch.zeros(3), [], []),
+    }.items():
+        places = torch.tensor(index, dtype=torch.int64), torch.tensor(values)
+        yield EdgeCase("put_", edge, partial(torch.Tensor.put, given, *places))
+
+
+def list_lookup_cases() -> Iterator[EdgeCase]:
+    """Return the cases of unpooling volumes and of gradients of lookups."""
+    image, index = torch.randn(2, 3, 2, 4, 5), torch.arange(240).view(2, 3, 2, 4, 5) * 7 % 60
+    unpool = torch._C._nn.max_unpool3d  # noqa: SLF001 - as above
+    for edge, (values, places, more) in {
+        "batch": (image, index, ([2] * 3, [0] * 3)),
+        "no batch": (image[0], index[0], ([2] * 3, [0] * 3)),
+        "half": (image.half(), index, ([2] * 3, [0] * 3)),
+        "over": (image, index + 9, ([2] * 3, [0] * 3)),
+        "other dtype": (image, index.int(), ([2] * 3, [0] * 3)),
+        "other shape": (image, index[0], ([2] * 3, [0] * 3)),
+        "strides": (image, index, ([2, 2], [0] * 3)),
+        "no stride": (image, index, ([0, 2, 2], [0] * 3)),
+        "empty": (image[:0], index[:0], ([2] * 3, [0] * 3)),
+        "integers": (image.long(), index, ([2] * 3, [0] * 3)),
+    }.items():
+        yield EdgeCase("max_unpool3d", edge, partial(unpool, values, places, [2, 5, 6], *more))
+    rows, starts = torch.tensor([1, 2, 4, 5, 4, 3, 2, 2, 8]), torch.tensor([0, 4, 4, 8])
+    table = torch.randn(9, 6)
+    for more in ({"padding_idx": 2}, {}):
+        for mode in ("max", "sum"):
+            call = partial(nnf.embedding_bag, offsets=starts, mode=mode, **more)
+            read = partial(_differentiate_loss, lambda t, c=call: c(rows, t), table)
+            yield EdgeCase("embedding_bag", f"{mode} {more}", read)
+        for frequency in (True, False):
+            call = partial(nnf.embedding, scale_grad_by_freq=frequency, **more)
+            read = partial(_differentiate_loss, lambda t, c=call: c(rows, t), table)
+            yield EdgeCase("embedding", f"{frequency} {more}", read)
+
+
+def _embed_bags(table: Tensor, places: Tensor) -> Tensor:
+    leaf = table.detach().requires_grad_()
+    bags = nnf.embedding_bag(places.view(7, 5), leaf, mode="max")
+    return torch.autograd.grad(bags.sum(), leaf)[0]
+
+
+def _embed(table: Tensor, places: Tensor) -> Tensor:
+    leaf = table.detach().requires_grad_()
+    return torch.autograd.grad(nnf.embedding(places, leaf, 2).sum(), leaf)[0]
+
+
+def _align(scores: Tensor, lengths: list[int], kind: torch.dtype, *, infinity: bool) -> Tensor:
+    leaf = scores.detach().requires_grad_()
+    targets = torch.tensor([[1, 2, 2], [3, 4, 0]], dtype=kind)
+    loss = nnf.ctc_loss(leaf, targets, lengths, [3, 2], reduction="none", zero_infinity=infinity)
+    return torch.autograd.grad(loss.sum(), leaf)[0]
 
 
 @cache
 def list_cases() -> list[EdgeCase]:
     """Return all cases; the same ones in every process."""
     torch.manual_seed(0)
-    return [case for sample in list_samples() for case in list_sample_cases(sample)]
-
-
-def run(case: EdgeCase) -> object:
-    """Return the results, or the class and words of the error."""
-    try:
-        return answer(case.call)
-    except (D9mError, UserWarning) as error:  # a kernel that fails on the CPU at once is withdrawn
-        launch._withdrawn.clear()  # noqa: SLF001 - so that the next case runs it
-        return type(error), str(error)
-
-
-def find_differences(cases: Sequence[EdgeCase]) -> list[str | None]:
-    """Return how the replacement's answer differs from what is expected, for each case."""
-    own, found = [answer(case.call) for case in cases], []
-    with patches_applied("CPU"):
-        for case, expected in zip(cases, own, strict=True):
-            # With the flag on, torch's alert would come before the error for an argument.
-            is_refused = isinstance(expected[0], type)
-            with nullcontext() if is_refused else deterministic_algorithms():
-                found.append(run(case))
-    return list(map(describe_difference, cases, own, found))
-
-
-def describe_difference(case: EdgeCase, own: object, actual: object) -> str | None:
-    """Return how an answer differs from what is expected."""
-    if case.on_cpu_only and actual[0] is D9mError:
-        return None
-    if isinstance(own[0], type) or isinstance(actual[0], type):
-        return None if actual == own else f"{actual} in place of {own}"
-    expected = own if case.reference is None else answer(case.reference)
-    for left, right, same in zip(actual, expected, own, strict=True):
-        if (left.shape, left.dtype) != (same.shape, same.dtype):
-            return f"{left.dtype} {tuple(left.shape)} in place of {same.dtype} {tuple(same.shape)}"
-        if case.strides and left.stride() != same.stride():
-            return f"strides {left.stride()} in place of {same.stride()}"
-        wanted = right.to(same.dtype)  # a reference is in float64
-        if not is_close(*forgive(case, left, wanted), count_roundings(case, left)):
-            return f"{left.flatten()[:6]} in place of {right.flatten()[:6]}"
-    return None
-
-
-def count_roundings(case: EdgeCase, result: Tensor) -> float:
-    """Return how many roundings may separate a result from what is expected."""
-    if case.reference is not None:
-        return 8  # of sums, of products with weights, and of what multiplies them
-    if "ctc_loss" in case.op:
-        return 3000  # exponents are sums of up to 30 logarithms of up to 100
-    exact = case.op == "put_" or any(word in case.op for word in EXACT)
-    return 0 if exact and case.edge != "gradient" and not result.is_complex() else ROUNDINGS
-
-
-def forgive(case: EdgeCase, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Return values in which an infinity is a NaN if it may have met a weight of 0."""
-    if not any(word in case.op for word in WEIGHTED):
-        return parts
-    return tuple(torch.where(part.isfinite(), part, torch.nan) for part in parts)
-
-
-def is_close(left: Tensor, right: Tensor, roundings: float) -> bool:
-    """Return whether values are equal but for roundings of the greatest finite magnitude."""
-    if not (left.is_floating_point() or left.is_complex()):
-        return torch.equal(left, right)
-    if left.is_complex():
-        left, right = torch.view_as_real(left), torch.view_as_real(right)
-    if left.dtype.itemsize == 2:
-        eps, left, right = torch.finfo(left.dtype).eps, left.float(), right.float()
-    else:
-        eps = torch.finfo(left.dtype).eps
-    magnitudes = right.nan_to_num(0, 0, 0).abs()
-    bound = roundings * eps * float(magnitudes.max()) if magnitudes.numel() else 0.0
-    rtol = eps if roundings else 0.0
-    return torch.allclose(left, right, rtol=rtol, atol=bound, equal_nan=True)
-
-
-@contextmanager
-def kernels_counted() -> Iterator[list[str]]:
-    """Let the interpreter run Triton kernels on the CPU, and list those that run."""
-    used: list[str] = []
-    load = launch._load  # noqa: SLF001 - to see what runs
-
-    def note(path: str) -> object:
-        used.append(path)
-        return load(path)
-
-    launch._load = note  # noqa: SLF001 - as above
-    launch._device_types.add("cpu")  # noqa: SLF001 - kernels run on CUDA only
-    try:
-        yield used
-    finally:
-        launch._device_types.discard("cpu")  # noqa: SLF001 - as above
-        launch._load = load  # noqa: SLF001 - as above
-
-
-def find_kernel_difference(case: EdgeCase) -> tuple[list[str], str | None]:
-    """Return the kernels of a case, and how their answer differs from that of the torch ops."""
-    with patches_applied("CPU"):
-        expected = run(case)
-        with kernels_counted() as used:
-            actual = run(case)
-    if not used:
-        return used, None
-    if isinstance(expected[0], type) or isinstance(actual[0], type):
-        same = expected[0] is actual[0] or (
-            isinstance(expected[0], type) and isinstance(actual[0], type)
-        )
-        return used, None if same else f"kernel: {actual} in place of {expected}"
-    for left, right in zip(actual, expected, strict=True):
-        if (left.shape, left.dtype, left.stride()) != (right.shape, right.dtype, right.stride()):
-            return used, "kernel: another shape, dtype or layout"
-        if not is_close(*forgive(case, left, right), 4):
-            return used, f"kernel: {left.flatten()[:6]} in place of {right.flatten()[:6]}"
-    return used, None
-
-
-def main() -> None:
-    """Write the number of cases for each op and edge, and every difference."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--only", default="", help="a part of the op's name")
-    parser.add_argument("--every", type=int, default=1, help="the interpreter runs each N-th case")
-    words = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("set TRITON_INTERPRET=1")
-    warnings.simplefilter("ignore")
-    warnings.filterwarnings("error", message="The Triton kernel")  # none may be withdrawn
-    np.seterr(all="ignore")  # the interpreter computes masked elements, too
-    torch.set_num_threads(1)
-    launch._BLOCK = launch._SMALL_BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with programs
-    by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
-    differences = []
-    cases = [case for case in list_cases() if words.only in case.op]
-    for number, (case, of_ops) in enumerate(zip(cases, find_differences(cases), strict=True)):
-        by_op[case.op] += 1
-        by_edge[case.edge] += 1
-        refused += isinstance(answer(case.call)[0], type)
-        used, of_kernels = ((), None) if number % words.every else find_kernel_difference(case)
-        kernels.update(set(used))
-        for difference in filter(None, (of_ops, of_kernels)):
-            differences.append({"op": case.op, "edge": case.edge, "difference": difference})
-            print(json.dumps(differences[-1]), flush=True)
-    record = {
-        "torch": torch.__version__,
-        "cases": len(cases),
-        "interpreted": len(cases[:: words.every]),
-        "refused_alike": refused,
-        "cases_by_edge": dict(sorted(by_edge.items())),
-        "cases_by_op": dict(sorted(by_op.items())),
-        "cases_by_kernel": dict(sorted(kernels.items())),
-        "differences": differences,
-    }
-    print(json.dumps({key: record[key] for key in ("cases", "refused_alike")}), len(differences))
-    if words.output:
-        words.output.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return [
+        *list_update_cases(),
+        *list_output_cases(),
+        *list_gradient_cases(),
+        *list_sample_cases(),
+        *list_dtype_cases(),
+        *list_value_cases(),
+        *list_loss_cases(),
+        *list_count_cases(),
+        *list_row_cases(),
+        *list_place_cases(),
+        *list_lookup_cases(),
+    ]

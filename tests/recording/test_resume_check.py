@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 
+import lightning.pytorch as L
 import pytest
 import torch
 from recorded_loop import train
@@ -147,6 +148,26 @@ def test_a_resume_that_cannot_be_checked_says_so(fits, caplog, stop, change, rea
     )
     (resume,) = list_records(resumed, Resume)
     assert reason in resume.unchecked
+
+
+class Leave(L.Callback):
+    """Saves a checkpoint and ends the fit, because the machine is taken away."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, *_):
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
+def test_what_ended_the_run_right_after_the_save_is_said(fits, caplog):
+    """Early stopping may do so, too; whether to train on is for the user to say."""
+    fits.fit(extra=[Leave(fits.checkpoint)])
+    (resume,) = list_records(fits.resume(), Resume)
+    reason = "ended before the step after that, by trainer.should_stop, which Leave sets"
+    assert reason in resume.unchecked
+    assert reason in caplog.text
 
 
 def test_a_loop_is_checked_too(tmp_path, new_process):

@@ -16,7 +16,7 @@ from lightning_d9m.engine.hashing.training_state import Groups, Snapshot
 from lightning_d9m.engine.ledger.differences import record_difference
 from lightning_d9m.engine.ledger.folder import rank_path
 from lightning_d9m.engine.ledger.format.reader import RankReader, find_parent
-from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
+from lightning_d9m.engine.ledger.format.records import Digests, End, StepDigests
 from lightning_d9m.engine.recording.expected_records import ExpectedRecords
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import describe_names, pluralize
@@ -53,7 +53,7 @@ class ResumeCheck:
     """
 
     def __init__(self, own: Path, parent: str, mark: str) -> None:
-        self.problem = ""
+        self.problem = self._ended = ""
         self._reader: RankReader | None = None
         self._records: ExpectedRecords[StepDigests | Digests] = ExpectedRecords(())
         try:
@@ -78,11 +78,15 @@ class ResumeCheck:
         if not reader.marked:
             self.problem = f"{path} is not the ledger that the checkpoint names"
         elif record is None:
-            self.problem = "it ended before the step after that"
+            # Early stopping may end a run after a callback has saved, and so may a callback that
+            # saves because the machine is taken away: whether to train on is for the user to say.
+            by = f", by {self._ended}" if self._ended else ""
+            self.problem = f"it ended before the step after that{by}"
 
-    @staticmethod
-    def _read(reader: RankReader) -> Iterator[StepDigests | Digests]:
+    def _read(self, reader: RankReader) -> Iterator[StepDigests | Digests]:
         for record in reader.read_lines():
+            if isinstance(record, End):
+                self._ended = record.reason or ""
             # What the run ended with, such as averaged weights, is not on the way.
             counts = isinstance(record, StepDigests) or getattr(record, "moment", "") == "epoch"
             if counts and 0 < reader.marked < reader.line:
