@@ -76,6 +76,7 @@ torch._C
     _current_autograd_node _nn | patch and probe operations
     _dispatch_get_all_op_names | register patches, and list collectives
     _dispatch_has_kernel_for_dispatch_key | register patches, and list collectives
+    _dispatch_has_kernel _AutoDispatchBelowAutograd | run operations again
     _overlaps | patch operations | 2.11
     _set_deterministic_algorithms | let named operations vary
     _get_cudnn_enabled _set_cudnn_enabled _get_mkldnn_enabled | compute portable bits

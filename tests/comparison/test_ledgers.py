@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_runs import Runs, make_facts, make_probes, write_rank
 
+from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import Evaluation, LoaderFacts, StepDigests
-from lightning_d9m.engine.ledger.stack import SEGMENT
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import list_one_sided, state_verdict
 

@@ -169,7 +169,7 @@ def test_only_operations_on_tensors_run(capsule, tmp_path, name):
         (["--step", "16"], "has no step 16; allowed: 0 to 15."),
         (["--step", "3", "--add", PROGRAM], "--step takes one ledger"),
         (["--with-data"], "--with-data, --timeout and a command are for --step"),
-        (["--step", "3", "-o", PROGRAM], "exists already, so no bundle was written"),
+        (["--step", "3", "-o", PROGRAM], "exists already, so nothing can be written to it"),
     ],
 )
 def test_a_wrong_request(capsule, d9m, tmp_path, monkeypatch, words, message):

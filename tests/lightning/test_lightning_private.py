@@ -8,7 +8,7 @@ from lightning_d9m.integrations.trainer import lightning_private
 # Underscored names that other files use: of this package's callback, of Python, of torch's modules
 # and tensors, and of torchmetrics.
 ALLOWED = {"_auto_added", "_recorder", "_initializing", "_compiled_call_impl", "_orig_mod"}
-ALLOWED |= {"_version", "_pytree", "_computed", "_forward_cache", "_update_count"}
+ALLOWED |= {"_pytree", "_computed", "_forward_cache", "_update_count"}
 # An attribute of another object, by its name or by a string, or a name that is imported.
 NAME = r"(_[a-zA-Z]\w*)"
 PRIVATE = (

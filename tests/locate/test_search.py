@@ -80,7 +80,7 @@ def test_ops_that_may_vary_are_named(kind):
     """Beside every verdict, as `compare` and `check` do."""
     found, _ = search(*[pair(kind)] * 4, varying="histc put_")
     said = " ".join(describe(found, determinism=True))
-    assert "varying_ops lets histc, put_ run although they may vary." in said
+    assert "varying_ops lets histc, put_ run, whose results may vary." in said
     assert found.as_json()["varying_ops"] == ("histc", "put_")
 
 
