@@ -5,6 +5,7 @@ the values that it is given and those that it leaves. So only what no earlier op
 needs to be kept: the state before the step, the batch, and what the program makes without torch.
 """
 
+import sys
 from collections.abc import Mapping
 from inspect import unwrap
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.hashing.digest import digest, digest_value
 from lightning_d9m.engine.probes.dumps import TAG, is_plain, is_tagged, keep
 from lightning_d9m.engine.probes.module_hooks import OpMode, copy_inputs
 from lightning_d9m.engine.probes.settings import ProbeSettings
@@ -29,6 +30,7 @@ class StepTape(OpMode):
         ops: The operations, in order: what ``run_op`` takes, with references to values in place of
             tensors, what each leaves, and the line that called it.
         values: The values that no operation has left, by key.
+        skipped: Names of calls that are not of one operation, such as a kernel of Triton.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class StepTape(OpMode):
         super().__init__(nn.Module(), ProbeSettings(), collector)
         self.ops: list[dict[str, Any]] = []
         self.values: dict[str, Tensor] = {}
+        self.skipped: list[str] = []
         self._known: set[str] = set()
 
     def __torch_dispatch__(
@@ -44,6 +47,7 @@ class StepTape(OpMode):
         """Run an operation, and take what it is given and what it leaves."""
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
+            self.skipped.append(str(func))
             return func(*args, **kwargs)
         origin = self._find_origin()
         entry = tree_map(self._take, copy_inputs(func, args, kwargs), is_leaf=is_tagged)
@@ -51,7 +55,12 @@ class StepTape(OpMode):
         # All arguments: batch norms, for one, do not declare that they write to their buffers.
         left = refer(keep([outputs, args, kwargs]))
         self._known.update(list_keys(left))
-        entry |= {"left": left, "source": origin.source, "backward": origin.backward}
+        entry |= {
+            "left": _leave_out_numbers(left),
+            "digest": digest_value(left),
+            "source": origin.source,
+            "backward": origin.backward,
+        }
         if list_keys([entry["args"], left]):  # else it has no data, as the marks of a profiler
             self.ops.append(entry)
         return outputs
@@ -59,14 +68,19 @@ class StepTape(OpMode):
     def save(self, path: Path) -> None:
         """Write operations and values to a file."""
         # Not a file of the program, which ``saved_files.py`` leaves out.
-        unwrap(torch.save)({"ops": self.ops, "values": self.values}, path)
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters["frames"]["ok"]:
+            # What runs there is no operation that a mode sees, and may be any part of the step.
+            self.skipped.append("compiled code")
+        saved = {"ops": self.ops, "values": self.values, "skipped": self.skipped}
+        unwrap(torch.save)(saved, path)
 
     def _take(self, leaf: Any) -> Any:
         """Return a reference to a tensor, and keep its value if no operation has left it."""
         if not isinstance(leaf, Tensor):
             return leaf
         found = _refer(leaf)
-        if found["key"] not in self._known:
+        if is_reference(found) and found["key"] not in self._known:
             self._known.add(found["key"])
             self.values[found["key"]] = flatten(leaf).cpu()
         return found
@@ -83,7 +97,14 @@ def refer(kept: Any) -> Any:
     return tree_map(replace, kept, is_leaf=is_tagged)
 
 
+def _leave_out_numbers(left: Any) -> Any:
+    """Return what an operation leaves with None for what is not a tensor, which may be data."""
+    return tree_map(lambda x: x if is_reference(x) else None, left, is_leaf=is_tagged)
+
+
 def _refer(tensor: Tensor) -> dict[str, Any]:
+    if tensor.is_meta or tensor.is_quantized:  # no digest
+        return {TAG: "text", "text": f"{tensor.dtype} on {tensor.device}"}
     found = {TAG: "value", "key": digest(flatten(tensor)), "device": str(tensor.device)}
     layout = {"shape": [*tensor.shape], "stride": [*tensor.stride()]} if is_plain(tensor) else {}
     return found | layout

@@ -274,9 +274,10 @@ class Recorder:
                     self.interruption.stop()
                 elif error is not None:
                     self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
-                    if isinstance(error, Exception):  # not Ctrl-C
-                        # A difference is found after the step, before the next one begins.
-                        self._run.log_return(self.global_step - isinstance(error, DriftError))
+                    # A difference is found after the step, before the next one begins.
+                    step = self.global_step - isinstance(error, DriftError)
+                    if isinstance(error, Exception) and step >= 0:  # not Ctrl-C
+                        self._run.log_return(step)
             except BaseException as failure:
                 end = End.failed(failure)
                 raise

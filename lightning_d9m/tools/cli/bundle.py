@@ -19,6 +19,7 @@ from lightning_d9m.tools.cli.arguments import (
     TIMEOUT,
     check_new_file,
     get_command,
+    refuse_options,
     whole_number,
 )
 from lightning_d9m.tools.cli.report import check_output, compare_chosen, compare_pair, write_page
@@ -94,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             "d9m bundle open takes one bundle and nothing to add to it: d9m bundle open FILE"
         )
     if is_capsule(paths[1]):
+        refuse_options(arguments, ["output"], "a capsule has no page")
         return _run_capsule(arguments, paths[1])
     if arguments.output is not None:
         check_output(arguments.output, force=False)
@@ -113,17 +115,16 @@ def _write_capsule(arguments: argparse.Namespace, paths: list[Path]) -> int:
     runs = Runs(command, make_output(None), arguments.timeout)
     ledger = trace_step(recorded, segment, runs, probes=capsule.STATE)
     comparison = compare_ledgers(recorded.ledger, ledger)
-    content, words = runs.output / "trace/segment" / STEP_FILE, {"with_data": arguments.with_data}
+    content = runs.output / "trace/segment" / STEP_FILE
+    differs = "" if comparison.equal else state_verdict(comparison)
+    words = {"with_data": arguments.with_data, "differs": differs}
     capsule.write_capsule(output, arguments.step, ledger, content, **words)
     shutil.rmtree(runs.output / "trace")
-    said = "" if comparison.equal else f"It is not that of the run: {state_verdict(comparison)}"
-    status = _run_capsule(arguments, output, said)
     # Without its data a capsule is as it should be if what runs of it is equal.
-    status = 0 if status == _INCOMPLETE and not arguments.with_data else status
-    return status or int(not comparison.equal)
+    return _run_capsule(arguments, output, may_lack_data=not arguments.with_data)
 
 
-def _run_capsule(arguments: argparse.Namespace, path: Path, said: str = "") -> int:
+def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bool = False) -> int:
     """Run the step of a capsule, and print what it holds and how the step compares."""
     from lightning_d9m.tools.history.capsule import open_capsule  # loads torch
 
@@ -137,14 +138,17 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, said: str = "") -> i
         "incomplete": f"incomplete: {outcome.ran:,} of {ops} ran, and are equal. The others did "
         f"not: {outcome.obstacle or lack}",
     }[outcome.verdict]
-    lines = wrap(said) if said else []
+    lines = wrap(f"It is not the step of the run: {facts.differs}") if facts.differs else []
     if outcome.stack:
         lines += wrap(f"The stack differs from that of the run: {', '.join(outcome.stack)}.")
     lines += [*([""] if lines else []), *_format_sizes(facts.sizes, facts.secrets)]
     lines.append(f"capsule: {shlex.quote(str(path))}")
     shown = msgspec.to_builtins(facts) | asdict(outcome) | {"verdict": outcome.verdict}
     print_result(arguments.format, shown, list(map(printable, lines)), printable(verdict))
-    return {"equal": 0, "different": 1, "incomplete": _INCOMPLETE}[outcome.verdict]
+    if outcome.different or facts.differs:
+        return 1
+    is_equal = outcome.verdict == "equal" or (may_lack_data and not outcome.obstacle)
+    return 0 if is_equal else _INCOMPLETE
 
 
 def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:

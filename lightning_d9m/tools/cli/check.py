@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     report.problems = problems
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
+        nonlocal recorded  # that of --follow grows
+        recorded = so_far
         title = f"segment {number}{place}"
         report.checked.append(check_segment(so_far, runs, number, title, later))
 
@@ -185,7 +187,7 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
         )
     is_drawn = not (arguments.only or arguments.follow or count is None or count >= len(there))
     if not is_drawn:
-        refuse_options(arguments, ["choose"], f"there are {len(there)} segments, and all run")
+        refuse_options(arguments, ["choose"], "nothing is left to choose")
         return None, arguments.only or there
     seed = SystemRandom().randrange(10**6) if seed is None else seed
     file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]

@@ -13,7 +13,7 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
@@ -277,10 +277,11 @@ _DAMAGE = (BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, Value
 
 def is_capsule(path: Path) -> bool:
     """Return whether a file is an archive with one step of a run; see ``capsule.py``."""
-    if not path.is_file() or not is_zipfile(path):
-        return False
-    with ZipFile(path) as archive:
-        return CAPSULE_FACTS in archive.namelist()
+    with suppress(*_DAMAGE, OSError):
+        if path.is_file() and is_zipfile(path):
+            with ZipFile(path) as archive:
+                return CAPSULE_FACTS in archive.namelist()
+    return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ An archive holds ``capsule.json``, the operations of the step with the values th
 operations are those of torch, by their names.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.engine.control.session import deterministic
 from lightning_d9m.engine.control.settings import Settings
-from lightning_d9m.engine.hashing.digest import digest
+from lightning_d9m.engine.hashing.digest import digest, digest_value
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Batch
 from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
@@ -41,7 +42,7 @@ from lightning_d9m.errors import (
     file_errors,
     written_whole,
 )
-from lightning_d9m.text import escape
+from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.history.bundle import CAPSULE_FACTS, SecretFilter
 from lightning_d9m.tools.segments.goto import find_segment
 from lightning_d9m.tools.segments.segment import RecordedRun, Segment
@@ -57,7 +58,8 @@ class CapsuleFacts(msgspec.Struct, frozen=True):
     """The global step, the header of the run's ledger, and how many secrets were removed.
 
     ``sizes`` has the bytes of the values, by what they are, and of the program's files;
-    ``left_out`` is the size of the data that it does not hold.
+    ``left_out`` is the size of the data that it does not hold; ``differs`` says how the step that
+    was recorded differs from that of the run, and is empty if it does not.
     """
 
     step: int
@@ -65,6 +67,7 @@ class CapsuleFacts(msgspec.Struct, frozen=True):
     sizes: dict[str, int]
     left_out: int
     secrets: int
+    differs: str
 
 
 @dataclass
@@ -85,7 +88,8 @@ class StepOutcome:
     @property
     def verdict(self) -> str:
         """``"equal"``, ``"different"``, or ``"incomplete"`` if an operation did not run."""
-        return "different" if self.different else "equal" if self.ran == self.ops else "incomplete"
+        whole = 0 < self.ran == self.ops and not self.obstacle
+        return "different" if self.different else "equal" if whole else "incomplete"
 
 
 def find_step(recorded: RecordedRun, step: int) -> Segment:
@@ -102,7 +106,9 @@ def find_step(recorded: RecordedRun, step: int) -> Segment:
     return replace(find_segment(recorded, step), kind=TAPE)
 
 
-def write_capsule(path: Path, step: int, ledger: Ledger, content: Path, *, with_data: bool) -> None:
+def write_capsule(
+    path: Path, step: int, ledger: Ledger, content: Path, *, with_data: bool, differs: str
+) -> None:
     """Write the archive; values that are neither state nor generators only ``with_data``.
 
     Args:
@@ -111,13 +117,17 @@ def write_capsule(path: Path, step: int, ledger: Ledger, content: Path, *, with_
         ledger: The ledger of the run that has recorded the step, with probes of its state.
         content: What the step has left, see ``StepTape``.
         with_data: Whether to put in all values.
+        differs: How the ledger differs from the run; empty if it does not.
 
     Raises:
         CommandError: If the step has left nothing.
         LedgerError: If the archive cannot be written.
     """
     if not content.exists():
-        raise CommandError(f"An exception ended step {step}, so no capsule of it was written.")
+        raise CommandError(
+            f"Step {step} was not recorded, so no capsule of it was written: an exception ended "
+            "it, or it does not begin a batch, as with several optimizer steps in a batch."
+        )
     found = torch.load(content, weights_only=True)
     kinds, sizes, values = _sort_values(ledger, found), Counter[str](), found["values"]
     for key, own in values.items():
@@ -130,7 +140,7 @@ def write_capsule(path: Path, step: int, ledger: Ledger, content: Path, *, with_
     header = secrets.clean_values(ledger.header.as_record())
     for entry in found["ops"]:
         entry["source"] = entry["source"] and secrets.clean_code(entry["source"])
-    facts = CapsuleFacts(step, header, dict(sizes), left_out, secrets.count)
+    facts = CapsuleFacts(step, header, dict(sizes), left_out, secrets.count, differs)
     sources[CAPSULE_FACTS] = msgspec.json.format(msgspec.json.encode(facts), indent=1)
     with (
         file_errors(LedgerError, f"No capsule is written to {path}"),
@@ -162,15 +172,18 @@ def _read_sources(
     ops: Sequence[Mapping[str, Any]], secrets: SecretFilter
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the names and texts of the files whose lines call the operations."""
-    lines = (str(entry["source"]).partition(" in ")[0] for entry in ops)
-    files = map(Path, dict.fromkeys(line.rpartition(":")[0] for line in lines))
+    found = (re.match(r"(.+?\.py):\d+", str(entry["source"])) for entry in ops)
+    files = map(Path, dict.fromkeys(own[1] for own in found if own is not None))
     for number, file in enumerate(file for file in files if file.is_file()):
         text = file.read_text(encoding="utf-8", errors="replace").split("\n")
         yield f"source/{number}-{file.name}", "\n".join(map(secrets.clean_code, text)).encode()
 
 
 def open_capsule(path: Path) -> tuple[CapsuleFacts, StepOutcome]:
-    """Run the step of an archive, which may come from anybody.
+    """Run the step of an archive.
+
+    No code of it runs, and nothing is unpickled, but operations of torch do not check each of their
+    arguments, so an archive that was made for it can write to memory outside of its tensors.
 
     Raises:
         LedgerError: If it is damaged.
@@ -199,6 +212,8 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
     # Sums depend on the number of threads.
     words |= {"seed": facts.header["seed"], "threads": stack["threads.intraop"]}
     values, outcome = dict(content["values"]), StepOutcome(len(content["ops"]))
+    if skipped := content["skipped"]:
+        outcome.obstacle = f"{pluralize(len(skipped), 'call')} ran outside of them: {skipped[0]}."
     with deterministic(**words):
         here = capture_stack()
         there = {name: own for name, own in stack.items() if name in here}
@@ -209,7 +224,7 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
                 continue
             outcome.ran += 1
             is_undefined = entry["op"].partition(".")[2].startswith(UNDEFINED)
-            if not is_undefined and refer(left) != entry["left"]:
+            if not is_undefined and digest_value(refer(left)) != entry["digest"]:
                 outcome.different += 1
                 outcome.first = outcome.first or _describe(number, entry)
             leaves = (tree_leaves(tree, is_leaf=is_tagged) for tree in (entry["left"], left))

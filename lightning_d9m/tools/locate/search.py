@@ -379,7 +379,11 @@ class Search:
             found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
             return
         found.op = examine_op(at, pair.dumps)
-        if found.op is not None and not found.op.inputs_equal:
+        draws = found.cause is not None and found.cause.kind != "op"
+        # What it draws into may be memory that nothing has written; a number may not.
+        if found.op is not None and (
+            found.op.only_numbers_differ or not (draws or found.op.inputs_equal)
+        ):
             found.cause = self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
 
     def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> Cause:

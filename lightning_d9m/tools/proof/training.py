@@ -95,6 +95,7 @@ def make_proof(
         "sources": sources.as_record(),
         "steps": recorded.last_step,
         "checkpoints": [point.step for point in points],
+        "segments": [own.number for own in recorded.list_segments()],
         "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
     }
     # Relative, so that the folder can be published as a whole.

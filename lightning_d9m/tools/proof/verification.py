@@ -130,14 +130,19 @@ def write_verdict(path: Path, proof: Path, report: CheckReport) -> None:
     Raises:
         LedgerError: If it cannot be written.
     """
-    count = f"{len(report.equal)}_OF_{report.segments}"
     predicate = {
         "verifier": {"id": f"urn:lightning-d9m:{__version__}"},
         "timeCreated": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "properties": [f"LIGHTNING_D9M_SEGMENTS_EQUAL_{count}"] * (report.verdict == "equal"),
+        "properties": _list_properties(report),
         CHECK: report.as_json(),
     }
     write_statement(path, VERDICT, {proof.name: hash_file(proof)}, predicate)
+
+
+def _list_properties(report: CheckReport) -> list[str]:
+    """Return what a verdict says of a run, in the form of its standard."""
+    count = f"{len(report.equal)}_OF_{report.segments}"
+    return [f"LIGHTNING_D9M_SEGMENTS_EQUAL_{count}"] * (report.verdict == "equal")
 
 
 def check_verdict(path: Path, proof: Path, signer: str | None, number: int | None) -> list[str]:
@@ -156,12 +161,14 @@ def check_verdict(path: Path, proof: Path, signer: str | None, number: int | Non
     found, problems = verdict.check, verify(path, signer)
     if [*files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another proof than {proof}.")
-    numbers = [own.number for own in found.checked]
+    _, said = read_statement(proof, TRAINING, Training)
+    there, numbers = said.run.get("segments", []), [own.number for own in found.checked]
+    if found.there != there or found.segments != len(there):
+        problems.append("It is about other segments than those of the run.")
     if number is not None and (
-        found.choice != number
-        or numbers != choose_segments(proof, number, found.there, len(numbers))
+        found.choice != number or numbers != choose_segments(proof, number, there, len(numbers))
     ):
         problems.append(f"Its segments were chosen with {found.choice}, not {number}.")
-    if found.verdict != "equal" or not verdict.properties:
+    if not verdict.properties or verdict.properties != _list_properties(found):
         problems.append(f"It says that the run is {found.verdict}.")
     return problems
