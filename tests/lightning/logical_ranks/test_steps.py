@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.integrations.strategies.sums import sandbox
 
 
 def load(data):
@@ -65,13 +64,6 @@ def test_gradients_that_share_memory_are_accumulated_once(fit):
     assert first.unique().tolist() == second.unique().tolist() == [pytest.approx(-0.1)]
 
 
-@pytest.fixture
-def untried(monkeypatch):
-    """Let no step be tried, so that each micro-batch is seen once."""
-    monkeypatch.setattr(sandbox, "_COMPARED_STEPS", 0)
-
-
-@pytest.mark.usefixtures("untried")
 def test_hooks_get_the_divided_loss_of_the_first_logical_rank(fit):
     losses, given = [], []
 
@@ -98,7 +90,6 @@ def record_batches(fit, loaders):
     return fit(make_model(step), loaders).global_step, seen
 
 
-@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     ("mode", "batches"), [("min_size", 1), ("max_size", 2), ("max_size_cycle", 2)]
 )
