@@ -6,7 +6,7 @@ import re
 import tempfile
 import threading
 import warnings
-from functools import lru_cache, partial
+from functools import partial
 
 import lightning as L
 import logical_refusals
@@ -108,17 +108,6 @@ def keep_pattern(model, batch):
     return model(batch).sum()
 
 
-@lru_cache
-def list_calls():
-    return []
-
-
-def count_calls(model, batch):
-    """Use what a cache keeps, which nothing can put back."""
-    list_calls().append(1)
-    return model(batch).sum() * len(list_calls())
-
-
 def make_buffered_model():
     """Return a model with a buffer of another shape in each process."""
     model = BoringModel()
@@ -205,7 +194,6 @@ REFUSALS = {
         on_train_batch_end=lambda model, *_: model.log("seen", 1.0, sync_dist=True)
     ),
     "The backward pass changes the parameter 'layer.weight'": optimize(step_in_backward),
-    "returns the loss .* if it is called again for the same batch": train(count_calls),
     "MeanMetric is computed over all processes in the step": lambda: {
         "model": make_model(compute_metric, mean=MeanMetric())
     },

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial, wraps
 from typing import Any
 
@@ -21,7 +20,6 @@ from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     GENERATOR,
     OPAQUE,
-    equal_bits,
     find_kind,
     is_of_lightning,
     is_of_program,
@@ -194,15 +192,12 @@ class LogicalSteps:
         self.losses = []
         forward = skips_backward(trainer)
         self._accumulates = not forward and accumulates_gradients(trainer)
-        output, pairs = None, [*self._pair(batches)]
-        tried = self._try_step(step, *pairs[0], args) if self._sandbox.compares else None
-        for rank, batch in pairs:
+        output = None
+        for rank, batch in self._pair(batches):
             self._clear_gradients()
             self.kept.put_back(rank)
             output = self._run(step, rank, batch, args)
             loss = _find_loss(output)
-            if tried is not None and rank == self.block.start:
-                _compare_losses(rank, tried, loss.detach())
             self.losses.append(loss.detach())
             if rank == self.block.start != self.block[-1]:
                 found = loss.detach()
@@ -257,20 +252,6 @@ class LogicalSteps:
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
         return dict(result.asdict())
-
-    def _try_step(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Tensor:
-        """Return the loss of a step that is then undone.
-
-        The step itself must give the same loss. No list of where a program keeps state can be
-        complete; this check needs none.
-        """
-        states = self.metrics.capture()
-        loss = _find_loss(self._run(step, rank, deepcopy(batch), args)).detach()
-        self.logical_rank = None  # so that nobody keeps the states of metrics
-        self.metrics.restore(states)
-        self.logged.take()
-        self._sandbox.end(rank)
-        return loss
 
     def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
         """Run the micro-batches of an evaluation, and return their outputs.
@@ -419,17 +400,6 @@ def _find_loss(output: Any) -> Tensor:
             "rank needs one: return a loss for each batch, for example one multiplied by zero."
         )
     return loss
-
-
-def _compare_losses(rank: int, tried: Tensor, loss: Tensor) -> None:
-    if not equal_bits(tried, loss):
-        raise SettingError(
-            f"training_step of logical rank {rank} returns the loss {tried.tolist()}, and "
-            f"{loss.tolist()} if it is called again for the same batch: it uses what an earlier "
-            "call has left where it cannot be put back, as in functools.lru_cache, an iterator or "
-            "an attribute of a tensor, so the training would depend on the number of processes. "
-            "Keep it in an attribute of the module, or change it in a hook between steps."
-        )
 
 
 class MicroBatchSeeds:

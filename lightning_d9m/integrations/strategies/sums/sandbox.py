@@ -35,8 +35,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
 from lightning_d9m.program import is_of_framework
 
-# The steps in which trained weights are compared by value, and each is tried before; later a
-# version tells.
+# The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
 # A larger tensor is digested only if processes must agree on it.
 _SMALL = 1024
@@ -150,7 +149,7 @@ class Sandbox:
         self._records, self._buffers = {}, set()
         if self._ranks == 1:
             return
-        compares = self._steps["train"] < _COMPARED_STEPS
+        compares = len(self._block) > 1 and self._steps["train"] < _COMPARED_STEPS
         if self._watch is None or compares is not self._compares:
             self._compares = compares
             others = self._name_owners()
@@ -161,11 +160,6 @@ class Sandbox:
             )
         else:
             self._watch.refresh(self._watch.find_changed())
-
-    @property
-    def compares(self) -> bool:
-        """True in the first steps, in which weights can be put back, too."""
-        return self._watch is not None and self._compares
 
     def start_backward(self) -> None:
         """Take the versions of the weights, which no backward pass may change."""
