@@ -55,7 +55,7 @@ _MOST_ITEMS = 1000
 # Of the changes that are encoded, and of each, about: a cache may be larger than the model. An
 # average of the weights usually is, and is in the checkpoint already, from the callback's
 # ``state_dict``.
-_MOST_BYTES = 2**24
+_MOST_BYTES, _ALWAYS_BYTES = 2**24, 2**12
 _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
 _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
@@ -357,7 +357,8 @@ class Changes:
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
                 return self._encode(change)
-            if self._copies or (size <= _MOST_BYTES and _fits(value)):
+            # Small values are kept whatever others take, so that the order does not decide.
+            if self._copies or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
                 self._entered = (None, False) if change.key else (value, True)
                 return self._encode(change, value)
         return None
@@ -540,7 +541,7 @@ def _find_enum(module: str, name: str) -> Any:
 # optimizer in another one, which should save its state and load it.
 _DIGESTED = Kind(digest_data)
 _IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
-_SAVED = Kind(digest_saved)
+_SAVED = Kind(lambda own: digest_saved(own) or Unreadable())
 
 
 def describe_unsaved(paths: Iterable[str]) -> list[str]:
@@ -590,15 +591,15 @@ def _is_filled(change: Change) -> bool:
     )
 
 
-def _fits(value: Any) -> bool:
-    """Return whether a value is small enough for a checkpoint."""
+def _fits(value: Any, most: int) -> bool:
+    """Return whether a value has at most so many bytes."""
     sizes = (
         sum(own.nbytes for own in read_memory(part))
         if find_kind(part) in (TENSOR, ARRAY)
         else sys.getsizeof(part)
         for part in _list_deep(value)
     )
-    return all(size <= _MOST_BYTES for size in accumulate(sizes))
+    return all(size <= most for size in accumulate(sizes))
 
 
 def _name_generator(generator: Any) -> list[str]:

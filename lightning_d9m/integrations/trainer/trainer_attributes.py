@@ -132,3 +132,10 @@ def get_logical_steps(trainer: Trainer) -> Any:
     Their module is not imported here: a training without logical ranks does not load it.
     """
     return getattr(trainer.strategy, "logical_steps", None)
+
+
+def like_parameter(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a saved gradient on the device of its parameter, and in its layout if it is dense."""
+    if saved.layout is not torch.strided:
+        return saved.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, requires_grad=False).copy_(saved)

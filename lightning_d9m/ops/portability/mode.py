@@ -292,7 +292,7 @@ def portable() -> Iterator[None]:
         yield
         return
     # Enough numbers for all threads of torch: each keeps the state in which it began.
-    smallest = torch.full((_SHARE * count_threads(),), 2.0**-126, device="cpu")
+    smallest = torch.full((_SHARE * count_threads(),), 2.0**-126, dtype=torch.float32, device="cpu")
     if not smallest.mul_(0.5).all():
         raise SettingError(
             "A thread of torch flushes subnormal numbers to zero, on this machine and not on "

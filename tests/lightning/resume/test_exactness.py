@@ -532,3 +532,25 @@ def pass_by(module):
 )
 def test_gradients_to_which_a_module_may_add_are_resumed(fits, make, zero):
     fits.check(WITHIN, BETWEEN, model=lambda: make(zero), **UNVALIDATED)
+
+
+def sparse():
+    """Return a manual model that zeroes its sparse gradients after every second batch."""
+
+    def step(self, batch, batch_idx):
+        self.manual_backward(self.table(batch[1]).square().sum())
+        self.optimizers().step()
+        if batch_idx % 2:
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.table.parameters())
+
+    model = make_model(training_step=step, configure_optimizers=configure_optimizers)
+    model.automatic_optimization = False
+    model.table = torch.nn.Embedding(10, 3, sparse=True)
+    return model
+
+
+def test_sparse_gradients_are_kept(fits):
+    fits.check(WITHIN, model=sparse, **UNVALIDATED)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.logged import merge_ranks
@@ -13,6 +11,7 @@ from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
 from lightning_d9m.integrations.trainer.trainer_attributes import (
     get_logical_steps,
+    like_parameter,
     list_schedulers,
     name_callbacks,
 )
@@ -50,11 +49,12 @@ class Gradients(Part):
         if (logical := get_logical_steps(trainer)) is not None:
             kept: dict[str, Any] = logical.kept.capture()
             return kept
-        return {
-            name: parameter.grad.detach().to("cpu", copy=True)
-            for name, parameter in module.named_parameters()
-            if parameter.grad is not None
-        }
+        found = {n: own.grad for n, own in module.named_parameters() if own.grad is not None}
+        # Those of shards have no form here; most programs zero them next.
+        shards = [name for name, gradient in found.items() if hasattr(gradient, "to_local")]
+        self.fit.unknown += [f"model.{name}.grad" for name in shards[:1]]
+        whole = found.items() if not shards else ()
+        return {name: gradient.detach().to("cpu", copy=True) for name, gradient in whole}
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
         if not state:
@@ -64,7 +64,7 @@ class Gradients(Part):
             return
         for name, parameter in self.trainer.lightning_module.named_parameters():
             kept = state.get(name)
-            parameter.grad = None if kept is None else torch.empty_like(parameter).copy_(kept)
+            parameter.grad = None if kept is None else like_parameter(kept, parameter)
 
     def select(self, states: list[Any], _rank: int) -> Any:
         return merge_ranks(states)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_d9m.integrations.trainer.trainer_attributes import like_parameter
+
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _CHUNK = 2**18  # elements; several such chunks fit in the second cache of a core
 Gradients = list[Tensor | None]
@@ -223,6 +225,6 @@ class KeptGradients:
             gradients = [saved.get(name, {}).get(rank) for name, _ in self._named]
             if any(gradient is not None for gradient in gradients):
                 self._kept[rank] = [
-                    None if each is None else torch.empty_like(parameter).copy_(each).detach()
+                    None if each is None else like_parameter(each, parameter)
                     for (_, parameter), each in zip(self._named, gradients, strict=True)
                 ]
