@@ -11,7 +11,7 @@ from lightning_d9m.tools.cli.main import COMMANDS, build_parser
 from lightning_d9m.version import __version__
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "audit ops", "audit model"])
+@pytest.mark.parametrize("command", [*COMMANDS, "audit ops"])
 def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
     monkeypatch.setenv("COLUMNS", "80")
     status, text, _ = d9m(*command.split(), "--help")
@@ -38,7 +38,7 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
         ("compare --xyzzy", 2, "unrecognized arguments: --xyzzy\n"),
         ("repeat --format jsn", 2, "invalid choice: 'jsn' (choose from"),
         ("repeat -n 1", 2, "--runs: 1 is not valid; allowed: a whole number from 2 to 1000."),
-        ("audit model -n 2.5", 2, "--runs: 2.5 is not valid; allowed: a whole number from 2 to "),
+        ("audit ops -n 2.5", 2, "--runs: 2.5 is not valid; allowed: a whole number from 2 to "),
         ("locate --tries 0", 2, "--tries: 0 is not valid; allowed: a whole number from 1."),
         ("repeat --timeout 0", 2, "--timeout: 0 is not valid; allowed: more than 0 seconds."),
         ("audit ops --timeout nan", 2, "--timeout: nan is not valid; allowed: more than 0 sec"),
@@ -51,7 +51,6 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
         ("bisect -- python a.py", 2, "commits are 'missing'. Give a good and a bad one, GOOD..BAD"),
         ("audit ops -- train.py", 2, "audit ops: error: unrecognized arguments: train.py"),
         ("verify -- none.ckpt", 2, "No such file: none.ckpt."),
-        ("audit model --", 2, "after `--`: d9m audit model -n 3 -- python train.py"),
     ],
 )
 def test_what_is_typed_gets_an_answer(words, status, said, d9m):

@@ -1,17 +1,13 @@
 """``d9m report`` writes one offline file with every fact and escapes every value of a ledger."""
 
-import math
 import re
 import shutil
 import subprocess
 from html import unescape
 
 import pytest
-import torch
 from ledger_runs import make_facts, make_probes, make_weights, write_rank
 
-from lightning_d9m.engine.hashing.digest import digest
-from lightning_d9m.engine.hashing.training_state import sketch_tensors
 from lightning_d9m.engine.ledger.folder import create_ledger_folder
 
 EVIL = [
@@ -44,17 +40,6 @@ def write(
     records.append(make_weights("epoch", 0, weights, step=steps, loss=(0.5).hex()))
     folder = folder or create_ledger_folder(parent)
     return write_rank(folder, records, stack={"device.driver": stack}, **changes)
-
-
-def write_weights(parent, changes):
-    """Write a run of one weight for each entry of a table: its change after each epoch."""
-    records = []
-    for epoch in range(3):
-        weights = {name: torch.ones(4) + by[epoch] for name, by in changes.items()}
-        digests = {name: digest(own) for name, own in weights.items()}
-        sketches = sketch_tensors(weights)
-        records.append(make_weights("epoch", epoch, digests, sketches=sketches))
-    return write_rank(create_ledger_folder(parent), records)
 
 
 def write_losses(parent, losses, *, digit="0", program=None, folder=None):
@@ -312,21 +297,3 @@ def test_filters_and_a_narrow_window(tmp_path, report):
         "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;"
         "step 3, run 1: 0.5, run 2: 0.5;true;true;true;true"
     )
-
-
-def test_the_size_of_the_difference_of_each_layer(tmp_path, report):
-    """Plot, legend and table name the layers; the rest is one line, and names are escaped."""
-    names = [f"layers.{number}.weight" for number in range(10)] + ["<b>.weight", "same.weight"]
-    reference = write_weights(tmp_path, dict.fromkeys(names, (0, 0, 0)))
-    changes = {name: (0, 0.001, 0.1 + number) for number, name in enumerate(names)}
-    changes |= {"same.weight": (0, 0, 0), "<b>.weight": (0, 1e-20, math.nan)}
-    other = write_weights(tmp_path, changes)
-    page = Page(report(reference, other))
-    section = page.words.partition("Size of the difference by layer")[2].partition(
-        "Ranks and modules"
-    )[0]
-    names = ["<b>", *(f"layers.{number}" for number in range(9, 2, -1)), "all other layers"]
-    shown = [f"{number} {name}" for number, name in enumerate(names, start=1)]
-    legend, _, table = section.partition("layer first epoch size there size at the end ")
-    assert legend.strip().endswith(" ".join(shown))
-    assert table.startswith("<b> 2 not finite not finite layers.9 1 1.0e-03 9.0e-01 ")

@@ -121,7 +121,7 @@ def test_a_hash_seed_that_is_not_fixed_is_said_once(fit, monkeypatch, caplog):
 
 
 def test_control_off_seeds_and_records_but_switches_nothing(fit, monkeypatch):
-    """The variable of ``d9m audit model``."""
+    """The variable of ``d9m locate --no-determinism``."""
     seen = []
 
     def look(self):

@@ -27,8 +27,8 @@ NCCL = "NCCL_ALGO"
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-# Set by `d9m audit model`. With "off" a session seeds and records, and does not switch anything, so
-# that the effect and the cost of determinism can be measured with the unchanged program.
+# Set by `d9m locate --no-determinism`. With "off" a session seeds and records, and does not switch
+# anything, so that the effect of determinism can be measured with the unchanged program.
 CONTROL = "LIGHTNING_D9M_CONTROL"
 
 

@@ -1,41 +1,21 @@
-"""Digests of a training's weights, buffers, optimizer and scheduler state; sketches of weights.
+"""Digests of a training's weights, buffers, optimizer and scheduler state.
 
 Names are those of the user's model, without the prefix that ``torch.compile`` adds.
-
-Digests tell whether tensors are equal, sketches how large their difference is. A sketch is a linear
-map of the elements to ``BUCKETS`` numbers with fixed random signs, so the sketch of a difference is
-the difference of the sketches, and the sum of its squares is an unbiased estimate of the squared
-Euclidean norm. Each element goes into one bucket: the count sketch (Charikar, Chen, Farach-Colton
-2002), whose estimate of the norm has the error of that of Alon, Matias and Szegedy (1996) with one
-pass instead of one for each bucket. Projections that keep distances: Johnson and Lindenstrauss
-1984; with random signs: Achlioptas 2003. ``comparison.timeline`` has the estimate.
-
-Nothing here draws from a generator of the process: the signs come from SHAKE-256.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from hashlib import shake_256
 from inspect import signature
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.engine.hashing.digest import (
-    ORDINARY,
-    DenseTensor,
-    digest_many,
-    digest_value,
-    flatten_tensor,
-)
+from lightning_d9m.engine.hashing.digest import digest_many, digest_value
 from lightning_d9m.engine.hashing.nested_values import encode
 from lightning_d9m.engine.hashing.shards import (
     FlatLayout,
@@ -43,8 +23,6 @@ from lightning_d9m.engine.hashing.shards import (
     find_dtensor_shard,
     is_sharded_dtensor,
 )
-from lightning_d9m.engine.ledger.format.records import SKETCH_BUCKETS
-from lightning_d9m.engine.state.plain_data import view_bytes
 from lightning_d9m.errors import DigestError
 
 Groups = dict[str, dict[str, str]]
@@ -109,14 +87,12 @@ class Snapshot:
         owners: By group and name, the shard of the parameter to which a value belongs of which
             only the ranks know that hold a part of the parameter.
         scattered: Tensors whose elements are not in order on any rank, by group and name.
-        sketches: Sketch of each weight that this rank holds whole, if they were asked for.
     """
 
     groups: Groups = field(default_factory=lambda: {group: {} for group in _GROUPS})
     shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
     owners: dict[tuple[str, str], Shard] = field(default_factory=dict)
     scattered: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    sketches: Mapping[str, str] = field(default_factory=dict)
 
     def total(self) -> dict[str, str]:
         """Return for each group the XXH3-128 of the JSON list of its sorted [name, digest]."""
@@ -159,7 +135,6 @@ def take_partial_snapshot(
     schedulers: Sequence[Any] = (),
     layouts: Mapping[int, FlatLayout] | None = None,
     *,
-    sketches: bool = False,
     switches: bool = True,
 ) -> Snapshot:
     """Digest all state that a training carries from step to step, as far as this rank holds it.
@@ -173,8 +148,6 @@ def take_partial_snapshot(
         schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
             type is digested: its effect shows in the learning rates.
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
-        sketches: Whether to sketch the weights that this rank holds whole. Those of an
-            accelerator are copied to the host, in pieces of 16 MiB that each wait for it.
         switches: Whether settings of optimizers and schedulers count that are True, False or None
             by default. Versions of torch have different ones.
 
@@ -198,10 +171,6 @@ def take_partial_snapshot(
             whole[group, name] = value
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
-    if sketches:
-        taken.sketches = sketch_tensors(
-            {name: own for (g, name), own in whole.items() if g == "weights"}
-        )
     return taken
 
 
@@ -334,108 +303,3 @@ def count_sharded(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> int:
         id(own) in layouts or is_sharded_dtensor(own) or hasattr(own, "_is_flat_param")
         for own in model.parameters()
     )
-
-
-# Places of a row; a prime, so that the elements of a matrix's column lie in different ones.
-_WIDTH = 1021
-_ROWS = 16
-# Elements with signs of their own. Further blocks have the signs of the first, times one for each
-# place of a row.
-_BLOCK = _WIDTH * _ROWS
-# Bytes of a tensor that are copied to the host at once.
-_PIECE_BYTES = 2**24
-# Most weights of a model that is sketched: 10 million take about 10 ms on one core.
-MOST_ELEMENTS = 2**28
-
-
-def sketch_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the sketch of each dense tensor of floating-point numbers, by name.
-
-    A tensor of at most ``SKETCH_BUCKETS`` elements is in its sketch without loss.
-
-    Args:
-        tensors: Tensors by name. Complex, integer, sparse, quantized, empty and sharded ones have
-            no sketch.
-            None has one if they have more than ``MOST_ELEMENTS`` elements together.
-
-    Returns:
-        ``SKETCH_BUCKETS`` float64 numbers, little-endian, as hexadecimal digits.
-    """
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - as in digest.py
-        found = {name: _find_dense(tensor) for name, tensor in tensors.items()}
-        dense = {name: own for name, own in found.items() if own is not None}
-        if sum(map(Tensor.numel, dense.values())) > MOST_ELEMENTS:
-            return {}
-        with np.errstate(all="ignore"):  # weights may be NaN, or overflow
-            return {name: _sketch(tensor) for name, tensor in dense.items()}
-
-
-def _find_dense(tensor: Tensor) -> Tensor | None:
-    """Return the tensor, or the whole one that this rank has of a DTensor, if it has a sketch."""
-    ordinary = type(tensor) in ORDINARY
-    if not ordinary:
-        if is_sharded_dtensor(tensor):
-            return None
-        wrapper: Any = tensor
-        tensor = wrapper.to_local() if hasattr(tensor, "to_local") else tensor
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    return tensor if ordinary or isinstance(flatten_tensor(tensor), DenseTensor) else None
-
-
-def _sketch(tensor: Tensor) -> str:
-    """Return the sketch of a tensor, which is copied to the host in pieces."""
-    flat, size = tensor.reshape(-1), tensor.numel()
-    signs = _draw_signs("signs", _BLOCK).reshape(_ROWS, _WIDTH)
-    if size <= _WIDTH:  # a single row, as most tensors of a model have
-        signed = flat.cpu().to(torch.float64, copy=True).numpy() * signs[0, :size]
-        return _hex(np.bincount(_draw_buckets()[:size], signed, SKETCH_BUCKETS))
-    sums = np.zeros(_WIDTH)  # of each place of a row, over all rows
-    step = max(1, _PIECE_BYTES // (flat.itemsize * _BLOCK)) * _BLOCK
-    for start in range(0, size, step):
-        piece = _read_values(flat[start : start + step])
-        for begin in range(0, len(piece), _BLOCK):
-            block = piece[begin : begin + _BLOCK]
-            if rest := -len(block) % _WIDTH:
-                block = np.append(block, np.zeros(rest, block.dtype))
-            rows = block.reshape(-1, _WIDTH)
-            # It converts to float64 as it reads: a copy of each block costs as much again.
-            signed = np.einsum("ij,ij->j", rows, signs[: len(rows)])
-            number = (start + begin) // _BLOCK
-            sums += signed * _draw_signs(f"block {number}", _WIDTH) if number else signed
-    return _hex(np.bincount(_draw_buckets(), sums, SKETCH_BUCKETS))
-
-
-def _read_values(flat: Tensor) -> NDArray[Any]:
-    """Return elements as NumPy's; float32 holds those of all smaller types."""
-    here = flat.cpu().resolve_neg()  # a cast in the same call would be done on the device
-    if here.dtype is torch.float64:
-        return view_bytes(here).view(np.float64)
-    return view_bytes(here.float()).view(np.float32)
-
-
-def _hex(sketch: NDArray[Any]) -> str:
-    return sketch.astype("<f8", copy=False).tobytes().hex()
-
-
-@cache
-def _draw_buckets() -> NDArray[np.intp]:
-    """Return the bucket of each place of a row.
-
-    Any ``SKETCH_BUCKETS`` places from a multiple of that on are in different buckets.
-    """
-    groups = -(-_WIDTH // SKETCH_BUCKETS)
-    turns = np.frombuffer(_draw_bytes("buckets", groups), np.uint8)
-    places = (np.arange(SKETCH_BUCKETS) + turns[:, None]) % SKETCH_BUCKETS
-    return places.reshape(-1)[:_WIDTH].astype(np.intp)
-
-
-@lru_cache(maxsize=128)
-def _draw_signs(name: str, count: int) -> NDArray[np.float64]:
-    """Return random signs, 1.0 and -1.0, that follow from a name."""
-    data = np.frombuffer(_draw_bytes(name, -(-count // 8)), np.uint8)
-    return 1.0 - 2.0 * np.unpackbits(data, count=count).astype(np.float64)
-
-
-def _draw_bytes(name: str, count: int) -> bytes:
-    return shake_256(f"lightning_d9m sketch: {name}".encode()).digest(count)

@@ -452,7 +452,7 @@ class Run:
             Watched.watch.mark(moment, epoch, step)
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
-        snapshot = self.ranks.raise_on_all(lambda: self._read(verify, sketches=moment == "epoch"))
+        snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
         complete_snapshot(snapshot, self.ranks)
         return self._describe(moment, epoch, step, snapshot, scalars)
 
@@ -485,7 +485,6 @@ class Run:
             groups=snapshot.groups | gradients,
             loss=self.loss_text,
             scalars=scalars,
-            sketches=snapshot.sketches,
         )
 
     def take_data(self, batch: object) -> None:
@@ -497,13 +496,7 @@ class Run:
         own = self._commitment
         return {} if own is None else own.hash_state(self._training, self.data)
 
-    def _read(
-        self,
-        verify: Callable[[], None] | None = None,
-        *,
-        sketches: bool = False,
-        whole: bool = True,
-    ) -> Snapshot:
+    def _read(self, verify: Callable[[], None] | None = None, *, whole: bool = True) -> Snapshot:
         """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""
         training = self._training
         if verify is not None:
@@ -515,7 +508,6 @@ class Run:
             training.list_optimizers(),
             training.list_schedulers(),
             find_flat_layouts(wrapped) if whole else None,
-            sketches=sketches,
             # Portable runs of two versions of torch are comparable.
             switches=self._header is None or not self._header.settings.get("portable"),
         )

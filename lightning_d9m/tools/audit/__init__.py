@@ -1,5 +1,4 @@
-"""Measure how nondeterministic ops and trainings are on this machine.
+"""Measure how nondeterministic the ops of torch are on this machine, and whether a device works.
 
-A device or a command that trains comes in; figures as JSON, a page in Markdown and plots go out.
-``ops`` measures the one, ``training`` the other. Read ``training.py`` first, which is shorter.
+A device comes in; figures as JSON and a page in Markdown go out. Read ``ops/report.py`` first.
 """

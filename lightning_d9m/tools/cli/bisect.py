@@ -23,8 +23,6 @@ from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence
 from lightning_d9m.tools.output.terminal import format_next_steps, wrap
 
-# Relative distances of weights below it can come from the rounding of float32 alone.
-_ROUNDING = 1e-5
 _PATCH_LINES = 40
 
 ARGUMENTS = f"""
@@ -99,7 +97,6 @@ def _list_facts(found: Bisection) -> dict[str, object]:
     return {
         "candidates": [asdict(commit) for commit in found.candidates],
         "commits": found.commits,
-        "distance": guilty.distance if guilty else None,
         "comparison": comparison.as_json() if comparison else None,
         "patch": found.patch,
         "trials": [
@@ -153,13 +150,3 @@ def _format_difference(trial: Trial, *, verbose: bool) -> Iterator[str]:
         yield from wrap("It trains another number of fits than the good one.")
     else:
         yield from format_evidence(trial.comparison, verbose=verbose)
-    if (distance := trial.distance) is not None:
-        said = "as little as rounding does."
-        if distance >= _ROUNDING:
-            said = (
-                "more than rounding does in a step. Either another computation, or rounding that "
-                "the steps before have amplified."
-            )
-        yield from wrap(
-            f"Where weights first differ, they are {distance:.1e} of their norm apart: {said}"
-        )

@@ -44,7 +44,7 @@ _GROUPS = {
     "What is on this machine?": {
         "doctor": "check this machine for what makes runs nondeterministic",
         "ops": "list the ops that torch leaves nondeterministic",
-        "audit": "measure the nondeterminism of ops and trainings",
+        "audit": "measure the nondeterminism of ops",
         "install-horovod": "build Horovod for the installed torch",
         "completion": "print the script with which your shell completes commands",
     },

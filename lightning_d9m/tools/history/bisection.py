@@ -24,7 +24,6 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.tools.comparison.timeline import DistanceSeries
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.segment import Segment, run_segment
 
@@ -319,8 +318,6 @@ class Trial:
         seconds: How long it took.
         reason: Why it was skipped.
         comparison: Of a training that differs: its first fit that does. None if it has other fits.
-        distance: How far the weights are apart where they first differ, relative to their norm;
-            None if that is not known.
     """
 
     commit: Commit
@@ -328,7 +325,6 @@ class Trial:
     seconds: float
     reason: str = ""
     comparison: Comparison | None = None
-    distance: float | None = None
 
 
 @dataclass
@@ -473,20 +469,9 @@ class Bisection:
         """Compare the ledgers of a training with the reference."""
         reference = self.runs.fits
         for name in (name for name in reference if name in run.fits):
-            distances = DistanceSeries()
-            found = compare_ledgers(reference[name], run.fits[name], watch=distances.watch)
+            found = compare_ledgers(reference[name], run.fits[name])
             if found.verdict == "different" or found.refusals:
-                # The greatest of a layer at the first epoch that differs.
-                layers = [
-                    [
-                        layer.relative
-                        for layer in distances.moments[step].values()
-                        if layer.differing
-                    ]
-                    for step in sorted(distances.moments)
-                ]
-                distance = next((max(relative) for relative in layers if relative), None)
-                return Trial(commit, "different", seconds, "", found, distance)
+                return Trial(commit, "different", seconds, "", found)
         if run.failure is not None:
             return Trial(commit, "skipped", seconds, str(run.failure).partition("\n")[0])
         if self.until is None and run.fits.keys() != reference.keys():

@@ -28,24 +28,24 @@ from lightning_d9m.tools.launch.processes import describe_command, run_beside, r
 from lightning_d9m.tools.launch.progress import RunProgress
 
 
-def make_output(chosen: Path | None, parent: str = "d9m-runs", prefix: str = "") -> Path:
+def make_output(chosen: Path | None) -> Path:
     """Create a new folder; an existing one is an error.
 
-    Without a chosen one it is the next free number in ``parent``, after ``prefix``; if ``parent``
-    is new, git ignores it.
+    Without a chosen one it is the next free number in ``d9m-runs``; if that is new, git ignores it.
 
     Raises:
         LedgerError: If it exists already or cannot be created.
     """
-    numbered = (Path(parent, f"{prefix}{number:03d}") for number in range(1000))
-    is_first = chosen is None and not Path(parent).exists()
+    parent = Path("d9m-runs")
+    numbered = (parent / f"{number:03d}" for number in range(1000))
+    is_first = chosen is None and not parent.exists()
     for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
             folder.mkdir(parents=True)
             if is_first:
-                Path(parent, ".gitignore").write_text("*\n", encoding="utf-8")
+                parent.joinpath(".gitignore").write_text("*\n", encoding="utf-8")
             return folder.resolve()
     if chosen is None:
         raise LedgerError(

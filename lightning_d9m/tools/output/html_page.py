@@ -21,15 +21,10 @@ from lightning_d9m.engine.ledger.differences import Divergence, name_call
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Header, Scalar
 from lightning_d9m.engine.ledger.kinds import ROOT
-from lightning_d9m.text import describe_pair, escape, pluralize, printable, quote
+from lightning_d9m.text import describe_pair, printable, quote
 from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
 from lightning_d9m.tools.comparison.timeline import (
-    OTHERS,
-    RESOLUTION,
-    STANDARD_ERROR,
-    Distance,
-    DistanceSeries,
     StepTable,
     Timeline,
     ValuePair,
@@ -51,10 +46,7 @@ _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_LINES = 1_000
 _MAX_MODULES = 1_500
-_MAX_LAYERS = 8
 _MAX_EXCERPT = 20  # lines
-# Of a layer: the first epoch at whose end it differs, and the distances there and at the end.
-_LAYER_TITLES = ("layer", "first epoch", "size there", "size at the end")
 # What ran, by its name on the page.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
@@ -126,8 +118,6 @@ def render_page(compared: ComparedRuns) -> str:
         for number, entry in enumerate(found)
         for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
     ]
-    layers, layer_chart = _list_layers(timeline.distances)
-    unknown = len(timeline.distances.unknown)
     excerpt = find_excerpt(compared.located[1])
     return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
@@ -150,10 +140,6 @@ def render_page(compared: ComparedRuns) -> str:
         runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
         values=list(_draw_values(timeline, values)),
         keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
-        layers=(_LAYER_TITLES, layers) if layers else None,
-        layer_names=[row[0] for row in layers],
-        layer_chart=layer_chart,
-        unknown=pluralize(unknown, "weight") if unknown else "",
         style=style,
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
@@ -203,32 +189,6 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
-def _list_layers(found: DistanceSeries) -> tuple[list[tuple[str, str, str, str]], str]:
-    """Return a row of each layer, those that differ most first, and a drawing of their sizes."""
-    series = list(found.list_series(_MAX_LAYERS))
-    rows = []
-    for layer, own in series:
-        first = min(step for step in own if own[step].differing)
-        name = "all other layers" if layer == OTHERS else escape(layer or ROOT)
-        sizes = _describe_distance(own[first]), _describe_distance(own[max(own)])
-        rows.append((name, str(found.epochs[first]), *sizes))
-    lines = [[(step, own[step].relative) for step in sorted(own)] for _, own in series]
-    # There is nothing to see of sizes that are too small.
-    if not any(RESOLUTION <= value < math.inf for points in lines for _, value in points):
-        return rows, ""
-    label = "Size of the difference of each layer by step"
-    return rows, draw_chart(label, lines, log=True, name="layer", unit="relative to the weights")
-
-
-def _describe_distance(distance: Distance) -> str:
-    if not distance.differing:
-        return "equal"
-    if not math.isfinite(distance.relative):
-        return "not finite"
-    size = distance.relative
-    return f"{size:.1e}" if size >= RESOLUTION else f"below {RESOLUTION:g}"
-
-
 def _draw_values(
     timeline: Timeline, runs: Sequence[Mapping[str, Sequence[ValuePair]]]
 ) -> Iterator[tuple[str, str, str]]:
@@ -261,8 +221,6 @@ def _make_environment() -> "Environment":
     environment.globals |= {
         "generator": GENERATOR_TAG,
         "version": __version__,
-        "standard_error": f"{STANDARD_ERROR:.0%}",
-        "draw_key": draw_key,
     }
     environment.filters["untrusted"] = _mark_untrusted
     return environment

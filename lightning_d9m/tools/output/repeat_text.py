@@ -382,7 +382,7 @@ class RepeatReport:
     def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
         shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
         if self._resumed:  # straight runs may well agree
-            return [(f"d9m report {shown}", "shows what differs, and by how much")]
+            return [(f"d9m report {shown}", "shows what differs, and when")]
         compared, runs = len(self._runs) - 1, _show_path(self._output)
         rare = len(self._list_runs(self._differing)) < compared
         tries = f"--tries {2 * compared} " if rare else ""

@@ -33,9 +33,6 @@ MAX_LINE = 64 * 2**20
 MAX_HEADER = 2**20
 DIGEST_DIGITS = 32
 DIGEST_BYTES = DIGEST_DIGITS // 2
-# Numbers of a sketch of a weight, and the hex digits of these float64.
-SKETCH_BUCKETS = 8
-SKETCH_DIGITS = 16 * SKETCH_BUCKETS
 
 Scalar: TypeAlias = str | int | float | bool | None
 Json: TypeAlias = Any
@@ -280,7 +277,6 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         groups: Digest by name, by group; a group may be left out and have only its total.
         loss: The last training loss, if there was one.
         scalars: Each logged scalar.
-        sketches: Sketch by name of a weight, see ``hashing.training_state``.
     """
 
     moment: Annotated[Text, _PAIRS]
@@ -290,11 +286,6 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     groups: Annotated[Mapping[Name, Digests32], _describe("an object of objects of digests")]
     loss: Annotated[Name | None, _describe("a text that float.hex() gives, or null")] = None
     scalars: HexFloats = {}
-    sketches: Annotated[
-        Mapping[Name, Annotated[str, _sized(SKETCH_DIGITS)]],
-        _describe(f"an object of sketches of {SKETCH_DIGITS} hex digits"),
-        _NEVER,
-    ] = {}
 
     def list_values(self) -> dict[str, float]:
         """Return the loss, if there was one, and the logged scalars."""
@@ -302,11 +293,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         return {name: float.fromhex(text) for name, text in written.items()}
 
     def __post_init__(self) -> None:
-        for name, tables in (
-            ("totals", [self.totals]),
-            ("groups", [*self.groups.values()]),
-            ("sketches", [self.sketches]),
-        ):
+        for name, tables in (("totals", [self.totals]), ("groups", [*self.groups.values()])):
             digits = "".join(text for table in tables for text in table.values())
             if not re.fullmatch("[0-9a-f]*", digits):
                 raise ValueError(f"`{name}` has characters other than lowercase hex digits")

@@ -1,10 +1,9 @@
-"""``d9m audit``: measure the nondeterminism of ops and trainings, and its cost.
+"""``d9m audit``: measure the nondeterminism of ops, and its cost.
 
-The words of a command come in; its report goes out as text, JSON, Markdown and plots. Each command
-has a file. Read ``ops.py`` first.
+The words of a command come in; its report goes out as text, JSON and Markdown. Each command has a
+file. Read ``ops.py`` first.
 """
 
 COMMANDS = {
     "ops": "measure every op that is, or is documented as, nondeterministic",
-    "model": "measure the spread of several trainings without and with determinism",
 }
