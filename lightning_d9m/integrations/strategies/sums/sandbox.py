@@ -527,6 +527,9 @@ def _find_added(node: Node) -> list[Any] | None:
     # A full deque drops its first items.
     full = len(now) == getattr(owner, "maxlen", None)
     for dropped in range(1 + len(before) * full):
+        # The first item alone first: to compare all of them each time takes quadratic time.
+        if dropped < len(before) and not are_same(now[:1], before[dropped : dropped + 1]):
+            continue
         kept = before[dropped:]
         if len(now) > len(kept) and are_same(now[: len(kept)], kept):
             return list(now[len(kept) :])
