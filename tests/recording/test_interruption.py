@@ -1,5 +1,8 @@
 """Requests of variables to save, resume or end a training."""
 
+import os
+import subprocess
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,3 +83,19 @@ def test_a_second_process_with_a_first_fit_is_refused(read, tmp_path):
     with pytest.raises(SettingError, match="Two processes of the command begin a first fit"):
         Interruption(read("stop:320"), Ranks(0))
     assert (tmp_path / "several").exists()
+
+
+LEAVE = """
+from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.recording import interruption
+print("said")
+request = interruption.InterruptRequest(folder=interruption.Path())
+interruption.Interruption(request, Ranks(0)).leave()
+"""
+
+
+def test_what_the_program_has_printed_is_written_before_it_is_killed(tmp_path, forking_python):
+    variables = {name: own for name, own in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = {"cwd": tmp_path, "env": variables, "stdout": subprocess.PIPE}
+    done = subprocess.run([forking_python, "-c", LEAVE], check=False, **words)
+    assert (done.returncode, done.stdout) == (-9, b"said\n")

@@ -57,6 +57,7 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
         ledger.write(End(status="stopped" if last else "finished"))
         if last and obeys:
             (checkpoints / "killed").touch()
+            sys.stdout.flush()
             os.kill(os.getpid(), signal.SIGKILL)
     return path
 '''

@@ -20,7 +20,9 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,6 +288,9 @@ class Interruption:
 
     def _end(self, status: int) -> None:
         """End this process; one that runs on a terminal is not killed, as the shell would say."""
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError, ValueError):  # a full disk; the program has closed it
+                stream.flush()  # what the program has printed belongs into its log
         if self._request.debugger is not None:
             os._exit(status)
         os.kill(os.getpid(), signal.SIGKILL)
