@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import zipfile
 from types import SimpleNamespace
 
@@ -100,6 +101,8 @@ def conjugates(layer, x):
     ],
 )
 def test_steps_of_several_kinds(tmp_path, loss, layer, x):
+    if "torch._dynamo.utils" in sys.modules:  # other tests of this process have compiled
+        sys.modules["torch._dynamo.utils"].counters.clear()
     with deterministic(seed=1, threads=1):
         optimizer = torch.optim.SGD(layer.parameters(), 0.1)
         with StepTape() as tape:
