@@ -379,24 +379,26 @@ class Search:
             found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
             return
         found.op = examine_op(at, pair.dumps)
-        draws = found.cause is not None and found.cause.kind != "op"
-        # What it draws into may be memory that nothing has written; a number may not.
-        if found.op is not None and (
-            found.op.only_numbers_differ or not (draws or found.op.inputs_equal)
-        ):
-            found.cause = self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
+        if found.op is not None and not found.op.inputs_equal:
+            self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
 
-    def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> Cause:
-        """Return the cause of inputs that differ although no operation wrote them."""
+    def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> None:
+        """Find the cause of inputs that differ although no operation wrote them."""
+        found = self._found
         if only_numbers:
-            return OUTSIDE_NUMBER
+            found.cause = OUTSIDE_NUMBER
+            return
+        # An operation that draws may write into memory that nothing has filled, so tensors that
+        # differ there say nothing about its cause.
+        if found.cause is not None and found.cause.kind != "op":
+            return
         pairs = self._runner.run_pairs(
             "filled memory", self._tries, segment=self._choose_segment(first), filled=True
         )
         differ = any(pair.differs for pair in pairs)
         runs = f"nothing differs in {2 * self._tries} runs"
-        self._found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
-        return OUTSIDE if differ else UNINITIALIZED
+        found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
+        found.cause = OUTSIDE if differ else UNINITIALIZED
 
     def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
         """Find the step, tensor and index of a drift between ranks that every run has."""
