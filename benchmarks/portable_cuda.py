@@ -20,8 +20,8 @@ from lightning_d9m.engine.hashing.digest import digest_many
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "support")]
-from digits import DigitsNet  # noqa: E402 - the example
-from executed import executed  # noqa: E402 - of the tests
+from digits import DigitsNet  # noqa: E402 - its folder is on the path from the lines above
+from executed import executed  # noqa: E402 - as above
 
 
 def train(steps: int, batch: int) -> str:

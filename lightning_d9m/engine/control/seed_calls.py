@@ -68,7 +68,7 @@ class SeedCalls:
         self._patches.undo()
         for function in (now, *made.values()):
             if function not in (torch.manual_seed, torch.random.manual_seed):
-                _builtins._get_builtin_table().pop(id(function), None)  # noqa: SLF001 - as below
+                _builtins._get_builtin_table().pop(id(function), None)  # noqa: SLF001 - see _register
         was_wrapped = getattr(now, "__wrapped__", None) in made.values()
         if was_wrapped and torch.manual_seed is torch.random.manual_seed:
             # By torch._dynamo, which was imported since and does this once.
@@ -79,7 +79,7 @@ class SeedCalls:
 def _register(function: Any, original: Any) -> Any:
     """Return a function for that of torch: traced by neither compiler, as torch has it."""
     if "torch._dynamo" in sys.modules:  # slow to import
-        function = _compile._disable_dynamo(function)  # noqa: SLF001 - as torch does with its function
+        function = _compile._disable_dynamo(function)  # noqa: SLF001 - torch wraps its function in the same way
     table = _builtins._get_builtin_table()  # noqa: SLF001 - torch.jit.script knows functions by id
     if id(original) in table:
         table[id(function)] = table[id(original)]

@@ -71,7 +71,7 @@ class ModelTensors:
         return [
             (f"{path}.{name}" if path else name, own)
             for path, module in self._model.named_modules()
-            for name, own in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - in one walk
+            for name, own in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - torch's own lists walk through the model once each
             if own is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
         ]
 

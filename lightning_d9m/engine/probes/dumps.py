@@ -219,7 +219,7 @@ def run_op(dumped: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
     with (
         ExitStack() as stack,
         torch.set_grad_enabled(differentiates),
-        torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001 - as in the recorded call
+        torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001 - the recorded call was below autograd, and torch has no public guard
     ):
         for leaf in tree_leaves([args, kwargs]) if differentiates else ():
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):

@@ -70,7 +70,7 @@ class StepTape(OpMode):
         # Not a file of the program, which ``saved_files.py`` leaves out.
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]["ok"]:
-            # What runs there is no operation that a mode sees, and may be any part of the step.
+            # A dispatch mode does not see compiled code, which may run any part of the step.
             self.skipped.append("compiled code")
         saved = {"ops": self.ops, "values": self.values, "skipped": self.skipped}
         unwrap(torch.save)(saved, path)

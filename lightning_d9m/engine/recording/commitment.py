@@ -89,10 +89,12 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
     A name may be that of no file, such as a word of a command.
     """
     found = {}
-    for name in {os.path.abspath(name) for name in names if os.path.isfile(name)}:  # noqa: PTH100, PTH113 - no error for a name that is too long
-        folder = _find_program_folder(os.path.dirname(name))  # noqa: PTH120
-        if folder is not None and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202
-            path = folder / os.path.basename(name)  # noqa: PTH119
+    # Names are texts here: a Path for each of thousands of modules takes most of the time, and
+    # raises an error for a word that is too long for a name.
+    for name in {os.path.abspath(name) for name in names if os.path.isfile(name)}:  # noqa: PTH100, PTH113 - as above
+        folder = _find_program_folder(os.path.dirname(name))  # noqa: PTH120 - as above
+        if folder is not None and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202 - as above
+            path = folder / os.path.basename(name)  # noqa: PTH119 - as above
             found[os.path.relpath(path)] = hash_file(path)
     return found
 

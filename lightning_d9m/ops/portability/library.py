@@ -146,5 +146,5 @@ def _find_parallel() -> int | None:
 
     GNU's, LLVM's and Intel's libraries have it. None leaves all to one thread.
     """
-    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # noqa: SLF001
+    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # noqa: SLF001 - the library that is linked with torch's OpenMP
     return ctypes.cast(found, ctypes.c_void_p).value if found else None

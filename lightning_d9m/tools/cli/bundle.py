@@ -56,7 +56,8 @@ paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (defaul
     bundle
 --step STEP  write a capsule instead: the operations of this global step, counted from 0, and the
     state that they need, so that the step runs again elsewhere
---with-data  with --step: put the batch in, too. Without it, the step cannot run from the capsule
+--with-data  with --step: put the batch in, too. Without it, the operations that need the batch
+    cannot run from the capsule
 -o, --output FILE  the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the
     report of its ledgers
 --add PATH ...  a file or folder, such as a checkpoint or a log, that is added as it is; may be
