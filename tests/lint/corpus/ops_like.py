@@ -141,6 +141,12 @@ def graph(x, index, values, weights, n):
     x.scatter_add_(0, index, values)  # expect: D9M103
     x.scatter_add_(0, index, torch.ones_like(values))  # fine
     x.index_add_(0, index, (values > 0).long())  # fine
+    mask = values > 0
+    x.index_add_(0, index, mask.unsqueeze(-1).float())  # fine
+    x.index_add_(0, index, (values * mask).float())  # expect: D9M103
+    count = torch.ones_like(values) if index is None else mask.to(x.dtype)
+    x.scatter_add_(0, index, count)  # fine
+    x.index_put_((index,), torch.ones_like(index), accumulate=True)  # fine
     x.index_copy_(0, index, values)  # expect: D9M103
     a = torch.zeros(n, 5).scatter_(1, index, 1.0)  # fine
     b = torch.zeros(n, 5).scatter_(1, index, values.sigmoid())  # expect: D9M103

@@ -36,6 +36,13 @@ _INTERPOLATIONS = {
 }
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
+# Methods that return the same numbers. Those that round to 16 bits are missing: they count ones
+# only up to 256 or 2048, and `to` is here although it may round.
+_KEEP_NUMBERS = {
+    *("clone", "contiguous", "double", "expand", "expand_as", "flatten", "float", "repeat"),
+    *("reshape", "squeeze", "to", "type_as", "unsqueeze", "view"),
+}
+_DEPTH = 8  # of expressions that are followed; `x = x.float()` would have no end
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _RULES = {
     FlagEffect.RAISES: "D9M101",
@@ -275,20 +282,35 @@ def _bincount(call: Call) -> Verdict:
     return None if value is None else ("bincount", "certain" if given else "depends")
 
 
-def _added(op: str) -> Condition:
+def _added(op: str, position: int = 3, *names: str) -> Condition:
     """Accept an addition unless its source is seen to be ones or whole numbers.
 
     Their sums are exact in any order: those of ones as long as a float can count them.
     """
 
     def check(call: Call) -> Verdict:
-        source = call.get(3, "src", "source")
-        value = None if source is None else find_value(source, call.scope)[0]
-        made = read_last_name(value.func) if isinstance(value, ast.Call) else ""
-        exact = {"ones", "ones_like", "new_ones", *_INTEGER_CASTS}
-        return None if made in exact else (op, "certain")
+        source = call.get(position, *(names or ("src", "source")))
+        is_exact = source is not None and _is_whole(source, call.scope)
+        return None if is_exact else (op, "certain")
 
     return check
+
+
+def _is_whole(value: ast.AST, scope: Scope, depth: int = _DEPTH) -> bool:
+    """Return whether an expression is seen to be ones, whole numbers, or a mask."""
+    value, scope = find_value(value, scope)
+    match value:
+        case _ if depth == 0:
+            return False
+        case ast.Compare():
+            return True
+        case ast.IfExp(body=one, orelse=other):
+            return all(_is_whole(branch, scope, depth - 1) for branch in (one, other))
+        case ast.Call(ast.Attribute(receiver, method)) if method in _KEEP_NUMBERS:
+            return _is_whole(receiver, scope, depth - 1)
+        case ast.Call(function):
+            return read_last_name(function) in {"ones", "ones_like", "new_ones", *_INTEGER_CASTS}
+    return False
 
 
 def _scatter_reduce(call: Call) -> Verdict:
@@ -299,8 +321,9 @@ def _scatter_reduce(call: Call) -> Verdict:
 
 
 def _index_put(call: Call) -> Verdict:
-    adds = call.read(3, "accumulate", default=False)
-    return ("index_put_accumulate", "certain") if adds is True else ("index_put", "depends")
+    if call.read(3, "accumulate", default=False) is not True:
+        return "index_put", "depends"
+    return _added("index_put_accumulate", 2, "values")(call)
 
 
 def _scatter(call: Call) -> Verdict:
