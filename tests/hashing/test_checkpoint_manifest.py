@@ -27,7 +27,7 @@ def manifest():
 
 def test_equal_content_fits(manifest):
     assert not check_manifest(content(), manifest)
-    assert manifest["tensors"].shape == (3, 16)
+    assert len(manifest["tensors"]) == 3
 
 
 A, B = "state_dict.a", "state_dict.b"

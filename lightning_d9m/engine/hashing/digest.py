@@ -25,7 +25,7 @@ VERSION = "d9m-digest-1"
 
 ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _MOST_COPIED = 2**26
-"""Bytes of tensors that are copied at once because they are not in row-major order."""
+"""Bytes of tensors that are copied at once because they cannot be read in place."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -71,26 +71,29 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
     return DenseTensor(make_header(tensor.dtype, tensor.shape), tensor)
 
 
-def _is_ordered(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are in row-major order in memory."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def _can_be_read_in_place(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in row-major order in memory, at an address to read from."""
+    is_ordered = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    # The kernel of CUDA reads 16 bytes at once, and a device faults at other addresses.
+    return is_ordered and (tensor.is_cpu or tensor.data_ptr() % 16 == 0)
 
 
-def _order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in row-major order, as integers: torch cannot copy every dtype (int4)."""
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in row-major order, as integers: torch cannot copy every dtype (int4)."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     integer = _INTEGERS.get(tensor.itemsize)
-    return (tensor if integer is None else tensor.view(integer)).contiguous()
+    tensor = tensor if integer is None else tensor.view(integer)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _group(data: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return numbers of tensors: of those in row-major order, then of the others in groups.
+    """Return numbers of tensors: of those that can be read in place, then of others in groups.
 
     Each of these groups has at most ``_MOST_COPIED`` bytes, or one tensor.
     """
     groups, left = [list[int]()], 0
     for number, tensor in enumerate(data):
-        if _is_ordered(tensor):
+        if _can_be_read_in_place(tensor):
             groups[0].append(number)
             continue
         if left < tensor.nbytes or len(groups) == 1:
@@ -329,17 +332,17 @@ class DigestQueue:
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
         """Read tensors that have memory (see ``locate``), in one launch on each CUDA device.
 
-        Those that are not in row-major order are copied and read in groups.
+        Those that cannot be read in place are copied and read in groups.
         """
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
         ordered, *others = _group(data)
         self._read_group({start + number: data[number] for number in ordered})
         for group in others:  # whose copies are alive only in the call
-            self._read_group({start + number: _order(data[number]) for number in group})
+            self._read_group({start + number: _copy(data[number]) for number in group})
 
     def _read_group(self, group: Mapping[int, torch.Tensor]) -> None:
-        """Read tensors in row-major order."""
+        """Read tensors that can be read in place."""
         here: dict[int, tuple[int, int]] = {}
         there: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, tensor in group.items():
@@ -363,19 +366,10 @@ class DigestQueue:
             return
         stream = torch.cuda.current_stream(device)
         own = self._streams.setdefault(stream, _StreamDigests(kernel))
-        aligned = {number: one for number, one in tensors.items() if one.data_ptr() % 16 == 0}
-        groups = [aligned, *({n: one} for n, one in tensors.items() if n not in aligned)]
-        for group in filter(None, groups):
-            # The kernel reads 16 bytes at once, and copies of tensors at other addresses, one after
-            # the other, so that the next copy can take the memory of the last.
-            data = [
-                one if group is aligned else one.detach().reshape(-1).view(torch.uint8).clone()
-                for one in group.values()
-            ]
-            spans = [locate(one) for one in data]
-            own.numbers += group
-            own.spans += spans
-            own.launched.append(kernel.start_hashing(spans, device))
+        spans = [locate(tensor) for tensor in tensors.values()]
+        own.numbers += tensors
+        own.spans += spans
+        own.launched.append(kernel.start_hashing(spans, device))
         for tensor in tensors.values():
             # The memory may belong to another stream's pool and be reused before it is read.
             tensor.record_stream(stream)
