@@ -267,6 +267,7 @@ def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterato
     """Run the body in a deterministic session, with the arguments of ``enable``."""
     chosen = _choose(settings, overrides)
     with ExitStack() as stack:
+        # Another thread's `enable` must not find the session before the block holds it open.
         with _lock:
             _refuse_plain_bits(overrides)
             session = stack.enter_context(Session(chosen))
@@ -311,7 +312,9 @@ def next_fit() -> int:
     """
     with _lock:
         _refuse_other_threads()
-        return _count_fits(lambda fits: fits + 1)
+        fits = _find_count()
+        fits.next += 1
+        return fits.next - 1
 
 
 def _note_seed(seed: int) -> None:
@@ -345,12 +348,15 @@ def give_back_fit(number: int) -> None:
     For a fit that trained nothing, as the learning rate finder calls one: with its number the
     same search, or the training after it, draws the same numbers again.
     """
-    _count_fits(lambda fits: fits - (fits - 1 == number))
+    with _lock:
+        fits = _find_count()
+        fits.next -= fits.next - 1 == number
 
 
 def set_fits(number: int) -> None:
     """Set the number of fits in the active session or else in the process."""
-    _count_fits(lambda _: number)
+    with _lock:
+        _find_count().next = number
 
 
 def restart_fits() -> None:
@@ -362,14 +368,6 @@ def restart_fits() -> None:
         # As before the first fit of a process: no fit may depend on those that were forgotten.
         if counted is _of_process and note_seeds.cache_info().currsize:
             counted.note_seed(torch.initial_seed())
-
-
-def _count_fits(change: Callable[[int], int]) -> int:
-    """Change the number of fits in the active session or else in the process; return the old."""
-    with _lock:
-        counted = _find_count()
-        before, counted.next = counted.next, change(counted.next)
-        return before
 
 
 def _find_count() -> FitCount:
@@ -393,10 +391,11 @@ class InheritedSession:
 def capture_session() -> InheritedSession:
     """Return what a process that is started now takes over."""
     session = active_session()
-    if session is None:
-        return InheritedSession(None, _of_process.next, portable=is_portable())
     return InheritedSession(
-        session.settings, session.fits.next, session.seed_is_default, portable=is_portable()
+        settings=None if session is None else session.settings,
+        fits=_find_count().next,
+        seed_is_default=session is not None and session.seed_is_default,
+        portable=is_portable(),
     )
 
 

@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from runpy import run_path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ops.portability import is_portable
@@ -86,9 +86,7 @@ class Settings:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
-        for name, value in asdict(self).items():
-            if name not in ("seed", "threads", "unpatched_ops", "varying_ops"):
-                validate_switch(name, value)
+        validate_choices(self)
         if self.unpatched_ops and not self.patch_ops:
             raise SettingError(
                 f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
@@ -113,9 +111,22 @@ class Settings:
         return {name: value for name, value in record.items() if value or name not in rare}
 
 
-def validate_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise a ``SettingError`` if a setting is not one of the allowed words."""
-    if value not in allowed:
+def validate_choices(owner: object) -> None:
+    """Check the fields of a dataclass that allow some words, or True and False.
+
+    Raises:
+        SettingError: If one has another value.
+    """
+    for name, kind in get_type_hints(type(owner)).items():
+        allowed = get_args(kind) if get_origin(kind) is Literal else (True, False)
+        if kind is bool or get_origin(kind) is Literal:
+            validate_choice(name, getattr(owner, name), allowed)
+
+
+def validate_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise a ``SettingError`` if a setting is not one of the allowed values."""
+    # With its type: 1 is equal to True.
+    if (type(value), value) not in [(type(choice), choice) for choice in allowed]:
         raise SettingError(f"{name} is {value!r}; allowed: {' or '.join(map(repr, allowed))}.")
 
 
@@ -134,12 +145,6 @@ def read_names(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(names, Iterable) or not all(isinstance(each, str) for each in names):
         raise SettingError(f"{name} is {value!r}; allowed: a name, or a list of names.")
     return tuple(names)
-
-
-def validate_switch(name: str, value: object) -> None:
-    """Raise a ``SettingError`` if a setting is neither True nor False."""
-    if not isinstance(value, bool):
-        raise SettingError(f"{name} is {value!r}; allowed: True or False.")
 
 
 def _validate_integer(name: str, value: object, low: int, high: int) -> None:

@@ -5,6 +5,8 @@ and keeps the bytes of the chunks that it shares with other ranks: fewer than 12
 From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
 """
 
+import gc
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -165,6 +167,23 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
         if has_base(module, "FullyShardedDataParallel")
         for key, layout in _list_layouts(getattr(module, "_handle", None))
     }
+
+
+def count_stages(model: nn.Module) -> int:
+    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
+
+    A stage holds its module, and a module does not know its stage, so that this looks through the
+    objects of the process, if the program has imported pipelines and opened a process group, from
+    which a stage takes its rank.
+    """
+    pipelines = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelines is None or not may_be_sharded():
+        return 0
+    base = pipelines._PipelineStageBase  # noqa: SLF001 - of both kinds
+    modules = set(map(id, model.modules()))
+    stages = [value for value in gc.get_objects() if base in type(value).__mro__]
+    counts = [s.num_stages for s in stages if modules & set(map(id, s.submod.modules()))]
+    return max(counts, default=0)
 
 
 def find_hybrid_sharding(owners: Iterable[object]) -> str | None:

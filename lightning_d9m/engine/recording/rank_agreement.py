@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.engine.hashing.shards import FlatLayout, has_base
+from lightning_d9m.engine.hashing.shards import FlatLayout, count_stages, has_base
 from lightning_d9m.engine.hashing.training_state import (
     Groups,
     plain_name,
@@ -20,7 +20,6 @@ from lightning_d9m.engine.hashing.training_state import (
 from lightning_d9m.engine.ledger.differences import record_difference
 from lightning_d9m.engine.ledger.format.records import Digests, Json
 from lightning_d9m.engine.recording.drift import describe_groups, list_facts
-from lightning_d9m.engine.recording.pipeline_stages import count_stages
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import describe_names, describe_pair, escape
 

@@ -26,8 +26,7 @@ from lightning_d9m.engine.control.seeding import digest_generators
 from lightning_d9m.engine.control.settings import (
     read_path,
     read_variable,
-    validate_choice,
-    validate_switch,
+    validate_choices,
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest, digest_value
@@ -118,11 +117,7 @@ class RunOptions(ProbeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "reference", read_path("reference", self.reference))
-        validate_choice("on_drift", self.on_drift, ("raise", "warn"))
-        allowed = ("raise", "warn", "ignore")
-        validate_choice("on_stack_difference", self.on_stack_difference, allowed)
-        validate_choice("on_inexact_resume", self.on_inexact_resume, ("raise", "warn"))
-        validate_switch("provable", self.provable)
+        validate_choices(self)
 
     def overridden(self, environment: Mapping[str, str]) -> "Self":
         """Return the options with the values of variables, which take precedence.
