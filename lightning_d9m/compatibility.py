@@ -11,19 +11,12 @@ from typing import Any
 
 import torch
 
+from lightning_d9m.version import parse_release
+
 OLDEST_TORCH = (2, 4)
 OLDEST_LIGHTNING = (2, 2)
 _OLDEST_PATCHED = (2, 11)
 _OLDEST_ACCELERATOR = (2, 7)
-
-
-def parse_release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version.
-
-    >>> parse_release("2.11.0a0+git1")
-    (2, 11)
-    """
-    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
 
 
 def describe_unsupported() -> str | None:
@@ -68,11 +61,6 @@ def get_boxed_kernel(name: str, device_key: str) -> Callable[..., Any]:
     """Return torch's kernel of an operator for a dispatch key; see ``can_patch``."""
     kernel: Callable[..., Any] = torch.library.get_kernel(name, device_key).call_boxed
     return kernel
-
-
-def has_mkldnn_flag() -> bool:
-    """Return whether oneDNN can be told to choose deterministic kernels."""
-    return hasattr(torch.backends.mkldnn, "deterministic")
 
 
 def has_compiler_flag() -> bool:

@@ -7,24 +7,21 @@ before it changes anything, and `AttributePatches.replace` refuses a name that i
 """
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_d9m.errors import HookMissingError
+from lightning_d9m.version import parse_release
 
 # The releases with which the test suite ran: benchmarks/results/stacks.md.
 TESTED = {
     "torch": ("2.4", "2.15"),
     "lightning": ("2.2", "2.6"),
 }
-# Either package of Lightning may be installed, and both may be loaded: name, in the table, in both.
-_PACKAGES = (
-    ("lightning.pytorch", ("lightning.pytorch", "pytorch_lightning")),
-    ("lightning.fabric", ("lightning.fabric", "lightning_fabric")),
-)
+# Either package of Lightning may be installed, and both may be loaded. The table has the first.
+_PACKAGES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
 
 class Hook(NamedTuple):
@@ -199,11 +196,9 @@ def list_hooks() -> Iterator[Hook]:
             continue
         module, _, owner = place.partition(":")
         names, purpose, since = [part.strip() for part in f"{line} | ".split("|")[:3]]
-        homes = next((homes for name, homes in _PACKAGES if module.startswith(name)), ("",))
-        start = ".".join(module.split(".")[:2]) if homes != ("",) else ""
-        for home in homes:
-            full = f"{home}{module.removeprefix(start)}"
-            yield from (Hook(full, owner, name, purpose, since) for name in names.split())
+        twins = (module.replace(*names_of_package) for names_of_package in _PACKAGES.items())
+        for each in dict.fromkeys((module, *twins)):
+            yield from (Hook(each, owner, name, purpose, since) for name in names.split())
 
 
 def check_hooks() -> None:
@@ -238,8 +233,8 @@ def find_missing(hooks: Iterable[Hook], load: Callable[[str], Any] = import_modu
         except (ImportError, KeyError, AttributeError):
             has_it = False
         # A library that does not say its version counts as new.
-        release = () if has_it else _parse(_read_version(hook.library)) or (sys.maxsize,)
-        if release and release >= _parse(hook.since):
+        release = () if has_it else parse_release(_read_version(hook.library)) or (sys.maxsize,)
+        if release and release >= parse_release(hook.since):
             missing.append(hook)
     return missing
 
@@ -283,18 +278,8 @@ def _read_version(library: str) -> str:
     return str(getattr(sys.modules.get(library), "__version__", "")) or "of an unknown version"
 
 
-def _parse(version: str) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else ()
-
-
-def _group() -> dict[str, list[Hook]]:
-    rows: dict[str, list[Hook]] = {}
-    for hook in list_hooks():
-        rows.setdefault(hook.module, []).append(hook)
-    return rows
-
-
-_ROWS = _group()
+_ROWS: dict[str, list[Hook]] = {}
+for _hook in list_hooks():
+    _ROWS.setdefault(_hook.module, []).append(_hook)
 # The modules whose hooks this process has found.
 _checked: set[str] = set()

@@ -127,7 +127,7 @@ tables = st.dictionaries(st.sampled_from([*ONE, *INFORMATIONAL, "a", "b"]), scal
 def test_a_difference_is_one_of_presence_type_or_bits(one, other):
     """Where an entry is absent it is MISSING, also where the other one holds that text."""
     differing = []
-    for name in sorted({*one, *other}):
+    for name in {**one, **other}:
         pair = [table.get(name, MISSING) for table in (one, other)]
         kinds = [(type(own), own.hex() if isinstance(own, float) else own) for own in pair]
         differing += [(name, *pair)] * (kinds[0] != kinds[1])

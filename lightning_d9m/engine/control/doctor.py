@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
-from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
+from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches
 from lightning_d9m.engine.control.environment import DYNAMIC, VARIABLES, threads_vary
 from lightning_d9m.engine.control.settings import describe_hash_seed_problem
 from lightning_d9m.hooks import describe_tested, find_missing, list_hooks
+from lightning_d9m.version import parse_release
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_d9m.compatibility import has_compiler_flag, has_mkldnn_flag
+from lightning_d9m.compatibility import has_compiler_flag
 from lightning_d9m.engine.control.settings import read_variable
 from lightning_d9m.errors import SettingError, TooLateError
 
@@ -165,11 +165,6 @@ class EarlyVariables:
             hold()
 
 
-def read_user_value(name: str) -> str | None:
-    """Return the user's value of a variable, also while a session has changed it."""
-    return (os.environ if _state.previous is None else _state.previous).get(name)
-
-
 def _give_up() -> None:
     """Restore the variables for the last holder; note the values that libraries have read."""
     with _lock:
@@ -230,7 +225,7 @@ _OWNERS: dict[str, Any] = {
     "cudnn.deterministic": torch.backends.cudnn,
     "cudnn.benchmark": torch.backends.cudnn,
 }
-if has_mkldnn_flag():
+if hasattr(torch.backends.mkldnn, "deterministic"):
     _OWNERS["mkldnn.deterministic"] = torch.backends.mkldnn
 
 
@@ -243,9 +238,10 @@ def capture_flags() -> Flags:
     }
     flags |= {name: getattr(own, name.rpartition(".")[2]) for name, own in _OWNERS.items()}
     if has_compiler_flag():
-        # Its initial value before the (slow) import of its module.
         config: Any = sys.modules.get(_INDUCTOR)
-        value = read_user_value(INDUCTOR) == "1" if config is None else config.deterministic
+        # Before the (slow) import of its module, the user's variable says its initial value.
+        user = os.environ if _state.previous is None else _state.previous
+        value = user.get(INDUCTOR) == "1" if config is None else config.deterministic
         flags["inductor.deterministic"] = bool(value)
     return flags
 

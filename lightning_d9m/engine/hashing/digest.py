@@ -24,6 +24,8 @@ from lightning_d9m.errors import DigestError
 VERSION = "d9m-digest-1"
 
 ORDINARY = {torch.Tensor, torch.nn.Parameter}
+# A model in channels_last has hundreds of tensors to copy. One launch for each would cost more than
+# the hashing; copies of all at once would double the memory of the model.
 _MOST_COPIED = 2**26
 """Bytes of tensors that are copied at once because they cannot be read in place."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -117,6 +119,8 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
         raise _refuse(
             data, "it has no memory of its own", "Call digest() outside transforms."
         ) from error
+    # FSDP frees the storage of gathered parameters by resizing it to 0 bytes. The tensor keeps its
+    # shape, so that reading it would crash the process.
     reach = data.numel()
     if not data.is_contiguous():
         reach = 1 + sum(map(mul, (side - 1 for side in data.shape), data.stride()))
@@ -147,6 +151,8 @@ def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | list[Piece] | None:
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise _refuse(tensor, "it is not initialized yet", "Run the module once before.")
+    # A subclass that leaves `__torch_dispatch__` alone, such as a plain Python one, has its own
+    # elements; one that overrides it mostly wraps others, and its own memory means nothing.
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
         return None
     wrapper = cast(Any, tensor)
@@ -255,11 +261,12 @@ class _StreamDigests:
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
-    The next operation may overwrite a tensor, so its bytes are read at once. On CUDA, hashing is
-    enqueued on the current stream, after the kernel that computed the value and before one that
-    overwrites it. Only fetching waits for devices, once for each stream.
+    Only fetching waits for devices, once for each stream.
     """
 
+    # The next operation may overwrite a tensor, so its bytes are read at once. On CUDA, hashing is
+    # enqueued on the current stream, after the kernel that computed the value and before one that
+    # overwrites it.
     def __init__(self) -> None:
         self._recipes: list[_Recipe] = []
         self._headers: list[bytes] = []
@@ -352,7 +359,8 @@ class DigestQueue:
                 there.setdefault(tensor.device, {})[number] = tensor
         for device, tensors in there.items():
             self._read_on_device(device, tensors)
-        if here:  # the devices work meanwhile
+        # The host's tensors come last: the devices work meanwhile.
+        if here:
             found = xxh3.hash_chunks(list(here.values()))
             for number, own in zip(here, found, strict=True):
                 self._chunks[number] = own
@@ -376,6 +384,8 @@ class DigestQueue:
 
     def start_copies(self) -> None:
         """Copy the results of CUDA devices to the host without waiting."""
+        # Probes call this at the end of a batch and fetch at the end of a later one, when the
+        # copies have arrived, so that the host does not wait for the device in any batch.
         for stream, own in self._streams.items():
             with torch.cuda.stream(stream):
                 own.copied = own.kernel.start_copy(own.launched), stream.record_event()
@@ -407,6 +417,8 @@ def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
     return xxh3_128_digest(b"".join(parts))
 
 
+# Once for each device, because compilers and drivers are trusted only as far as they agree with the
+# CPU: a digest that differed between devices would look like a divergence of the training.
 @functools.cache
 def load_kernel(device: torch.device) -> ModuleType | None:
     """Return the module of the CUDA kernel if it agrees with the CPU on this device."""

@@ -59,13 +59,15 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
 
 
 _ARRAYS = (np.generic, np.ndarray)
-# How a value is encoded: by the first entry that has its type.
+# How a value is encoded: by the first entry that has its type. So bool and enumerations, which may
+# be integers, come before int.
 _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
     (type(None), lambda _: b"N"),
     (bool, lambda value: b"B1" if value else b"B0"),
     # Before Python 3.11, a flag that combines others has no name.
     (Enum, lambda value: _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())),
     (int, lambda value: _tag(b"I", b"%x" % value)),
+    # The bytes of the number, because a text would lose the sign and the payload of a NaN.
     (float, lambda value: b"F" + struct.pack("<d", value)),
     (str, lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass"))),
     (complex, lambda value: b"C" + struct.pack("<2d", value.real, value.imag)),
@@ -116,11 +118,13 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
                 _encode(item, out, f"{where}[{index}]", above)
         case Mapping():
             out.append(b"D%x:" % len(value))
+            # Sorted by their encodings: keys of several types have no order of their own.
             entries = [(_encode_key(key, where), key, item) for key, item in value.items()]
             for encoded, key, item in sorted(entries, key=itemgetter(0)):
                 out.append(encoded)
                 _encode(item, out, f"{where}[{key!r}]", above)
         case AbstractSet():
+            # Sorted, because the order of a set of strings changes with the hash seed of a process.
             out.append(b"U%x:" % len(value))
             out += sorted(_encode_key(item, where) for item in value)
         case torch.Generator():

@@ -31,6 +31,8 @@ class OutputDigest:
     def add(self, outputs: object, *, loader: int, batch: int) -> None:
         """Read the outputs of one batch."""
         self._batches += 1
+        # Counted, not raised: a prediction may return any object. The number is in the record, so
+        # that no equal digest hides such a batch.
         try:
             self._queue.add_value(outputs)
         except DigestError as error:
@@ -59,6 +61,8 @@ class OutputDigest:
         }
 
 
+# A process computes the batches of its logical ranks in turn. One digest for each of these ranks,
+# joined in their order, does not depend on which process has which.
 class LogicalOutputDigest:
     """Digests the outputs of each logical rank, and then those of all.
 

@@ -42,8 +42,9 @@ def hash_values(values: Iterable[object], start: str = "") -> str:
 def hash_named(values: Mapping[Any, object]) -> str:
     """Return the SHA-256 of values by name, on as many threads as torch uses in an operation.
 
-    Their order does not count. ``hashlib`` releases the interpreter lock while it reads a tensor.
+    Their order does not count.
     """
+    # Threads help, because hashlib releases the interpreter lock while it reads a tensor.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         found = pool.map(lambda value: hash_values([value]), values.values())
         return hash_values([dict(zip(values, found, strict=True))])

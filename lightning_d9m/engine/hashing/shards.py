@@ -136,11 +136,9 @@ def has_base(value: object, *names: str) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the modules of FSDP2 hold their shards.
-
-    After a forward pass without a backward pass, as in a validation, the outermost module holds
-    whole parameters, other objects than those of the optimizer, in the dtype of the computation.
-    """
+    """Let the modules of FSDP2 hold their shards."""
+    # After a forward pass without a backward pass, as in a validation, the outermost module holds
+    # whole parameters, other objects than those of the optimizer, in the dtype of the computation.
     if not may_be_sharded():
         return
     for module in model.modules():
@@ -214,6 +212,7 @@ def _list_layouts(handle: Any) -> Iterator[tuple[int, FlatLayout]]:
     ranks = [distributed.get_rank()]
     if handle.uses_sharded_strategy:
         ranks = distributed.get_process_group_ranks(handle.process_group)
+    # A parameter that is not in row-major order gets no layout: its range is not one of elements.
     contiguous = getattr(flat, "_contiguities", [True] * len(parameters))
     # Between forward and backward pass the parameters are whole, and the flat one keeps the shard.
     # Before the first forward pass it is the shard.
@@ -268,6 +267,8 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
     Raises:
         DigestError: If the parts do not cover the tensor.
     """
+    # A chunk whose bytes lie on several ranks is put together from the tail of one part and the
+    # head of the next, and also from parts that lie completely within it.
     leaves = pending = b""
     at = 0
     for part in sorted(parts):

@@ -30,6 +30,8 @@ _GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 
 # What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
+# Without them a run that is compiled or wrapped differently has the same names, so its weights can
+# be compared.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -154,7 +156,9 @@ def take_partial_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    divided = _name_layouts(model, layouts)
+    # Only FSDP1 has layouts: without it the model is not searched twice.
+    names = ModelTensors(model).look()[2] if layouts else {}
+    divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
     for group, name, value in list_state(model, optimizers, schedulers, switches=switches):
@@ -164,7 +168,7 @@ def take_partial_snapshot(
             if taken.divide((group, name), value, layout):
                 continue
         if not isinstance(value, Tensor):
-            taken.groups[group][name] = _digest_settings(value)
+            taken.groups[group][name] = digest_value(_digestible(value))
         elif is_lazy(value):  # it has no shape before its module's first input
             taken.groups[group][name] = digest_value(type(value))
         else:
@@ -172,16 +176,6 @@ def take_partial_snapshot(
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     return taken
-
-
-def _name_layouts(
-    model: nn.Module, layouts: Mapping[int, FlatLayout] | None
-) -> dict[str, FlatLayout]:
-    """Return the layouts by the names of the parameters."""
-    if not layouts:  # all but those of FSDP1: no other step looks through the model twice
-        return {}
-    names = ModelTensors(model).look()[2]
-    return {names[key]: own for key, own in layouts.items() if key in names}
 
 
 def list_state(
@@ -218,14 +212,6 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
     }
 
 
-def _digest_settings(value: object) -> str:
-    """Return the digest of a value, in which types replace objects without defined bytes."""
-    try:
-        return digest_value(value)
-    except DigestError:
-        return digest_value(_digestible(value))
-
-
 def _digestible(value: object) -> object:
     """Return a value, in which types replace objects without defined bytes."""
     try:
@@ -255,6 +241,7 @@ def optimizer_state(
             },
         )
         for parameter in group["params"]:
+            # The optimizer knows no names, and may hold parameters that are not of the model.
             name = names.get(id(parameter), f"parameter {position}")
             position += 1
             for key, value in optimizer.state.get(parameter, {}).items():

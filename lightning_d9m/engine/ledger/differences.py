@@ -281,13 +281,8 @@ def describe_varying(ops: Sequence[str]) -> str:
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
     """Return the facts that make two runs incomparable: model, data, the Trainer's arithmetic."""
-    tables = [_run_table(facts) for facts in (expected, actual)]
-    differing = {name: values for name, *values in table_differences(*tables)}
-    order = {name: number for number, name in enumerate(tables[0])}
-    return [
-        FieldDifference(name, *differing[name])
-        for name in sorted(differing, key=lambda name: order.get(name, len(order)))
-    ]
+    tables = (_run_table(facts) for facts in (expected, actual))
+    return [FieldDifference(*difference) for difference in table_differences(*tables)]
 
 
 def _run_table(facts: RunFacts) -> dict[str, Json]:
@@ -300,12 +295,18 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         title = "dataset" if name == "samples" else name
         table[title] = f"{counted or 'no'} {units.get(name, name)}"
-    for name in list_compared(RunFacts):
-        value = getattr(facts, name)
-        if name not in ("model", "parameters", "train"):
-            inner = value if isinstance(value, Mapping) else {"": value}
-            table |= {f"{name}.{key}".rstrip("."): own for key, own in inner.items()}
-    return table
+    shown = ("model", "parameters", "train")
+    others = [name for name in list_compared(RunFacts) if name not in shown]
+    return table | _flatten({name: getattr(facts, name) for name in others})
+
+
+def _flatten(fields: Mapping[str, Json]) -> dict[str, Json]:
+    """Return fields, and in place of a mapping its entries, by dotted names."""
+    flat: dict[str, Json] = {}
+    for name, value in fields.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{key}" if key else name: entry for key, entry in inner.items()}
+    return flat
 
 
 def find_difference(expected: Item, actual: Item) -> Divergence | None:
@@ -317,7 +318,7 @@ def find_difference(expected: Item, actual: Item) -> Divergence | None:
     if expected is actual:
         return None
     if isinstance(expected, Batch) and isinstance(actual, Batch):
-        return batch_difference(expected, actual)
+        return _batch_difference(expected, actual)
     if isinstance(expected, Batch) or isinstance(actual, Batch):
         return None
     return record_difference(expected, actual)
@@ -340,8 +341,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
         named = [entry for entry in differing if entry[0] != _TOTAL] or differing
         if named:
             by_kind[group] = (len(named), size)
-        order = {name: number for number, name in enumerate(one)} if named[1:] else {}
-        for name, *values in sorted(named, key=lambda entry: order.get(entry[0], len(order))):
+        for name, *values in named:
             before, after = (None if value is MISSING else str(value) for value in values)
             places.append(PlaceDifference(len(places), group, name, 0, before, after))
     if not places:
@@ -370,14 +370,13 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
                 one, other = (_as_table(name, value) for value in values)
                 tables[name] = one, other
         return tables
-    fields: list[dict[str, Json]] = [{}, {}]
-    for record, own in zip((expected, actual), fields, strict=True):
-        for name, value in record.as_record().items():
-            if name not in find_uncompared(type(record)):
-                inner = value if isinstance(value, Mapping) else {}
-                own.update({f"{name}.{key}": entry for key, entry in inner.items()})
-                own.update({} if isinstance(value, Mapping) else {name: value})
-    return {expected.kind: (fields[0], fields[1])}
+    return {expected.kind: (_compared_fields(expected), _compared_fields(actual))}
+
+
+def _compared_fields(record: Record) -> Table:
+    uncompared = find_uncompared(type(record))
+    fields = record.as_record()
+    return _flatten({name: fields[name] for name in fields if name not in uncompared})
 
 
 def _as_table(name: str, value: Json) -> Table:
@@ -412,7 +411,7 @@ def _choose_totals(
     return {n: t for n, t in record.totals.items() if n in other.totals or n not in COMMITTED}
 
 
-def batch_difference(expected: Batch, actual: Batch) -> Divergence:
+def _batch_difference(expected: Batch, actual: Batch) -> Divergence:
     """Compare the probes of one batch with their counterparts, place by place."""
     ours, theirs = _number_places(expected.layouts), _number_places(actual.layouts)
     one, other = expected.list_digests(), actual.list_digests()

@@ -1,6 +1,6 @@
 """The header of a ledger and the facts of its run, before the first step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from types import MappingProxyType
@@ -75,7 +75,13 @@ def describe_training(
     loaders = [*loaders]
     train = tuple(describe_loader(loader) for loader in loaders)
     if Watched.watch is not None:
-        Watched.watch.generators = tuple(find_loader_generators(loaders))
+        Watched.watch.generators = tuple(
+            path
+            for loader in loaders
+            for path in find_generators(
+                {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
+            )
+        )
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None
@@ -84,14 +90,6 @@ def describe_training(
 
     optimizers, schedulers = training.list_optimizers(), training.list_schedulers()
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
-
-
-def find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
-    """Yield the paths of the generators in the dataset and the collate function of each loader."""
-    for loader in loaders:
-        yield from find_generators(
-            {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
-        )
 
 
 def describe_loader(loader: object) -> LoaderFacts:
