@@ -84,9 +84,9 @@ def test_the_device_that_a_rank_computes_on_is_compared_and_no_other(monkeypatch
     assert stack_differences(one, capture_on(monkeypatch, [other, equal], current=1)) == []
     differences = stack_differences(one, capture_on(monkeypatch, [first, other], current=1))
     assert differences == [
+        ("device.name", "GPU", "Other"),
         ("device.capability", "9.0", "8.6"),
         ("device.memory_gib", 64, 24),
-        ("device.name", "GPU", "Other"),
     ]
 
 

@@ -103,6 +103,7 @@ def _check_torch() -> CheckResult:
 
 def _check_hooks() -> CheckResult:
     """Check the private names of all libraries that are installed."""
+    # Of all libraries that are installed, unlike a session, which checks those that are loaded.
     rows = [hook for hook in list_hooks() if find_spec(hook.library) is not None]
     missing = [str(hook) for hook in find_missing(rows)]
     return judge(
@@ -129,6 +130,8 @@ def _check_hash_seed() -> CheckResult:
 
 def _check_host_name() -> Iterator[CheckResult]:
     """Check the address that Gloo gives to other hosts, if a launcher names one of them."""
+    # Many distributions map the name of a host to 127.0.1.1, and Gloo gives other ranks the address
+    # that the name resolves to.
     first, interface = os.environ.get("MASTER_ADDR", ""), os.environ.get(_GLOO)
     if first in ("", "localhost") or first.startswith("127."):
         return

@@ -35,8 +35,11 @@ class SeedCalls:
 
     def install(self, called: Callable[[int], object]) -> Callable[[], None]:
         """Wrap the function, and call ``called`` with each seed; return what restores it."""
+        # Counted, because a session and the first callback both install it, and either may end
+        # first.
         self._installed += 1
         if self._installed == 1:
+            # Both names of the function, because a program may call either.
             for owner in (torch, torch.random):
                 original = owner.manual_seed
                 # Of one function torch._dynamo wraps the first name when it is imported.

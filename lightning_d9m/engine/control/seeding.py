@@ -51,6 +51,7 @@ def derive_seed(
     >>> derive_seed(1, "train", epoch=2) == derive_seed(2, "train", epoch=1)
     False
     """
+    # A text that any language can write, with the version of the rule in it.
     text = f"d9m-seed-1|{base}|{purpose}|{fit}|{rank}|{worker}|{epoch}|{index}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -72,9 +73,10 @@ def seed_all(seed: int) -> None:
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the CPU: Python's, NumPy's and torch's.
 
-    It takes microseconds because it does not touch devices: for loader workers and single samples.
     NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
+    # Not `torch.manual_seed`, which touches devices and takes 200 us instead of a few: this is
+    # called for single samples, and in workers, which may not use CUDA after a fork.
     random.seed(seed)
     # NumPy's seed has 32 bits; an array of two words would take six times as long.
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it

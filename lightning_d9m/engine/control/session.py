@@ -99,7 +99,11 @@ class Session:
                 "deterministic. Unset it unless you measure the cost of determinism.",
                 stacklevel=2,
             )
+        # Before anything is changed: nothing has to be restored if a library lacks a name.
         check_hooks()
+        # Everything that follows is undone in reverse order, also if a later line raises. Variables
+        # come first, because libraries that a flag or a seed starts read them; seeds come last, so
+        # that nothing draws between them and the program.
         with _lock, ExitStack() as stack:
             _refuse_other_threads()
             variables = EarlyVariables()
@@ -163,6 +167,7 @@ class Session:
         with _lock:
             if self not in _open:
                 return
+            # `enable` in a cell of a notebook leaves its session open; a `with` block does not.
             while _open[-1] is not self and not _open[-1].scopes:
                 _open[-1].close()
             if _open[-1] is not self:
@@ -438,6 +443,8 @@ def _workers_follow() -> Iterator[None]:
     """Let the workers that torch's loaders start during the body take over the open session."""
     from torch.utils.data import DataLoader
 
+    # A worker that is spawned imports torch again and has no session, so that its flags would be
+    # torch's defaults. The class is patched, because torch starts the workers of any loader here.
     make = DataLoader._get_iterator  # noqa: SLF001 - what makes an iterator, and starts workers
 
     def make_iterator(loader: Any) -> Any:

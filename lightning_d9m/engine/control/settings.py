@@ -28,6 +28,8 @@ HIGHEST_THREADS = 4096
 
 def _torch_is_built_for_cuda() -> bool:
     """Return whether torch was built for CUDA; neither import it nor start the driver."""
+    # The command line reads settings without torch, whose import takes seconds. Its version file
+    # says what it was built for.
     torch = sys.modules.get("torch")
     if torch is not None:
         return torch.version.cuda is not None
@@ -252,6 +254,7 @@ def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str
     Raises:
         SettingError: If there is one.
     """
+    # A misspelled variable would be ignored, and the run would not be what the user has asked for.
     known = {
         *CONTROL_VARIABLES,
         *map(variable_of, Settings.__dataclass_fields__),

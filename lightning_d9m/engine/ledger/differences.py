@@ -248,6 +248,7 @@ def header_differences(
     expected: Header, actual: Header
 ) -> tuple[list[FieldDifference], list[FieldDifference]]:
     """Return the fields that make the runs of two headers incomparable, and other settings."""
+    # With logical ranks the bits do not depend on the number of processes.
     any_processes = same_logical_ranks(expected.stack, actual.stack)
     refusals, settings = [], []
     # `stack_differences` compares the stacks, which a policy of the user judges.
@@ -435,6 +436,8 @@ def _batch_difference(expected: Batch, actual: Batch) -> Divergence:
         for key, n in theirs.items()
         if key not in ours
     ]
+    # Steps of thousands of places are compared, and mostly agree, so that the places by kind are
+    # counted only for those that differ.
     found = Counter(place.kind for place in places)
     sizes = Counter(place[0] for place, _, _ in both) if places else found
     return Divergence(

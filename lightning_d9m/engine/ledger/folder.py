@@ -43,6 +43,7 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     with file_errors(LedgerError, f"No ledger can be made in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
         taken = (int(path.name.rpartition("-")[2]) for path in _find_folders(parent, kind))
+        # Not the number of folders, because one that was deleted leaves a gap.
         number = max(taken, default=-1) + 1
         while True:
             folder = parent / f"{kind}-{number:03d}"

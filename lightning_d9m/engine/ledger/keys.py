@@ -32,6 +32,7 @@ def record_key(record: Item) -> Key:
     if isinstance(record, Batch):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):
+        # A moment that a later version adds may occur several times in an epoch.
         counted = record.moment in {"initial", "epoch", *ENDS}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
     if isinstance(record, StepDigests):
@@ -49,6 +50,7 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         previous: The position of the record before it, for kinds without an epoch and step.
     """
     if isinstance(record, Digests):
+        # After all epochs: the last epoch that was trained may be any.
         if record.moment in ENDS:
             return (_LAST, 0, 0)
         phases = {"initial": (0, 0), "epoch": (2, 0)}

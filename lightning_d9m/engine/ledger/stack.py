@@ -152,6 +152,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
         entry.
     """
     stack = {**_capture_installation(), **_capture_packages()}
+    # Not cached, as the facts of the machine are: all that follows can change within a process.
     # A library that was built with -ffast-math may switch this on when it is loaded.
     stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
@@ -185,6 +186,7 @@ def _capture_installation() -> Mapping[str, Scalar]:
     with suppress(AttributeError, OSError, ValueError):
         stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
     built = torch.__config__.show()
+    # That line says what this CPU has, so the digest of one build would differ between machines.
     lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
     return stack | {
         # The digest covers the compiler, flags and libraries. The CPU capability is the next field.
@@ -233,6 +235,7 @@ def _capture_torch() -> dict[str, Scalar]:
             value = attrgetter(path)(torch)
             value = value() if callable(value) else value
             stack[name] = value if isinstance(value, bool | int | None) else _bounded(str(value))
+    # The library that is loaded: the wheel of NCCL may have been replaced since torch was built.
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
         version = torch.cuda.nccl.version()
         stack["torch.nccl"] = ".".join(str(part) for part in version)

@@ -53,7 +53,8 @@ def find_sources(before: Sources | None = None) -> Sources:
         before: What was found when the run began, since when files may have been edited: these
             count as they were then. A file that the command names counts if it is the same.
     """
-    loaded = [*sys.modules.values()]  # another thread may import, and an entry may be None
+    # A list first, as another thread may import meanwhile. An entry may be None.
+    loaded = [*sys.modules.values()]
     own = [own for own in loaded if not is_of_framework(getattr(own, "__name__", ""))]
     files = {getattr(module, "__file__", None) or "" for module in own}
     program = _hash_files(file for file in files if file.endswith((".py", ".so", ".pyd")))
@@ -75,8 +76,11 @@ def find_sources(before: Sources | None = None) -> Sources:
 def _list_packages() -> dict[str, str]:
     """Return the version of each package, of those with one name that Python imports."""
     found: dict[str, str] = {}
-    for own in distributions():  # in the order of sys.path; a broken one has no metadata
-        with suppress(Exception):  # as each of several readers of metadata says it
+    # In the order of sys.path, so that of two versions of a package the first is the one that is
+    # imported. A broken installation has no metadata, which each version of Python reports by
+    # another exception.
+    for own in distributions():
+        with suppress(Exception):
             metadata = own.metadata  # which is read each time
             if metadata["Name"] and metadata["Version"]:
                 found.setdefault(metadata["Name"], metadata["Version"])
@@ -89,7 +93,8 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
     A name may be that of no file, such as a word of a command.
     """
     found = {}
-    # Names are texts here: a Path for each of thousands of modules takes most of the time, and
+    # A set, because several modules may have one file, and hashing a file takes the most time.
+    # Names are texts here: a Path for each of thousands of modules takes most of the rest, and
     # raises an error for a word that is too long for a name.
     for name in {os.path.abspath(name) for name in names if os.path.isfile(name)}:  # noqa: PTH100, PTH113 - as above
         folder = _find_program_folder(os.path.dirname(name))  # noqa: PTH120 - as above

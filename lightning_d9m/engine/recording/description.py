@@ -74,6 +74,8 @@ def describe_training(
     described, parameters = describe_model(model, layouts)
     loaders = [*loaders]
     train = tuple(describe_loader(loader) for loader in loaders)
+    # `d9m locate` names them where batches differ: the watch sees no draw from a generator that the
+    # data holds, only reads from outside.
     if Watched.watch is not None:
         Watched.watch.generators = tuple(
             path

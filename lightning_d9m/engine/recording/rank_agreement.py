@@ -91,6 +91,8 @@ def find_replicated_state(
     if count_stages(model):
         return None
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    # DDP copies no buffer that the user has taken out, and none back from the ranks: those of batch
+    # norms follow each rank's own batches, unless SyncBatchNorm computes them from all.
     synchronized: set[str] = set()
     local: set[str] = {plain_name(name) for name, _ in model.named_buffers() if name in ignored}
     for path, module in model.named_modules():
@@ -130,10 +132,7 @@ _PAIR = 2
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
-    Ranks gather a hash of each group, and a group's entries only when these differ. To tell when
-    ranks that differ began to, each keeps a hash of the state after every n-th step since the last
-    record; n doubles as soon as there are too many, so that their number grows with the logarithm
-    of the number of steps. Ranks keep the same steps, as these depend on nothing else.
+    Ranks gather a hash of each group, and a group's entries only when these differ.
 
     Attributes:
         kept: The hashes by step.
@@ -147,6 +146,9 @@ class RankAgreement:
         self._every = 1
         self.kept: dict[int, str] = {}
 
+    # To tell when ranks that differ began to, each keeps a hash of the state after every n-th step
+    # since the last record; n doubles as soon as there are too many. Ranks keep the same steps, as
+    # these depend on nothing else, so they need not communicate about them.
     def wants(self, step: int) -> bool:
         """Return whether the state after a step should be kept."""
         return step % self._every == 0 and step not in self.kept
@@ -188,11 +190,10 @@ class RankAgreement:
         return None
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the entries of buffers that must be equal.
-
-        Such a buffer changes on every rank. One that all ranks held alike in the last record, and
-        that only some ranks have changed since, differs by mistake.
-        """
+        """Return the entries of buffers that must be equal."""
+        # Nothing says whether a buffer is computed from a rank's own data. One that is changes on
+        # every rank. One that all ranks held alike in the last record, and that only some ranks
+        # have changed since, differs by mistake.
         before, self._agreed = self._agreed, {}
         if any(table.keys() != tables[0].keys() for table in tables):
             return [{} for _ in tables]
@@ -230,6 +231,7 @@ def compare_ranks(
     Returns:
         The error that names the rank that differs, and what differs on it, the same on all ranks.
     """
+    # The majority decides only where all others agree: of ranks that all differ, none is right.
     differing = [rank for rank, own in enumerate(groups) if own != groups[0]]
     base = 0
     if 1 < len(groups) - 1 == len(differing) and all(own == groups[1] for own in groups[2:]):

@@ -72,6 +72,7 @@ class Reference:
         """
         self._refuse(header_differences(self.header, header)[0])
         self._varying_ops = list_varying_ops(self.header, header)
+        # The header first, since it names causes: a different seed explains all that follows.
         # With logical ranks, a reference of fewer processes has no file of this rank.
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, header.stack)

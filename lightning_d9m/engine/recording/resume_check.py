@@ -22,6 +22,7 @@ from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import describe_names, pluralize
 
 GENERATORS = "generators"
+# Enough to name what differs: the totals, of 16 bytes, decide whether something does.
 _ENTRY_BYTES = 4
 _NAMES = 3
 

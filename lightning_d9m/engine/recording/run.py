@@ -187,8 +187,10 @@ class Run:
         self._sources: Any = None  # the program as the run began
         self.probes = Probes()
 
+    # A callback is copied (by a tuner) and pickled (by a launcher that spawns). A copy has no open
+    # ledger: two processes must not write one file.
     def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
-        return Run, (self._given,)  # a copy has no open ledger
+        return Run, (self._given,)
 
     @property
     def is_open(self) -> bool:
@@ -310,10 +312,12 @@ class Run:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
             self._agreement = RankAgreement(ranks.gather_json, replicated)
+        # From here on the hooks around optimizer steps leave the training to this run.
         self.open_runs.add(self)
         if Watched.watch is not None:
             Watched.watch.begin(self.folder, ranks.rank)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
+        # Before the probes hook the model: its backward pass is not one of the training.
         if control_is_on():
             settle_buckets(training.model if training.wrapped is None else training.wrapped)
         used = self._used_options
@@ -327,6 +331,8 @@ class Run:
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"
         options = self._used_options
+        # The header is written before the reference is opened: the ledger of a run that is refused
+        # says what was refused.
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
         self._writer.write(header)
         if parent is not None:
@@ -402,6 +408,8 @@ class Run:
             LedgerError: If the ledger cannot be written.
         """
         assert self._header is not None, "begin() comes first"
+        # The ledger is written before anything is raised, so that it has the record that differs,
+        # and the evaluations that wait are written also if the training ends here.
         digests = self._take(moment, epoch, step, scalars, verify)
         found: list[DriftError] = []
         try:
@@ -445,6 +453,7 @@ class Run:
     ) -> Digests:
         if Watched.watch is not None:
             Watched.watch.mark(moment, epoch, step)
+        # Probes of the batches before come first: readers rely on the order of a training.
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
@@ -519,6 +528,8 @@ class Run:
 
     def _compare_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
         """Return the errors that all ranks raise, the same on every rank."""
+        # One gather for both comparisons. A rank that raised alone would leave the others in their
+        # next collective.
         if self.ranks.is_alone:
             return []
         agreement = self._agreement
@@ -622,6 +633,7 @@ class Run:
         """
         if self._writer is None or self._problem is not None:
             return
+        # Ranks do not wait for each other here, so a full disk on one must not end it alone.
         try:
             self._writer.write(record)
         except LedgerError as error:
@@ -650,6 +662,7 @@ class Run:
             writer, reference = self._writer, self._reference
             if self._check is not None:
                 self._check.close()
+            # Forgotten before the last record is written: if that fails, the run is closed anyway.
             self.open_runs.discard(self)
             self._forget()
             if writer is not None:

@@ -69,7 +69,8 @@ class StepDebugger:
 
         A process of ``d9m compare`` does it, because the comparison is not part of a training.
         """
-        ranks.raise_on_all(lambda: None)  # the files of all ranks are complete up to here
+        # Each rank has written its file up to here when the others get past this.
+        ranks.raise_on_all(lambda: None)
         equal = True
         if ranks.rank == 0:
             compare = (sys.executable, "-m", "lightning_d9m", "compare")
@@ -106,6 +107,7 @@ class StepDebugger:
 
     def _make(self, leave: Callable[[], None]) -> Any:
         """Return a debugger; an exception that it raised to quit could be caught by the program."""
+        # `set_quit` is what both q and the end of the input call.
         kind = type("Debugger", (self._kind,), {"set_quit": lambda _: leave()})
         # So that the first line that it shows is the user's.
         return kind(skip=["lightning_d9m.*"])

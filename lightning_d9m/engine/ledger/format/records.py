@@ -22,8 +22,10 @@ from lightning_d9m.errors import DriftError
 from lightning_d9m.text import quote
 
 SCHEMA = 1
+# The limits bound the memory that a file of a stranger can make a reader take.
 MAX_RANKS = 65_536
 MAX_NAME = 4096
+# Readers in other languages have integers of 64 bits.
 MAX_WHOLE = 2**63 - 1
 # The most places of one layout, so that a record of probes has at most 256 KiB of digests.
 MAX_LAYOUT_PLACES = 16_384
@@ -130,6 +132,7 @@ class Entry(RecordPart, frozen=True, tag_field="kind", omit_defaults=True):
 
     def as_record(self) -> dict[str, Json]:
         """Return what is written, JSON values by name."""
+        # Lists, as JSON gives them back: a tuple would differ from what a reader returns.
         plain: dict[str, Json] = to_builtins(self, builtin_types=(bytes,), enc_hook=_to_plain)
         return {
             name: [*value] if isinstance(value, tuple) else value for name, value in plain.items()
@@ -258,6 +261,8 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         return {name: float.fromhex(text) for name, text in written.items()}
 
     def __post_init__(self) -> None:
+        # The schema checks only the lengths. One pattern over all digits of a record is faster than
+        # one for each of 100,000 digests, and names the field just as well.
         for name, tables in (("totals", [self.totals]), ("groups", [*self.groups.values()])):
             digits = "".join(text for table in tables for text in table.values())
             if not re.fullmatch("[0-9a-f]*", digits):
@@ -552,12 +557,15 @@ class Batch:
         return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]
 
 
+# Made once: msgspec compiles the schema of all classes for each decoder.
 _encode = Encoder(enc_hook=_to_plain).encode
 _decode = Decoder(Record).decode
 
 
 def chain_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
     """Return (line, chain hash) of a record's JSON, given the chain hash before it."""
+    # The hash covers the bytes of the line and not its values, so a reader need not write JSON as
+    # this encoder does to verify a file. It stands last, where it can be cut off by its length.
     head = body[:-1]
     chain_hash = blake2b(previous + head, digest_size=8).hexdigest().encode()
     return b'%b,"check":"%b"}\n' % (head, chain_hash), chain_hash
@@ -573,6 +581,8 @@ def encode_record(record: Record) -> bytes:
         body = _encode(record)
     except (TypeError, UnicodeEncodeError) as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
+    # msgspec checks types only when it decodes. A line that readers refuse would make the rest of
+    # the file unreadable, so it is refused here.
     decode_record(body)
     return body
 
@@ -603,6 +613,7 @@ def parse_record(fields: Mapping[str, Json]) -> Record:
 
 
 def _field_error(error: Exception) -> FieldError:
+    # msgspec has the path only in its message: "Expected `int`, got `str` - at `$.stack[...]`".
     problem, _, path = str(error).partition(" - at ")
     name = path.replace("`", "").removeprefix("key in ").removeprefix("$").removeprefix(".")
     return FieldError(name or "record", f"does not fit: {problem}")
