@@ -1,9 +1,7 @@
 """The table of private and replaced names of other libraries on which this package rests.
 
-A release of torch, Lightning or torchmetrics may rename what is private. A renamed name does not
-always fail: a method that is set under its old name is never called, and the training has different
-bits. So every such name has a row here, a session checks the rows of the libraries that are loaded
-before it changes anything, and `AttributePatches.replace` refuses a name that its owner lacks.
+A session checks the rows of the libraries that are loaded before it changes anything, and
+`AttributePatches.replace` refuses a name that its owner lacks.
 """
 
 import inspect
@@ -50,6 +48,10 @@ class Hook(NamedTuple):
         return ".".join(filter(None, (self.module, self.owner, self.name)))
 
 
+# A release of torch, Lightning or torchmetrics may rename what is private. A renamed name does not
+# always fail: a method that is set under its old name is never called, and the training has
+# different bits. So every such name has a row here. It is a text, so that a row takes one line.
+#
 # Module and class, and below them: names, what this package does with them, and the first release
 # that is known to have them if the oldest supported one lacks them.
 _TABLE = """
@@ -204,12 +206,11 @@ def list_hooks() -> Iterator[Hook]:
 def check_hooks() -> None:
     """Check the hooks of the modules that are loaded, those of each module once in a process.
 
-    A module that is loaded later is checked by the next session: importing all of them takes
-    seconds, and a training uses few.
-
     Raises:
         HookMissingError: A library lacks a name of the table.
     """
+    # A module that is loaded later is checked by the next session: importing all of them takes
+    # seconds, and a training uses few.
     for module in [name for name in _ROWS if name in sys.modules and name not in _checked]:
         for hook in find_missing(_ROWS[module], sys.modules.__getitem__):
             raise_missing(hook)
@@ -232,7 +233,8 @@ def find_missing(hooks: Iterable[Hook], load: Callable[[str], Any] = import_modu
             has_it = has_name(owner, hook.name)
         except (ImportError, KeyError, AttributeError):
             has_it = False
-        # A library that does not say its version counts as new.
+        # A library that is older than the row need not have the name: `compatibility.py` says what
+        # does not work there. One that does not say its version counts as new.
         release = () if has_it else parse_release(_read_version(hook.library)) or (sys.maxsize,)
         if release and release >= parse_release(hook.since):
             missing.append(hook)
@@ -240,13 +242,11 @@ def find_missing(hooks: Iterable[Hook], load: Callable[[str], Any] = import_modu
 
 
 def has_name(owner: Any, name: str) -> bool:
-    """Return whether an owner has an attribute, or its constructor gives one to each object.
-
-    An attribute that ``__init__`` sets is not in the class. The names that its code uses are, and a
-    renamed attribute is not among them.
-    """
+    """Return whether an owner has an attribute, or its constructor gives one to each object."""
     if hasattr(owner, name):
         return True
+    # An attribute that `__init__` sets is not in the class. The names that its code uses are, and a
+    # renamed attribute is not among them. Building an object instead would need a Trainer or CUDA.
     for base in owner.__mro__ if isinstance(owner, type) else ():
         makers = (inspect.unwrap(vars(base).get(maker, len)) for maker in ("__init__", "__new__"))
         codes = (getattr(getattr(maker, "__func__", maker), "__code__", None) for maker in makers)

@@ -1,7 +1,4 @@
-"""The calls with which a program seeds torch's generators: their seeds and lines.
-
-A random seed is the most frequent cause of a difference, and the line that draws it explains it.
-"""
+"""The calls with which a program seeds torch's generators: their seeds and lines."""
 
 import sys
 from collections import deque
@@ -20,6 +17,7 @@ from lightning_d9m.program import find_line
 _MOST_KEPT = 4
 
 
+# A random seed is the most frequent cause of a difference, and the line that draws it explains it.
 class SeedCalls:
     """Notes each call of ``torch.manual_seed`` while it is installed, however often that is.
 

@@ -1,7 +1,4 @@
-"""Random number generators: seeds derived by hashing, and the state of all generators as one value.
-
-Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in epoch 1.
-"""
+"""Random number generators: seeds derived by hashing, and the state of all generators."""
 
 import random
 from array import array
@@ -51,7 +48,8 @@ def derive_seed(
     >>> derive_seed(1, "train", epoch=2) == derive_seed(2, "train", epoch=1)
     False
     """
-    # A text that any language can write, with the version of the rule in it.
+    # Hashed instead of added, because seed 1 in epoch 2 must differ from seed 2 in epoch 1. The
+    # text begins with the version of the rule.
     text = f"d9m-seed-1|{base}|{purpose}|{fit}|{rank}|{worker}|{epoch}|{index}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -338,21 +338,19 @@ def _note_seed(seed: int) -> None:
 def note_seeds() -> None:
     """Note the seeds of the program from now on, where no session is open either.
 
-    The first callback of a process calls this. A program mostly seeds before it makes a callback:
-    torch knows the last seed. The calls are noted until the process ends, because the number of a
-    fit must not depend on when a callback is freed.
+    The first callback of a process calls this.
     """
+    # Until the process ends, because the number of a fit must not depend on when a callback is
+    # freed. A program mostly seeds before it makes a callback: torch knows the last seed.
     seed_calls.install(_note_seed)
     if active_session() is None:
         _note_seed(torch.initial_seed())
 
 
 def give_back_fit(number: int) -> None:
-    """Let the next fit have the number of this one, if no other was counted since.
-
-    For a fit that trained nothing, as the learning rate finder calls one: with its number the
-    same search, or the training after it, draws the same numbers again.
-    """
+    """Let the next fit have the number of this one, if no other was counted since."""
+    # For a fit that trained nothing, as the learning rate finder calls one: with its number the
+    # same search, or the training after it, draws the same numbers again.
     with _lock:
         fits = _find_count()
         fits.next -= fits.next - 1 == number
@@ -404,6 +402,7 @@ def capture_session() -> InheritedSession:
     )
 
 
+# For processes that Lightning's launchers start (ddp_spawn, ddp_notebook) and for loaders' workers.
 @contextmanager
 def session_inherited(inherited: InheritedSession) -> Iterator[None]:
     """Take over a session during the body, unless one is open here, and the number of fits."""
@@ -422,11 +421,9 @@ def session_inherited(inherited: InheritedSession) -> Iterator[None]:
 def start_worker(
     inherited: InheritedSession, function: Callable[[int], None] | None, worker: int
 ) -> None:
-    """Take over a session in a worker of a loader until the worker ends, then call a function.
-
-    A forked worker has the session already. One that is spawned, or that comes from a forkserver,
-    has none.
-    """
+    """Take over a session in a worker of a loader until the worker ends, then call a function."""
+    # A forked worker has the session already. One that is spawned, or that comes from a forkserver,
+    # has none.
     if inherited.settings is not None:
         # As torch, which gives each worker one thread.
         inherited = replace(inherited, settings=replace(inherited.settings, threads=None))

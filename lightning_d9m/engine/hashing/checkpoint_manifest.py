@@ -1,39 +1,18 @@
 """The manifest of a checkpoint: one digest for each tensor, to find and name damage."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.text import quote
+from lightning_d9m.text import describe_names, quote
 
 _VERSION = 4
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
 _CONTAINERS = (Mapping, list, tuple)
-
-
-@dataclass(frozen=True)
-class Damage:
-    """The difference between a checkpoint and its manifest.
-
-    Attributes:
-        changed: Paths of tensors whose bytes, shape or dtype differ.
-        added: Paths of tensors that are not in the manifest.
-        missing: Number of tensors that are only in the manifest.
-        values: Whether numbers and strings differ.
-    """
-
-    changed: tuple[str, ...]
-    added: tuple[str, ...]
-    missing: int
-    values: bool
-
-    def __bool__(self) -> bool:
-        return bool(self.changed or self.added or self.missing or self.values)
 
 
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +38,13 @@ def digest_manifest(manifest: Mapping[str, Any] | None) -> str:
     return "" if manifest is None else digest_value(manifest)
 
 
-def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
+def check_manifest(
+    content: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
     """Compare a checkpoint's content with its manifest.
+
+    Returns:
+        What differs, in words; and the paths of tensors whose bytes, shape or dtype differ.
 
     Raises:
         CheckpointError: If the manifest has another version.
@@ -79,7 +63,14 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
             added.append(path)
         elif expected.pop(key) != digest:
             changed.append(path)
-    return Damage(tuple(changed), tuple(added), len(expected), values != manifest["values"])
+    differ = "1 tensor differs" if len(changed) == 1 else f"{len(changed)} tensors differ"
+    problems = {
+        f"{differ} from what was saved: {describe_names(changed, len(changed))}": changed,
+        f"{len(expected)} of the saved tensors are missing": expected,
+        f"it holds tensors that were not saved: {describe_names(added, len(added))}": added,
+        "numbers or strings in it differ from those that were saved": values != manifest["values"],
+    }
+    return [text for text, found in problems.items() if found], changed
 
 
 def _digest_content(content: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], str]:

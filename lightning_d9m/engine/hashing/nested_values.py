@@ -1,7 +1,6 @@
 """Nested values: the leaves of batches, and an encoding as bytes.
 
-Equal bytes mean equal values of equal types. Each value begins with a tag of its type, and content
-of variable size is preceded by its size, so that no two values share an encoding.
+Equal bytes mean equal values of equal types.
 """
 
 import functools
@@ -22,6 +21,8 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 
+# Each value begins with a tag of its type, and content of variable size is preceded by its size, so
+# that no two values share an encoding.
 Piece = bytes | torch.Tensor
 # NumPy's kinds with bytes of fixed meaning: bool, integers, floats, complex, dates, text.
 _NUMPY_KINDS = frozenset("biufcmMSU")

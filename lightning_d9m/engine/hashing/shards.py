@@ -64,11 +64,10 @@ class ShardParts(NamedTuple):
         return self.begin + len(self.head) + chunks * CHUNK_BYTES + len(self.tail)
 
 
+# FullyShardedDataParallel (FSDP1) flattens the parameters of a module into one and gives each rank
+# an equal part of that, so a rank holds a contiguous range of a parameter, or nothing of it.
 class FlatLayout(NamedTuple):
     """The part on this rank of a parameter that ranks divide, as a range of its elements.
-
-    ``FullyShardedDataParallel`` (FSDP1) flattens the parameters of a module into one and gives each
-    rank an equal part of that, so a rank holds a contiguous range of a parameter, or nothing of it.
 
     Attributes:
         shape: The shape of the whole parameter.
@@ -168,12 +167,10 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
 
 
 def count_stages(model: nn.Module) -> int:
-    """Return the number of stages of the pipeline that runs modules of a model; 0 without one.
-
-    A stage holds its module, and a module does not know its stage, so that this looks through the
-    objects of the process, if the program has imported pipelines and opened a process group, from
-    which a stage takes its rank.
-    """
+    """Return the number of stages of the pipeline that runs modules of a model; 0 without one."""
+    # A stage holds its module, and a module does not know its stage, so that this looks through the
+    # objects of the process, if the program has imported pipelines and opened a process group, from
+    # which a stage takes its rank.
     pipelines = sys.modules.get("torch.distributed.pipelining.stage")
     if pipelines is None or not may_be_sharded():
         return 0

@@ -94,9 +94,6 @@ def _hash_in_threads(chunks: Sequence[_Chunk], shares: int) -> bytes:
     """Hash chunks on as many threads as torch uses, at least ``_SHARE`` chunks on each."""
     threads = min(torch.get_num_threads(), _MAX_THREADS, shares)
     share = -(-len(chunks) // threads)
-    own, *others = (chunks[start : start + share] for start in range(0, len(chunks), share))
-    if not others:
-        return _hash(own)
-    with ThreadPoolExecutor(len(others)) as pool:
-        others_found = pool.map(_hash, others)
-        return b"".join((_hash(own), *others_found))
+    parts = (chunks[start : start + share] for start in range(0, len(chunks), share))
+    with ThreadPoolExecutor(threads) as pool:
+        return b"".join(pool.map(_hash, parts))

@@ -194,12 +194,10 @@ class Divergence:
 
     @property
     def when(self) -> tuple[int, ...]:
-        """Sort key in the order of execution, for the differences of all ranks.
-
-        Within a batch the kind decides, and among the kinds that the batch computes the position:
-        a value that one rank computes differently reaches the other ranks later, with the gradients
-        or another exchange.
-        """
+        """Sort key in the order of execution, for the differences of all ranks."""
+        # Within a batch the kind decides, and among the kinds that the batch computes the position:
+        # a value that one rank computes differently reaches the other ranks later, with the
+        # gradients or another exchange.
         if self.moment == "" and self.kind == "end":  # the end of a run comes last
             return (2**63,)
         phase = {"initial": 0, "batch": 1, "epoch": 2, FINAL: 3, EXCEPTION: 3}.get(self.moment, 1)

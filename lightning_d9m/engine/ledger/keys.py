@@ -24,11 +24,9 @@ _LAST = 2**63
 
 
 def record_key(record: Item) -> Key:
-    """Return the key of a record within its rank; counterparts have equal keys.
-
-    The step is not part of the key of an epoch's digests: two runs that end an epoch at different
-    steps differ in this record.
-    """
+    """Return the key of a record within its rank; counterparts have equal keys."""
+    # The step is not part of the key of an epoch's digests: two runs that end an epoch at different
+    # steps differ in this record.
     if isinstance(record, Batch):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):

@@ -1,9 +1,4 @@
-"""The check of a resume: whether it continues the run that saved the checkpoint.
-
-No list of what a checkpoint must hold can be complete. This check needs none: a run that saves a
-checkpoint writes the digests of its state after the next steps to its ledger, and a run that
-resumes from the checkpoint compares its own, and all that the ledger has after that.
-"""
+"""The check of a resume: whether it continues the run that saved the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -20,6 +15,10 @@ from lightning_d9m.engine.ledger.format.records import Digests, End, StepDigests
 from lightning_d9m.engine.recording.expected_records import ExpectedRecords
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import describe_names, pluralize
+
+# No list of what a checkpoint must hold can be complete. This check needs none: a run that saves a
+# checkpoint writes the digests of its state after the next steps to its ledger, and a run that
+# resumes from the checkpoint compares its own, and all that the ledger has after that.
 
 GENERATORS = "generators"
 # Enough to name what differs: the totals, of 16 bytes, decide whether something does.

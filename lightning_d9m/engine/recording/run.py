@@ -708,13 +708,12 @@ _ROUND = 32
 def complete_snapshot(snapshot: Snapshot, ranks: Ranks) -> None:
     """Add the digests of tensors that ranks share out; every rank calls this.
 
-    Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
-    the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
-    each rank, one after the other.
-
     Raises:
         DigestError: If a tensor has no digest, or its parts do not cover it.
     """
+    # Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
+    # the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
+    # each rank, one after the other: its chunks lie on many ranks.
     if not (snapshot.shards or snapshot.owners or snapshot.scattered):
         return
     read = ranks.raise_on_all(lambda: [*read_shards(snapshot.shards.values())])
@@ -731,6 +730,7 @@ def complete_snapshot(snapshot: Snapshot, ranks: Ranks) -> None:
         return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
 
     digests: dict[tuple[str, str], str] = {}
+    # Ranks may have different names, and each must take part in every gather.
     places = [*dict.fromkeys(place for names in gather([*own]) for place in names)]
     for start in range(0, len(places), _ROUND):
         rows = gather({p: own[p] for p in places[start : start + _ROUND] if p in own})

@@ -4,10 +4,6 @@ Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b w
 chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
-
-The second record of a resumed run's ledger names the folder that it continues. ``LineageReader``
-follows these records back and yields each record once, as the uninterrupted run would have written
-it.
 """
 
 import os
@@ -267,8 +263,11 @@ class Break:
 class LineageReader(RankReader):
     """Streams the file of a run after those of the runs that it continues, if it was resumed.
 
-    The header, ``complete`` and ``line`` are those of the last file.
+    It yields each record once, as the uninterrupted run would have written it. The header,
+    ``complete`` and ``line`` are those of the last file.
     """
+
+    # The second record of a resumed run's file names the folder that it continues.
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
