@@ -32,8 +32,8 @@ def find_line(end: str | None = None) -> Line | None:
 
     ``end`` is the name of a function around which no line is looked for.
     """
-    # `traceback.extract_stack` reads the text of every frame, which takes too long for a caller that
-    # looks at each operation.
+    # `traceback.extract_stack` reads the text of every frame, which takes too long where each
+    # operation is looked at.
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no cheaper view
     while frame is not None:
         file, scope = frame.f_code.co_filename, frame.f_globals

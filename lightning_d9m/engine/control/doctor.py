@@ -44,16 +44,11 @@ def find_problems() -> list[CheckResult]:
     The checks change nothing and do not initialize any device.
     """
     unset = "the callback sets it"
-    variables = [
-        check_variable(own.name, own.wanted, own.allows, own.effect, unset=unset)
-        for own in VARIABLES
-    ]
-    hooks = _check_hooks()
     return [
         _check_torch(),
-        hooks,
+        _check_hooks(),
         _check_hash_seed(),
-        *variables,
+        *(check_variable(v.name, v.wanted, v.allows, v.effect, unset=unset) for v in VARIABLES),
         *_check_host_name(),
         *_check_threads(),
     ]

@@ -1,6 +1,6 @@
 """The header of a ledger and the facts of its run, before the first step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from types import MappingProxyType
@@ -77,13 +77,7 @@ def describe_training(
     # `d9m locate` names them where batches differ: the watch sees no draw from a generator that the
     # data holds, only reads from outside.
     if Watched.watch is not None:
-        Watched.watch.generators = tuple(
-            path
-            for loader in loaders
-            for path in find_generators(
-                {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
-            )
-        )
+        Watched.watch.generators = tuple(_find_loader_generators(loaders))
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None
@@ -92,6 +86,14 @@ def describe_training(
 
     optimizers, schedulers = training.list_optimizers(), training.list_schedulers()
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
+
+
+def _find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
+    """Yield the paths of the generators in the dataset and the collate function of each loader."""
+    for loader in loaders:
+        yield from find_generators(
+            {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
+        )
 
 
 def describe_loader(loader: object) -> LoaderFacts:

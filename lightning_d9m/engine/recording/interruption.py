@@ -147,18 +147,15 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
             f"The variable {INTERRUPT} is {request!r}; allowed: {KEEP}, {POINTS}, stop:STEP, "
             "epoch:EPOCH, nonfinite:STEP, tape:STEP, or debug:RANK:DEBUGGER:STEP:LEDGER."
         )
-    found = match.groupdict()
-    words: dict[str, Any] = {}
-    if is_segment(environment):
-        words["stop"] = int(found.get("step") or NEVER)
-    if "epoch" in found:
-        words["epoch"] = int(found["epoch"])
-    if "debugger" in found:
-        anyway = kind == "debug-anyway"
-        words["debugger"] = StepDebugger(
-            found["debugger"], int(found["rank"]), found["ledger"], opens_anyway=anyway
-        )
-    return InterruptRequest(path, Path(folder), kind, **words)
+    parts = match.groupdict()
+    debugger = None
+    if "debugger" in parts:
+        name, rank, anyway = parts["debugger"], int(parts["rank"]), kind == "debug-anyway"
+        debugger = StepDebugger(name, rank, parts["ledger"], opens_anyway=anyway)
+    # A segment by its epoch has a step, too, because that makes the run a segment.
+    stop = int(parts.get("step") or NEVER) if is_segment(environment) else None
+    epoch = int(parts["epoch"]) if "epoch" in parts else None
+    return InterruptRequest(path, Path(folder), kind, stop, epoch, debugger)
 
 
 class Interruption:
@@ -181,12 +178,9 @@ class Interruption:
             self._begin()
         self._begun = -1  # the step that the debugger was opened for
         self._tape: Any = None  # while the step runs that is recorded
-        self._ring: CheckpointRing | None = None
-        self._points: CheckpointPoints | None = None
-        if request.folder is not None and request.kind == KEEP:
-            self._ring = CheckpointRing(request.folder, ranks)
-        elif request.folder is not None and request.kind == POINTS:
-            self._points = CheckpointPoints(request.folder, ranks)
+        folder = request.folder or Path()
+        self._ring = CheckpointRing(folder, ranks) if request.kind == KEEP else None
+        self._points = CheckpointPoints(folder, ranks) if request.kind == POINTS else None
 
     @property
     def is_wanted(self) -> bool:

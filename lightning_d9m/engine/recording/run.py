@@ -304,10 +304,6 @@ class Run:
             header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
         self.folder = make_folder()
         self._header, self._used_options = header, options or self.options
-        if self._used_options.provable:  # loaded by runs that commit
-            self._commitment = import_module("lightning_d9m.engine.recording.commitment")
-            if ranks.rank == 0:  # which writes them
-                self._sources = self._commitment.find_sources()
         if not ranks.is_alone and replicated is not None:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
@@ -320,17 +316,25 @@ class Run:
         # Before the probes hook the model: its backward pass is not one of the training.
         if control_is_on():
             settle_buckets(training.model if training.wrapped is None else training.wrapped)
-        used = self._used_options
-        if used.kinds and used.takes_rank(ranks.rank):
+        self._open_probes()
+        return parent is None
+
+    def _open_probes(self) -> None:
+        used, rank = self._used_options, self.ranks.rank
+        if used.kinds and used.takes_rank(rank):
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 
-            self.probes = BatchProbes(used, training, ranks.rank, self.append)
-        return parent is None
+            self.probes = BatchProbes(used, self._training, rank, self.append)
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"
         options = self._used_options
+        if options.provable:  # loaded by runs that commit
+            self._commitment = import_module("lightning_d9m.engine.recording.commitment")
+            # Rank 0 writes them. Its error, as of a file that cannot be read, is raised on all.
+            if header.rank == 0:
+                self._sources = self._commitment.find_sources()
         # The header is written before the reference is opened: the ledger of a run that is refused
         # says what was refused.
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
