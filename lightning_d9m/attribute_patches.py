@@ -78,9 +78,9 @@ def _find_accessors(owner: Any) -> tuple[Callable[..., None], Callable[..., None
 
 def _find_original(owner: Any, name: str) -> Any:
     """Return the instance's value, or a marker if the class supplies the attribute."""
-    own = vars(owner) if hasattr(owner, "__dict__") else {}
-    if name in own:
-        return own[name]
+    attributes = vars(owner) if hasattr(owner, "__dict__") else {}
+    if name in attributes:
+        return attributes[name]
     # The class stores the values of properties and slots.
     return (
         getattr(owner, name) if hasattr(getattr(type(owner), name, None), "__set__") else _MISSING

@@ -41,23 +41,23 @@ def _settle(ddp: Any) -> None:
     parameters, sparse = ddp._build_params_for_reducer()  # noqa: SLF001 - torch has no public list
     # DDP lays buckets out after a backward pass. This one gives zeros to the parameters, one after
     # the other, and calls no hook of the program.
-    gradients = [own.grad for own in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([])
-    for own, is_sparse in [*zip(parameters, sparse, strict=True)][::-1]:
+    for parameter, is_sparse in [*zip(parameters, sparse, strict=True)][::-1]:
         # The program's hooks, such as an optimizer that steps in the backward pass, must not see
         # these zeros. DDP's own hooks are on the nodes that accumulate gradients, and do run.
-        hooks = [own._backward_hooks, own._post_accumulate_grad_hooks]  # noqa: SLF001 - as above
+        hooks = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]  # noqa: SLF001 - as above
         present = [(kept, {**kept}) for kept in hooks if kept]
         for kept, _ in present:
             kept.clear()
-        zeros = torch.zeros_like(own, memory_format=torch.preserve_format)
-        own.grad = None
+        zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        parameter.grad = None
         try:
-            own.backward(zeros.to_sparse(1) if is_sparse else zeros)
+            parameter.backward(zeros.to_sparse(1) if is_sparse else zeros)
         finally:
             for kept, content in present:
                 kept.update(content)
     ddp.reducer._rebuild_buckets()  # noqa: SLF001 - DDP calls it before the next forward pass
-    for own, gradient in zip(parameters, gradients, strict=True):
-        own.grad = gradient
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -236,7 +236,7 @@ def capture_flags() -> Flags:
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "sdpa.cudnn": bool(torch.backends.cuda.cudnn_sdp_enabled()),
     }
-    flags |= {name: getattr(own, name.rpartition(".")[2]) for name, own in _OWNERS.items()}
+    flags |= {name: getattr(owner, name.rpartition(".")[2]) for name, owner in _OWNERS.items()}
     if has_compiler_flag():
         config: Any = sys.modules.get(_INDUCTOR)
         # Before the (slow) import of its module, the user's variable says its initial value.

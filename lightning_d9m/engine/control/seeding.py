@@ -128,8 +128,8 @@ def restore_rng(state: RngState) -> None:
     torch.default_generator.set_state(state["torch"])
     for name, states in state["devices"].items():
         module = getattr(torch, name)
-        for number, own in states.items():
-            module.set_rng_state(own, number)
+        for number, words in states.items():
+            module.set_rng_state(words, number)
 
 
 # NumPy's global functions, such as ``np.random.rand``, are methods of this object.
@@ -185,7 +185,7 @@ def read_generators() -> dict[str, bytes]:
         "torch": state["torch"].numpy().tobytes(),
     }
     for name, states in state["devices"].items():
-        parts |= {f"{name}:{number}": own.numpy().tobytes() for number, own in states.items()}
+        parts |= {f"{name}:{number}": words.numpy().tobytes() for number, words in states.items()}
     return parts
 
 
@@ -358,7 +358,7 @@ def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
         Bytes by the generator's path, such as ``"model.noise"``.
     """
     found = find_generators(owners).items()
-    return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
+    return {path: pack_bytes(encode_plain(GENERATOR.read(generator))) for path, generator in found}
 
 
 def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]) -> None:

@@ -334,7 +334,7 @@ class DigestQueue:
             return self._plan_value(type(leaf), dense)
 
     def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
-        return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
+        return [piece if isinstance(piece, bytes) else self._plan(piece, dense) for piece in pieces]
 
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
         """Read tensors that have memory (see ``locate``), in one launch on each CUDA device.
@@ -362,8 +362,8 @@ class DigestQueue:
         # The host's tensors come last: the devices work meanwhile.
         if here:
             found = xxh3.hash_chunks(list(here.values()))
-            for number, own in zip(here, found, strict=True):
-                self._chunks[number] = own
+            for number, digests in zip(here, found, strict=True):
+                self._chunks[number] = digests
 
     def _read_on_device(self, device: torch.device, tensors: dict[int, torch.Tensor]) -> None:
         kernel = load_kernel(device)
@@ -373,11 +373,11 @@ class DigestQueue:
                 (self._chunks[number],) = xxh3.hash_chunks([locate(copy)])
             return
         stream = torch.cuda.current_stream(device)
-        own = self._streams.setdefault(stream, _StreamDigests(kernel))
+        reading = self._streams.setdefault(stream, _StreamDigests(kernel))
         spans = [locate(tensor) for tensor in tensors.values()]
-        own.numbers += tensors
-        own.spans += spans
-        own.launched.append(kernel.start_hashing(spans, device))
+        reading.numbers += tensors
+        reading.spans += spans
+        reading.launched.append(kernel.start_hashing(spans, device))
         for tensor in tensors.values():
             # The memory may belong to another stream's pool and be reused before it is read.
             tensor.record_stream(stream)
@@ -386,19 +386,19 @@ class DigestQueue:
         """Copy the results of CUDA devices to the host without waiting."""
         # Probes call this at the end of a batch and fetch at the end of a later one, when the
         # copies have arrived, so that the host does not wait for the device in any batch.
-        for stream, own in self._streams.items():
+        for stream, reading in self._streams.items():
             with torch.cuda.stream(stream):
-                own.copied = own.kernel.start_copy(own.launched), stream.record_event()
+                reading.copied = reading.kernel.start_copy(reading.launched), stream.record_event()
 
     def fetch_chunks(self) -> list[bytes]:
         """Wait for the devices; return for each dense tensor 8 bytes for each 128 KiB."""
-        if any(own.copied is None for own in self._streams.values()):
+        if any(reading.copied is None for reading in self._streams.values()):
             self.start_copies()
-        for own in self._streams.values():
-            copy, done = cast(Any, own.copied)
+        for reading in self._streams.values():
+            copy, done = cast(Any, reading.copied)
             done.synchronize()
-            found = xxh3.split_chunk_digests(copy.numpy().tobytes(), own.spans)
-            for number, chunks in zip(own.numbers, found, strict=True):
+            found = xxh3.split_chunk_digests(copy.numpy().tobytes(), reading.spans)
+            for number, chunks in zip(reading.numbers, found, strict=True):
                 self._chunks[number] = chunks
         self._streams = {}
         return self._chunks

@@ -87,7 +87,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
 
 @functools.lru_cache(maxsize=256)  # few types occur, at each of the hundreds of places of a state
 def _find_encoder(kind: type) -> Callable[[Any], bytes] | None:
-    return next((own for kinds, own in _SCALARS if issubclass(kind, kinds)), None)
+    return next((encoder for kinds, encoder in _SCALARS if issubclass(kind, kinds)), None)
 
 
 def _encode_scalar(value: object, where: str) -> bytes | None:
@@ -201,7 +201,7 @@ def _collect(
     entries = None if is_leaf else _entries(value)
     # A container of strings and numbers has a digest as a whole.
     has_digest = isinstance(value, Mapping | list | tuple) or is_dataclass(value)
-    if not entries or (has_digest and all(isinstance(own, _LEAVES) for _, own in entries)):
+    if not entries or (has_digest and all(isinstance(entry, _LEAVES) for _, entry in entries)):
         out.append((path, value))
         return
     for key, entry in entries:

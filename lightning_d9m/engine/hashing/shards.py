@@ -111,7 +111,7 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
         None unless the tensor is divided along its first dimension only.
     """
     placements = tensor.placements
-    if any(getattr(own, "dim", 0) != 0 or own.is_partial() for own in placements):
+    if any(getattr(placement, "dim", 0) != 0 or placement.is_partial() for placement in placements):
         return None
     (chunk,) = tensor.__create_chunk_list__()
     row = prod(tensor.shape[1:])
@@ -248,8 +248,8 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
     queue = DigestQueue()
     queue.read_chunks(inner)
     return [
-        ShardParts(shard.begin, _copy(shard.data[:begin]), own, _copy(shard.data[end:]))
-        for shard, (begin, end), own in zip(shards, bounds, queue.fetch_chunks(), strict=True)
+        ShardParts(shard.begin, _copy(shard.data[:begin]), leaves, _copy(shard.data[end:]))
+        for shard, (begin, end), leaves in zip(shards, bounds, queue.fetch_chunks(), strict=True)
     ]
 
 

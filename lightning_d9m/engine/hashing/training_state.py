@@ -59,9 +59,9 @@ class ModelTensors:
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, str]]:
         """Return the selected parameters and buffers, and the name of every parameter by its id."""
         takes = self._takes or bool  # a name is not empty
-        found = [[(plain_name(name), own) for name, own in part] for part in self.listed]
-        parameters, buffers = ({n: own for n, own in part if takes(n)} for part in found)
-        return parameters, buffers, {id(own): name for name, own in found[0]}
+        found = [[(plain_name(name), tensor) for name, tensor in part] for part in self.listed]
+        parameters, buffers = ({n: tensor for n, tensor in part if takes(n)} for part in found)
+        return parameters, buffers, {id(tensor): name for name, tensor in found[0]}
 
     @property
     def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
@@ -71,10 +71,10 @@ class ModelTensors:
     def list_saved(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all parameters, and of the buffers in a state dict."""
         return [
-            (f"{path}.{name}" if path else name, own)
+            (f"{path}.{name}" if path else name, tensor)
             for path, module in self._model.named_modules()
-            for name, own in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - torch's own lists walk through the model once each
-            if own is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - torch's own lists walk through the model once each
+            if tensor is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
         ]
 
 
@@ -113,8 +113,8 @@ class Snapshot:
             layout: That of its parameter, if FSDP1 divides it.
         """
         if layout is not None:
-            own = layout.data if place[0] == "weights" else value
-            shard = layout.find_shard(own) if isinstance(own, Tensor) else None
+            part = layout.data if place[0] == "weights" else value
+            shard = layout.find_shard(part) if isinstance(part, Tensor) else None
             if shard is None:
                 holder = layout.find_shard(layout.data)
                 if holder is not None:
@@ -158,7 +158,7 @@ def take_partial_snapshot(
     """
     # Only FSDP1 has layouts: without it the model is not searched twice.
     names = ModelTensors(model).look()[2] if layouts else {}
-    divided = {names[key]: own for key, own in (layouts or {}).items() if key in names}
+    divided = {names[key]: layout for key, layout in (layouts or {}).items() if key in names}
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
     for group, name, value in list_state(model, optimizers, schedulers, switches=switches):
@@ -192,8 +192,8 @@ def list_state(
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names, f"{number}."):
             yield "optimizers", name, _choose_settings(value, optimizer, switches=switches)
-    for number, own in enumerate(schedulers):
-        settings = _choose_settings(own.state_dict(), own, switches=switches)
+    for number, scheduler in enumerate(schedulers):
+        settings = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
         yield "schedulers", str(number), settings
 
 
@@ -206,9 +206,10 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
         return value
     options = signature(type(owner)).parameters
     return {
-        key: own
-        for key, own in value.items()
-        if not isinstance(own, bool | None) or own is not getattr(options.get(key), "default", own)
+        key: entry
+        for key, entry in value.items()
+        if not isinstance(entry, bool | None)
+        or entry is not getattr(options.get(key), "default", entry)
     }
 
 
@@ -287,6 +288,8 @@ def replicated_names(
 def count_sharded(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> int:
     """Return the number of parameters of which ranks hold different parts."""
     return sum(
-        id(own) in layouts or is_sharded_dtensor(own) or hasattr(own, "_is_flat_param")
-        for own in model.parameters()
+        id(parameter) in layouts
+        or is_sharded_dtensor(parameter)
+        or hasattr(parameter, "_is_flat_param")
+        for parameter in model.parameters()
     )

@@ -57,7 +57,7 @@ def capture_program() -> dict[str, Scalar]:
 def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     folder = folder.resolve()
     # Starting git takes longer than looking.
-    if not any(os.path.lexists(own / ".git") for own in (folder, *folder.parents)):
+    if not any(os.path.lexists(parent / ".git") for parent in (folder, *folder.parents)):
         return {}
     status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
     if status is None:

@@ -365,7 +365,7 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
         # The step comes last: two runs whose steps differ mostly differ in what they trained.
         for name in sorted(list_compared(type(expected)), key="step".__eq__):
             if name not in ("totals", "groups"):
-                values = (getattr(own, name, None) for own in (expected, actual))
+                values = (getattr(record, name, None) for record in (expected, actual))
                 one, other = (_as_table(name, value) for value in values)
                 tables[name] = one, other
         return tables
@@ -393,7 +393,7 @@ def _group_tables(
     chosen = [_choose_totals(expected, actual), _choose_totals(actual, expected)]
     tables: dict[str, tuple[Table, Table]] = {}
     for group in dict.fromkeys((*GROUPS, *named[0], *chosen[0], *named[1], *chosen[1])):
-        totals = [{_TOTAL: own[group]} if group in own else {} for own in chosen]
+        totals = [{_TOTAL: table[group]} if group in table else {} for table in chosen]
         one, other = (groups.get(group, {}) for groups in named)
         if (group in named[0]) != (group in named[1]) and all(totals):
             tables[group] = totals[0], totals[1]  # one record has no names

@@ -127,10 +127,10 @@ def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
     if len(set(ranks.gather_bytes(digest, first=_SHORT_BYTES))) == 1:
         return
     found = ranks.gather_json([activity, [*items]])
-    common = set(items).intersection(*(own for _, own in found))
+    common = set(items).intersection(*(items_there for _, items_there in found))
     lines = []
-    for rank, (name, own) in enumerate(found):
-        others = [item for item in own if item not in common]
+    for rank, (name, items_there) in enumerate(found):
+        others = [item for item in items_there if item not in common]
         named = ", ".join(others[:_MAX_NAMES]) + ", ..." * (len(others) > _MAX_NAMES)
         lines.append(f"  rank {rank}: {name}" + (f" with {named}" if others else ""))
     raise RanksDisagreeError(

@@ -106,7 +106,7 @@ class _SavedFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         olds = self._kept[: 1 - self._most] if self._ranks.rank == 0 else ()
         # A loop's ranks save a file each, whose name begins with that of rank 0.
-        for old in (file for own in olds for file in self._folder.glob(f"{own.name}*")):
+        for old in (file for path in olds for file in self._folder.glob(f"{path.name}*")):
             with suppress(FileNotFoundError):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         self._kept = [*self._kept[1 - self._most :], self._folder / f"{name}.ckpt"]

@@ -38,10 +38,10 @@ def hash_state(training: Training, data: str) -> dict[str, str]:
     They have the first 128 bits of each hash, as all totals do.
     """
     listed = list_state(training.model, training.list_optimizers(), training.list_schedulers())
-    state = {(group, name): own for group, name, own in listed}
+    state = {(group, name): value for group, name, value in listed}
     weights = {name: state.pop((group, name)) for group, name in [*state] if group == "weights"}
     found = (data or hash_values(()), hash_named(weights), hash_named(state))
-    return {name: own[:DIGEST_DIGITS] for name, own in zip(COMMITTED, found, strict=True)}
+    return {name: text[:DIGEST_DIGITS] for name, text in zip(COMMITTED, found, strict=True)}
 
 
 def find_sources(before: Sources | None = None) -> Sources:
@@ -55,16 +55,16 @@ def find_sources(before: Sources | None = None) -> Sources:
     """
     # A list first, as another thread may import meanwhile. An entry may be None.
     loaded = [*sys.modules.values()]
-    own = [own for own in loaded if not is_of_framework(getattr(own, "__name__", ""))]
-    files = {getattr(module, "__file__", None) or "" for module in own}
+    modules = [module for module in loaded if not is_of_framework(getattr(module, "__name__", ""))]
+    files = {getattr(module, "__file__", None) or "" for module in modules}
     program = _hash_files(file for file in files if file.endswith((".py", ".so", ".pyd")))
     named = _hash_files(word.rpartition("=")[2] for word in sys.argv[1:])
     if before is not None:
         program |= before.program
-        named = {path: own for path, own in named.items() if before.named.get(path) == own}
+        named = {path: digest for path, digest in named.items() if before.named.get(path) == digest}
     return Sources(
         program=program,
-        named={path: own for path, own in named.items() if path not in program},
+        named={path: digest for path, digest in named.items() if path not in program},
         packages=_list_packages(),
         used=tuple(
             sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names)
@@ -79,9 +79,9 @@ def _list_packages() -> dict[str, str]:
     # In the order of sys.path, so that of two versions of a package the first is the one that is
     # imported. A broken installation has no metadata, which each version of Python reports by
     # another exception.
-    for own in distributions():
+    for distribution in distributions():
         with suppress(Exception):
-            metadata = own.metadata  # which is read each time
+            metadata = distribution.metadata  # which is read each time
             if metadata["Name"] and metadata["Version"]:
                 found.setdefault(metadata["Name"], metadata["Version"])
     return found

@@ -268,8 +268,8 @@ class Interruption:
         for name, tensor in named:
             # Of a DTensor each rank looks at its shard: `isfinite` of the whole would be a
             # collective, and a rank that ends would leave the others in it.
-            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            if not own.isfinite().all():
+            part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if not part.isfinite().all():
                 found = {"step": step, "kind": kind, "name": name, "rank": self._ranks.rank}
                 self._file(NONFINITE).write_text(json.dumps(found))
                 self.leave(f"the {kind} of {name} is not finite in step {step}")

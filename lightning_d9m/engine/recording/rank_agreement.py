@@ -99,8 +99,8 @@ def find_replicated_state(
         if not isinstance(module, _NormBase):
             continue
         names = (f"{path}.{name}" if path else name for name, _ in module.named_buffers())
-        own = synchronized if isinstance(module, SyncBatchNorm) else local
-        own.update(map(plain_name, names))
+        buffers = synchronized if isinstance(module, SyncBatchNorm) else local
+        buffers.update(map(plain_name, names))
     weights = [name for name in replicated_names(model, layouts) if name not in ignored]
     return ReplicatedState(
         weights=frozenset(weights),
@@ -158,7 +158,7 @@ class RankAgreement:
         self.kept[step] = _hash(self._replicated.select(groups).items())
         while len(self.kept) > _MOST:
             self._every *= 2
-            self.kept = {at: own for at, own in self.kept.items() if at % self._every == 0}
+            self.kept = {at: text for at, text in self.kept.items() if at % self._every == 0}
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -181,8 +181,8 @@ class RankAgreement:
                 tables = self._select_shared(tables)
             if any(other != tables[0] for other in tables):
                 name = "buffers" if group == _FREE_BUFFERS else group
-                for groups, own in zip(found, tables, strict=True):
-                    groups.setdefault(name, {}).update(own)
+                for groups, entries in zip(found, tables, strict=True):
+                    groups.setdefault(name, {}).update(entries)
         if any(found):
             kept = [dict(row) for row in self._gather([*self.kept.items()])]
             return compare_ranks(found, digests, find_first_step(kept))
@@ -213,7 +213,7 @@ def find_first_step(kept: Sequence[Mapping[int, str]]) -> tuple[int | None, int]
     """
     before = None
     for step in sorted(set.intersection(*map(set, kept))):
-        if len({own[step] for own in kept}) > 1:
+        if len({hashes[step] for hashes in kept}) > 1:
             return before, step
         before = step
     return None
@@ -232,9 +232,9 @@ def compare_ranks(
         The error that names the rank that differs, and what differs on it, the same on all ranks.
     """
     # The majority decides only where all others agree: of ranks that all differ, none is right.
-    differing = [rank for rank, own in enumerate(groups) if own != groups[0]]
+    differing = [rank for rank, held in enumerate(groups) if held != groups[0]]
     base = 0
-    if 1 < len(groups) - 1 == len(differing) and all(own == groups[1] for own in groups[2:]):
+    if 1 < len(groups) - 1 == len(differing) and all(held == groups[1] for held in groups[2:]):
         base, differing = 1, [0]
     rank = differing[0]
     one, other = (

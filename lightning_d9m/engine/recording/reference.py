@@ -85,9 +85,11 @@ class Reference:
                 "nothing to compare this run with. Name the ledger of a run that trained."
             )
         self._refuse(run_refusals(first, facts))
-        states: Iterator[Digests] = (own for own in records if isinstance(own, Digests))
+        states: Iterator[Digests] = (record for record in records if isinstance(record, Digests))
         if resumed is not None:
-            states = dropwhile(lambda own: own.moment == "initial" or own.epoch < resumed, states)
+            states = dropwhile(
+                lambda record: record.moment == "initial" or record.epoch < resumed, states
+            )
         self._records = ExpectedRecords(states)
 
     def check(self, actual: Digests) -> Divergence | None:

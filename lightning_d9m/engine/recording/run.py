@@ -368,8 +368,8 @@ class Run:
         if os.environ.get(variable_of("resume")):
             return "d9m repeat compares the whole run"
         assert self.folder is not None, "begin() has made it"
-        own = rank_path(self.folder, header.rank)
-        self._check = ResumeCheck(own, parent.parent, parent.parent_check)
+        file = rank_path(self.folder, header.rank)
+        self._check = ResumeCheck(file, parent.parent, parent.parent_check)
         problem = self._check.problem
         if problem and header.rank == 0:
             _log.warning(
@@ -501,8 +501,8 @@ class Run:
             self.data = self._commitment.chain_batch(self.data, batch)
 
     def _commit(self) -> dict[str, str]:
-        own = self._commitment
-        return {} if own is None else own.hash_state(self._training, self.data)
+        commitment = self._commitment
+        return {} if commitment is None else commitment.hash_state(self._training, self.data)
 
     def _read(self, verify: Callable[[], None] | None = None, *, whole: bool = True) -> Snapshot:
         """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""
@@ -600,7 +600,7 @@ class Run:
         assert self._header is not None, "the ledger is open"
         rank = self._header.rank
         # A checkpoint has those of rank 0; the others get them with DDP's next synchronization.
-        groups = {name: own for name, own in groups.items() if name != "buffers" or not rank}
+        groups = {name: named for name, named in groups.items() if name != "buffers" or not rank}
         # With logical ranks they depend on the last one that a process has computed.
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
@@ -723,21 +723,21 @@ def complete_snapshot(snapshot: Snapshot, ranks: Ranks) -> None:
     read = ranks.raise_on_all(lambda: [*read_shards(snapshot.shards.values())])
     # By group and name: the ranks that hold the tensor once, its header, its size and this rank's
     # parts; of a value that belongs to a tensor, its digest and None.
-    own: dict[tuple[str, str], tuple[Any, ...]] = {
+    parts_here: dict[tuple[str, str], tuple[Any, ...]] = {
         place: (shard.ranks, shard.header, shard.size, tuple(parts))
         for (place, shard), parts in zip(snapshot.shards.items(), read, strict=True)
     }
     for (group, name), shard in snapshot.owners.items():
-        own[group, name] = (shard.ranks, snapshot.groups[group][name], None, None)
+        parts_here[group, name] = (shard.ranks, snapshot.groups[group][name], None, None)
 
     def gather(value: object) -> list[Any]:
         return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
 
     digests: dict[tuple[str, str], str] = {}
     # Ranks may have different names, and each must take part in every gather.
-    places = [*dict.fromkeys(place for names in gather([*own]) for place in names)]
+    places = [*dict.fromkeys(place for names in gather([*parts_here]) for place in names)]
     for start in range(0, len(places), _ROUND):
-        rows = gather({p: own[p] for p in places[start : start + _ROUND] if p in own})
+        rows = gather({p: parts_here[p] for p in places[start : start + _ROUND] if p in parts_here})
         digests |= ranks.raise_on_all(lambda: _combine(rows, ranks.rank))  # noqa: B023 - called here
     for place, tensor in snapshot.scattered.items():
         with torch.no_grad():

@@ -123,7 +123,7 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header, without probes."""
-        return (own for own in self.records(lines_only=True) if not isinstance(own, Batch))
+        return (record for record in self.records(lines_only=True) if not isinstance(record, Batch))
 
     def close(self) -> None:
         """Close the file."""
