@@ -66,6 +66,11 @@ def get_boxed_kernel(name: str, device_key: str) -> Callable[..., Any]:
     return kernel
 
 
+def has_mkldnn_flag() -> bool:
+    """Return whether oneDNN can be told to choose deterministic kernels."""
+    return hasattr(torch.backends.mkldnn, "deterministic")
+
+
 def has_compiler_flag() -> bool:
     """Return whether torch's flag also makes its compiler deterministic."""
     # The code of the function tells it without the slow import of the compiler's settings.

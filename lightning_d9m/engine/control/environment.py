@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_d9m.compatibility import has_compiler_flag
+from lightning_d9m.compatibility import has_compiler_flag, has_mkldnn_flag
 from lightning_d9m.engine.control.settings import read_variable
 from lightning_d9m.errors import SettingError, TooLateError
 
@@ -225,7 +225,7 @@ _OWNERS: dict[str, Any] = {
     "cudnn.deterministic": torch.backends.cudnn,
     "cudnn.benchmark": torch.backends.cudnn,
 }
-if hasattr(torch.backends.mkldnn, "deterministic"):
+if has_mkldnn_flag():
     _OWNERS["mkldnn.deterministic"] = torch.backends.mkldnn
 
 
