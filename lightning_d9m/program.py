@@ -11,6 +11,8 @@ LIGHTNING = frozenset({
 """The packages of Lightning, and this one."""
 FRAMEWORK = LIGHTNING | {"torch", "torchdata", "torchmetrics"}
 """The packages whose objects and lines are not the program's, wherever they are installed."""
+# Debian's Python has the second name.
+PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def is_of_framework(name: str | None) -> bool:

@@ -186,7 +186,8 @@ def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> 
     problem = compare_fits(list_fits(golden), fits)
     if problem is None:
         return
-    # Of portable bits no stack explains a difference.
+    # `compare_fits` says that stacks explain a difference only where they may: portable bits do not
+    # depend on the stack.
     excused = "The stacks differ, which" in problem
     if excused and config.getini("d9m_on_stack_difference") == "skip":
         pytest.skip(f"The golden ledger comes from a different stack. {problem}")

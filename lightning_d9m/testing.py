@@ -106,6 +106,7 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
         {f"fit-{number:03d}": read_ledger(path) for number, path in enumerate(paths)}
         for paths in (expected, actual)
     )
+    # By content, because processes that fit in parallel number their folders in any order.
     paired = pair_fits(first, second)
     unpaired = iter([ledger for name, ledger in paired.items() if name not in first])
     for name, ledger in first.items():

@@ -214,6 +214,7 @@ def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> 
     Raises:
         SettingError: If a value is not allowed.
     """
+    # From the signature, so that a new setting has its variable, its type and its errors at once.
     settings = {}
     for name, parameter in inspect.signature(owner, eval_str=True).parameters.items():
         text = environment.get(variable_of(name), "").strip()

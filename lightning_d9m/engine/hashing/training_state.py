@@ -99,6 +99,7 @@ class Snapshot:
     def total(self) -> dict[str, str]:
         """Return for each group the XXH3-128 of the JSON list of its sorted [name, digest]."""
         texts = {
+            # As JSON, so that a reader in another language can compute it from the names.
             group: json.dumps(sorted(entries.items()), separators=(",", ":"))
             for group, entries in self.groups.items()
         }
@@ -116,6 +117,8 @@ class Snapshot:
             part = layout.data if place[0] == "weights" else value
             shard = layout.find_shard(part) if isinstance(part, Tensor) else None
             if shard is None:
+                # Only these ranks have the entry, as the number of steps: the others hold nothing
+                # of the parameter.
                 holder = layout.find_shard(layout.data)
                 if holder is not None:
                     self.owners[place] = holder
@@ -204,6 +207,8 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
     """
     if switches or not isinstance(value, Mapping):
         return value
+    # A release of torch that adds an option to an optimizer adds its default to the settings, where
+    # an older release has no entry. Both compute the same.
     options = signature(type(owner)).parameters
     return {
         key: entry

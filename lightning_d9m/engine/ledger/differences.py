@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_d9m.engine.ledger.format.records import (
     Batch,
@@ -27,7 +27,7 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.engine.ledger.keys import Item, describe_record
 from lightning_d9m.engine.ledger.kinds import COMMITTED, EXCEPTION, FINAL, PROBE_KINDS, STEP
 from lightning_d9m.engine.ledger.stack import MISSING, same_logical_ranks, table_differences
-from lightning_d9m.text import cut_digests, describe_names
+from lightning_d9m.text import cut_digests, describe_names, escape
 
 Table: TypeAlias = Mapping[str, Json]
 
@@ -210,6 +210,18 @@ class Divergence:
         """Return the difference as that of a rank, with at most ``PLACES_KEPT`` places."""
         places, alone = tuple(self.places[:PLACES_KEPT]), tuple(self.one_sided[:PLACES_KEPT])
         return replace(self, rank=rank, places=places, one_sided=alone)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts that a ``DriftError`` has of the difference."""
+        alike = ("moment", "epoch", "step", "names", "count", "expected", "actual")
+        named = {name: getattr(self, name) for name in alike}
+        return {**named, "group": self.kind, "total": self.compared}
+
+    def describe_kinds(self) -> list[str]:
+        """Return a line with the number of places that differ in each kind, if it is not one."""
+        parts = [f"{escape(kind)} {n} of {of}" for kind, (n, of) in self.by_kind.items()]
+        return [f"In all: {', '.join(parts)}."] if parts[1:] else []
 
     def as_json(self) -> dict[str, object]:
         """Return the difference as JSON types."""

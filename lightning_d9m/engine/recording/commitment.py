@@ -18,12 +18,10 @@ from lightning_d9m.engine.hashing.training_state import list_state
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Sources
 from lightning_d9m.engine.ledger.kinds import COMMITTED
 from lightning_d9m.engine.probes.training import Training
-from lightning_d9m.program import is_of_framework
+from lightning_d9m.program import PACKAGE_FOLDERS, is_of_framework
 
 # A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
-# Folders of packages. One that is installed from its folder is the program's.
-_LIBRARIES = {"site-packages", "dist-packages"}
 _STANDARD = Path(os.__file__).resolve().parent
 
 
@@ -108,5 +106,6 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
 def _find_program_folder(name: str) -> Path | None:
     """Return the folder that a path leads to; None if it is of Python or of a package."""
     folder = Path(name).resolve()
-    is_installed = _STANDARD in (folder, *folder.parents) or _LIBRARIES & {*folder.parts}
+    # A package that is installed from its folder (pip install -e) is the program's.
+    is_installed = _STANDARD in (folder, *folder.parents) or PACKAGE_FOLDERS & {*folder.parts}
     return None if is_installed else folder

@@ -69,6 +69,7 @@ def describe_training(
         settings={**settings.as_record(), **control, **further},
         stack=capture_stack({**layout, **describe_division(model, layouts)}),
         package=__version__,
+        # Once in a ledger: starting git on each of many ranks would read the repository as often.
         program={**capture_program(), **seeded} if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
@@ -99,6 +100,7 @@ def _find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
 def describe_loader(loader: object) -> LoaderFacts:
     """Return how many samples and batches a loader has, and its batch size, where it can tell."""
     batch_size = getattr(loader, "batch_size", None)
+    # A size that cannot be told is recorded as unknown, and compared as such.
     if batch_size is None:  # a custom batch sampler, or no automatic batching
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return LoaderFacts(

@@ -19,7 +19,6 @@ from lightning_d9m.engine.hashing.training_state import (
 )
 from lightning_d9m.engine.ledger.differences import record_difference
 from lightning_d9m.engine.ledger.format.records import Digests, Json
-from lightning_d9m.engine.recording.drift import describe_groups, list_facts
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import describe_names, describe_pair, escape
 
@@ -257,7 +256,7 @@ def compare_ranks(
         f"{who} in {difference.where}: {count} of {total} {entries} differ, first {named}.",
         f"  {label} {expected}",
         f"  {f'rank {rank}:':<{len(label)}} {actual}",
-        *describe_groups(difference),
+        *difference.describe_kinds(),
     ]
     if steps is not None:
         equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
@@ -267,7 +266,7 @@ def compare_ranks(
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device."
     )
-    return DriftError("\n".join(lines), **list_facts(difference), rank=rank, expected_rank=base)
+    return DriftError("\n".join(lines), **difference.facts, rank=rank, expected_rank=base)
 
 
 def _hash(parts: Iterable[object]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.errors import SettingError
+from lightning_d9m.program import PACKAGE_FOLDERS
 
 # The class of each, or the module; the package ipdb is a cover of the class of IPython.
 DEBUGGERS = {
@@ -24,7 +25,6 @@ DEBUGGERS = {
     "ipdb": "IPython.terminal.debugger:TerminalPdb",
     "debugpy": "debugpy",
 }
-_PACKAGES = {"site-packages", "dist-packages"}
 _ADDRESS = ("127.0.0.1", 5678)
 
 
@@ -98,7 +98,7 @@ class StepDebugger:
 
     def stop_in(self, frame: FrameType, leave: Callable[[], None]) -> None:
         """Stop at the next line of a frame, or of the program's that called a library's."""
-        while frame.f_back is not None and _PACKAGES & {*Path(frame.f_code.co_filename).parts}:
+        while frame.f_back and PACKAGE_FOLDERS & {*Path(frame.f_code.co_filename).parts}:
             frame = frame.f_back
         if self.name == "debugpy":
             self._wait_for_client()

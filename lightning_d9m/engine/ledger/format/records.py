@@ -73,6 +73,8 @@ def _uncompared(why: str) -> Meta:
     return Meta(extra={_UNCOMPARED: why})
 
 
+# At the field, so that a new one is compared unless its author says why not, and the page of fields
+# and every comparison follow.
 _NEVER = _uncompared("never compared")
 # Counterparts are equal in these.
 _PAIRS = _uncompared("pairs records")
@@ -114,6 +116,8 @@ class RecordPart(Struct, frozen=True, forbid_unknown_fields=True):
     cut: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        # Cut here and not refused: an error's message may have any length, and the record that ends
+        # a ledger must be written.
         for name in self.cut:
             value = getattr(self, name)
             shorter = value and value[:MAX_NAME]
@@ -194,6 +198,7 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
     settings: Scalars
     stack: Scalars
 
+    # msgspec reports a `ValueError` of `__post_init__` as an error of its decoder.
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
