@@ -217,11 +217,7 @@ def _capture_packages() -> Mapping[str, Scalar]:
     stack: dict[str, Scalar] = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            distribution = metadata.distribution(name)
-            # Parsing the whole metadata, a long description among it, is slow.
-            text = distribution.read_text("METADATA") or ""
-            found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
-            stack[f"package.{name}"] = found[1] if found else distribution.version
+            stack[f"package.{name}"] = metadata.version(name)
     return stack
 
 
