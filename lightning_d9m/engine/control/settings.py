@@ -156,14 +156,25 @@ _NAMES = {int: "a whole number", float: "a number", NoneType: "none", str: "a te
 _T = TypeVar("_T")
 _NOT_BY_VARIABLE = "nothing; it is set in the program"
 # Each is read where it is used and takes precedence over the arguments of every callback.
-CONTROL_VARIABLES = tuple(
-    _PREFIX + name
-    for name in (
-        *("CHECKPOINT_DIR", "CONTROL", "DUMP", "DUMP_NAMES", "EVERY_N_STEPS", "INTERRUPT"),
-        *("LEDGER_DIR", "LOGICAL_RANKS", "ON_INEXACT_RESUME", "PROBES", "PROBE_MODULES"),
-        *("PROBE_RANKS", "PROBE_STEPS", "PROVABLE", "RECORD_SAVES", "REPLAY_EVERY"),
-        *("RESUME", "WATCH"),
-    )
+CONTROL_VARIABLES = (
+    "LIGHTNING_D9M_CHECKPOINT_DIR",
+    "LIGHTNING_D9M_CONTROL",
+    "LIGHTNING_D9M_DUMP",
+    "LIGHTNING_D9M_DUMP_NAMES",
+    "LIGHTNING_D9M_EVERY_N_STEPS",
+    "LIGHTNING_D9M_INTERRUPT",
+    "LIGHTNING_D9M_LEDGER_DIR",
+    "LIGHTNING_D9M_LOGICAL_RANKS",
+    "LIGHTNING_D9M_ON_INEXACT_RESUME",
+    "LIGHTNING_D9M_PROBES",
+    "LIGHTNING_D9M_PROBE_MODULES",
+    "LIGHTNING_D9M_PROBE_RANKS",
+    "LIGHTNING_D9M_PROBE_STEPS",
+    "LIGHTNING_D9M_PROVABLE",
+    RECORD_SAVES,
+    "LIGHTNING_D9M_REPLAY_EVERY",
+    "LIGHTNING_D9M_RESUME",
+    "LIGHTNING_D9M_WATCH",
 )
 
 # Those that interrupt a fit; see ``recording/interruption.py``.

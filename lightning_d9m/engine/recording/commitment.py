@@ -75,7 +75,7 @@ def _list_packages() -> dict[str, str]:
     """Return the version of each package, of those with one name that Python imports."""
     found: dict[str, str] = {}
     # In the order of sys.path, so that of two versions of a package the first is the one that is
-    # imported. A broken installation has no metadata, which each version of Python reports by
+    # imported. A broken installation has no metadata, which each reader of metadata reports by
     # another exception.
     for distribution in distributions():
         with suppress(Exception):
