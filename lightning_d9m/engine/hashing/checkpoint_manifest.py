@@ -79,8 +79,8 @@ def _digest_content(content: Mapping[str, Any]) -> tuple[dict[str, tuple[str, st
     _collect_leaves(content, "", "", (id(content),), leaves)
     tensors = {key: (path, leaf) for path, key, leaf in leaves if isinstance(leaf, Tensor)}
     others = {key: leaf for _, key, leaf in leaves if key not in tensors}
-    # A tensor without bytes is an error. Another object counts by its type: a callback may save
-    # any, and what pickle makes of it again may be another object.
+    # A tensor without bytes is an error. Another object without bytes, which a callback may save,
+    # counts by its type.
     queue = DigestQueue()
     queue.add(tensor for _, tensor in tensors.values())
     queue.add_leaves(others.values())

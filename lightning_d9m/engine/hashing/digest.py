@@ -24,8 +24,8 @@ from lightning_d9m.errors import DigestError
 VERSION = "d9m-digest-1"
 
 ORDINARY = {torch.Tensor, torch.nn.Parameter}
-# A model in channels_last has hundreds of tensors to copy. One launch for each would cost more than
-# the hashing; copies of all at once would double the memory of the model.
+# Grouped, because each launch takes time of the host, and a model in channels_last has many such
+# tensors. Bounded, because copies of all of them would take as much memory as the model.
 _MOST_COPIED = 2**26
 """Bytes of tensors that are copied at once because they cannot be read in place."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

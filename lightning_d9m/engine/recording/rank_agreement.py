@@ -90,8 +90,8 @@ def find_replicated_state(
     if count_stages(model):
         return None
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    # DDP copies no buffer that the user has taken out, and none back from the ranks: those of batch
-    # norms follow each rank's own batches, unless SyncBatchNorm computes them from all.
+    # Buffers of batch norms follow each rank's own batches until DDP copies those of rank 0, unless
+    # SyncBatchNorm computes them from all. DDP copies no buffer that the user has taken out.
     synchronized: set[str] = set()
     local: set[str] = {plain_name(name) for name, _ in model.named_buffers() if name in ignored}
     for path, module in model.named_modules():
