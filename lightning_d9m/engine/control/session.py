@@ -101,7 +101,7 @@ class Session:
             )
         # Before anything is changed: nothing has to be restored if a library lacks a name.
         check_hooks()
-        # Everything that follows is undone in reverse order, also if a later line raises. Variables
+        # Everything that follows is undone in reverse order, even if a later line raises. Variables
         # come first, because libraries that a flag or a seed starts read them; seeds come last, so
         # that nothing draws between them and the program.
         with _lock, ExitStack() as stack:

@@ -44,7 +44,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self._layouts: dict[int, int] = {}  # the number of places of each
         # The bytes and the last check of all whole records, and those with the one under way.
         self._written = self._begun = (0, CHAIN_START)
-        # O_EXCL: a run never continues a file. O_APPEND: the kernel writes at the end, also if
+        # O_EXCL: a run never continues a file. O_APPEND: the kernel writes at the end, even if
         # another program has changed the file. O_CLOEXEC: a program that this one starts, such as
         # a loader's worker, does not keep the file open.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
