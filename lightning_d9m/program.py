@@ -45,7 +45,7 @@ def find_line(end: str | None = None) -> Line | None:
         known = module is None or vars(module) is scope or name == "__main__"
         is_imported = known and "__name__" in scope
         foreign = is_of_framework(name) or name == "contextlib" or file.startswith("<")
-        # Not for other frames: a line of a library is read from the disk when it is asked for.
+        # Not for other frames: `linecache` reads a whole file for one line.
         text = "" if foreign or not is_imported else linecache.getline(file, frame.f_lineno, scope)
         if text.strip():
             return Line(file, frame.f_lineno, frame.f_code.co_name, text.strip())
