@@ -13,23 +13,20 @@ _MISSING = object()
 
 
 class AttributePatches:
-    """Replaces attributes and restores all of them in reverse order.
-
-    The owners are not kept alive, so that a loader that Lightning reloads every epoch can be freed.
-    """
+    """Replaces attributes and restores all of them in reverse order."""
 
     def __init__(self) -> None:
+        # References are weak, so that a loader that Lightning reloads every epoch can be freed.
         self._originals: list[tuple[Callable[[], Any], str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute. Repeated replacements keep the first original value.
 
-        A name that the owner lacks would be set and never called: the library has renamed it.
-
         Raises:
             AttributeError: If the owner does not allow it; then nothing changes.
             HookMissingError: If the owner has no such attribute.
         """
+        # A name that the owner lacks would be set and never called: the library has renamed it.
         if not hasattr(owner, name):
             home = owner if isinstance(owner, type | ModuleType) else type(owner)
             module, kind = (
@@ -42,6 +39,7 @@ class AttributePatches:
         # because its sampler may depend on them. Replacements here keep length and samples.
         set_, _ = _find_accessors(owner)
         set_(owner, name, value)
+        # `is`, because the owner may define `__eq__`, as tensors do.
         if any(patched() is owner and name == other for patched, other, _ in self._originals):
             return
         self._originals = [entry for entry in self._originals if entry[0]() is not None]
@@ -62,6 +60,8 @@ class AttributePatches:
             if owner is None:
                 continue
             set_, delete = _find_accessors(owner)
+            # Deleted rather than set to the value of the class, which may change later. The program
+            # may have deleted it already.
             if original is _MISSING:
                 with suppress(AttributeError):
                     delete(owner, name)
@@ -78,9 +78,9 @@ def _find_accessors(owner: Any) -> tuple[Callable[..., None], Callable[..., None
 
 def _find_original(owner: Any, name: str) -> Any:
     """Return the instance's value, or a marker if the class supplies the attribute."""
-    own = vars(owner) if hasattr(owner, "__dict__") else {}
-    if name in own:
-        return own[name]
+    attributes = vars(owner) if hasattr(owner, "__dict__") else {}
+    if name in attributes:
+        return attributes[name]
     # The class stores the values of properties and slots.
     return (
         getattr(owner, name) if hasattr(getattr(type(owner), name, None), "__set__") else _MISSING

@@ -11,24 +11,20 @@ from typing import Any
 
 import torch
 
+from lightning_d9m.version import parse_release
+
 OLDEST_TORCH = (2, 4)
 OLDEST_LIGHTNING = (2, 2)
+# The first release with all names of `hooks.py` that patches need.
 _OLDEST_PATCHED = (2, 11)
+# `torch.accelerator` is older, and its functions take `check_available` only since this release.
 _OLDEST_ACCELERATOR = (2, 7)
-
-
-def parse_release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version.
-
-    >>> parse_release("2.11.0a0+git1")
-    (2, 11)
-    """
-    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
 
 
 def describe_unsupported() -> str | None:
     """Return which package is too old for ``LIGHTNING_D9M=1``; None if none is."""
     found = {"torch": (str(torch.__version__), OLDEST_TORCH)}
+    # By metadata: this runs while torch is imported, before any package of Lightning may be.
     for name in ("lightning", "pytorch-lightning"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = (metadata.version(name), OLDEST_LIGHTNING)
@@ -76,10 +72,8 @@ def has_mkldnn_flag() -> bool:
 
 
 def has_compiler_flag() -> bool:
-    """Return whether torch's flag also makes its compiler deterministic.
-
-    The code of the function tells it without the slow import of the compiler's settings.
-    """
+    """Return whether torch's flag also makes its compiler deterministic."""
+    # The code of the function tells it without the slow import of the compiler's settings.
     return "inductor_config" in torch.use_deterministic_algorithms.__code__.co_varnames
 
 
@@ -101,6 +95,8 @@ def find_accelerator(*, available: bool = False) -> torch.device | None:
 
     If ``available``, only one that this machine has. With an older torch, only CUDA is known.
     """
+    # Asking CUDA whether it is available starts its driver, after which a process cannot fork. What
+    # torch was built for does not.
     if _has_accelerators():
         check = {"check_available": True} if available else {}
         return torch.accelerator.current_accelerator(**check)

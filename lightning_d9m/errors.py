@@ -29,6 +29,8 @@ _ADVICE = {
 class D9mError(Exception):
     """The base of every error that lightning_d9m raises."""
 
+    # The annotations of a class are its facts, so that a misspelled one is an error where it is
+    # raised, and not where a program reads it.
     def __init__(self, *words: object, **facts: object) -> None:
         super().__init__(*words)
         if unknown := facts.keys() - get_type_hints(type(self)).keys():
@@ -206,6 +208,7 @@ def file_errors(kind: type[D9mError], what: str, advice: str = "") -> Iterator[N
     Raises:
         D9mError: If the body raises an ``OSError`` or a ``ValueError``.
     """
+    # `LedgerError` is an `OSError`, too, and has said already what is wrong.
     try:
         yield
     except D9mError:
@@ -222,6 +225,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
     If the body raises, as on a full disk, ``path`` is as it was, and no part of a file is left.
     """
+    # Beside it, because a file is replaced atomically only within one file system. With the number
+    # of the process, because two may write the same file.
     target = path.resolve()  # a link stays a link
     part = target.with_name(f".{target.name}.{os.getpid()}")
     if target.exists() and not target.is_file():  # a device or a pipe

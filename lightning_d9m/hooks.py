@@ -1,30 +1,25 @@
 """The table of private and replaced names of other libraries on which this package rests.
 
-A release of torch, Lightning or torchmetrics may rename what is private. A renamed name does not
-always fail: a method that is set under its old name is never called, and the training has different
-bits. So every such name has a row here, a session checks the rows of the libraries that are loaded
-before it changes anything, and `AttributePatches.replace` refuses a name that its owner lacks.
+A session checks the rows of the libraries that are loaded before it changes anything, and
+`AttributePatches.replace` refuses a name that its owner lacks.
 """
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_d9m.errors import HookMissingError
+from lightning_d9m.version import parse_release
 
 # The releases with which the test suite ran: benchmarks/results/stacks.md.
 TESTED = {
     "torch": ("2.4", "2.15"),
     "lightning": ("2.2", "2.6"),
 }
-# Either package of Lightning may be installed, and both may be loaded: name, in the table, in both.
-_PACKAGES = (
-    ("lightning.pytorch", ("lightning.pytorch", "pytorch_lightning")),
-    ("lightning.fabric", ("lightning.fabric", "lightning_fabric")),
-)
+# Either package of Lightning may be installed, and both may be loaded. The table has the first.
+_PACKAGES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
 
 class Hook(NamedTuple):
@@ -53,6 +48,10 @@ class Hook(NamedTuple):
         return ".".join(filter(None, (self.module, self.owner, self.name)))
 
 
+# A release of torch, Lightning or torchmetrics may rename what is private. A renamed name does not
+# always fail: a method that is set under its old name is never called, and the training has
+# different bits. So every such name has a row here. It is a text, so that a row takes one line.
+#
 # Module and class, and below them: names, what this package does with them, and the first release
 # that is known to have them if the oldest supported one lacks them.
 _TABLE = """
@@ -199,22 +198,19 @@ def list_hooks() -> Iterator[Hook]:
             continue
         module, _, owner = place.partition(":")
         names, purpose, since = [part.strip() for part in f"{line} | ".split("|")[:3]]
-        homes = next((homes for name, homes in _PACKAGES if module.startswith(name)), ("",))
-        start = ".".join(module.split(".")[:2]) if homes != ("",) else ""
-        for home in homes:
-            full = f"{home}{module.removeprefix(start)}"
-            yield from (Hook(full, owner, name, purpose, since) for name in names.split())
+        twins = (module.replace(*names_of_package) for names_of_package in _PACKAGES.items())
+        for each in dict.fromkeys((module, *twins)):
+            yield from (Hook(each, owner, name, purpose, since) for name in names.split())
 
 
 def check_hooks() -> None:
     """Check the hooks of the modules that are loaded, those of each module once in a process.
 
-    A module that is loaded later is checked by the next session: importing all of them takes
-    seconds, and a training uses few.
-
     Raises:
         HookMissingError: A library lacks a name of the table.
     """
+    # A module that is loaded later is checked by the next session: importing all of them takes
+    # seconds, and a training uses few.
     for module in [name for name in _ROWS if name in sys.modules and name not in _checked]:
         for hook in find_missing(_ROWS[module], sys.modules.__getitem__):
             raise_missing(hook)
@@ -237,21 +233,20 @@ def find_missing(hooks: Iterable[Hook], load: Callable[[str], Any] = import_modu
             has_it = has_name(owner, hook.name)
         except (ImportError, KeyError, AttributeError):
             has_it = False
-        # A library that does not say its version counts as new.
-        release = () if has_it else _parse(_read_version(hook.library)) or (sys.maxsize,)
-        if release and release >= _parse(hook.since):
+        # A library that is older than the row need not have the name: `compatibility.py` says what
+        # does not work there. One that does not say its version counts as new.
+        release = () if has_it else parse_release(_read_version(hook.library)) or (sys.maxsize,)
+        if release and release >= parse_release(hook.since):
             missing.append(hook)
     return missing
 
 
 def has_name(owner: Any, name: str) -> bool:
-    """Return whether an owner has an attribute, or its constructor gives one to each object.
-
-    An attribute that ``__init__`` sets is not in the class. The names that its code uses are, and a
-    renamed attribute is not among them.
-    """
+    """Return whether an owner has an attribute, or its constructor gives one to each object."""
     if hasattr(owner, name):
         return True
+    # An attribute that `__init__` sets is not in the class. The names that its code uses are, and a
+    # renamed attribute is not among them. Building an object instead would need a Trainer or CUDA.
     for base in owner.__mro__ if isinstance(owner, type) else ():
         makers = (inspect.unwrap(vars(base).get(maker, len)) for maker in ("__init__", "__new__"))
         codes = (getattr(getattr(maker, "__func__", maker), "__code__", None) for maker in makers)
@@ -283,18 +278,8 @@ def _read_version(library: str) -> str:
     return str(getattr(sys.modules.get(library), "__version__", "")) or "of an unknown version"
 
 
-def _parse(version: str) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else ()
-
-
-def _group() -> dict[str, list[Hook]]:
-    rows: dict[str, list[Hook]] = {}
-    for hook in list_hooks():
-        rows.setdefault(hook.module, []).append(hook)
-    return rows
-
-
-_ROWS = _group()
+_ROWS: dict[str, list[Hook]] = {}
+for _hook in list_hooks():
+    _ROWS.setdefault(_hook.module, []).append(_hook)
 # The modules whose hooks this process has found.
 _checked: set[str] = set()

@@ -11,6 +11,8 @@ LIGHTNING = frozenset({
 """The packages of Lightning, and this one."""
 FRAMEWORK = LIGHTNING | {"torch", "torchdata", "torchmetrics"}
 """The packages whose objects and lines are not the program's, wherever they are installed."""
+# Debian's Python has the second name.
+PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def is_of_framework(name: str | None) -> bool:
@@ -32,6 +34,8 @@ def find_line(end: str | None = None) -> Line | None:
 
     ``end`` is the name of a function around which no line is looked for.
     """
+    # `traceback.extract_stack` reads the text of every frame, which takes too long where each
+    # operation is looked at.
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no cheaper view
     while frame is not None:
         file, scope = frame.f_code.co_filename, frame.f_globals
@@ -41,6 +45,7 @@ def find_line(end: str | None = None) -> Line | None:
         known = module is None or vars(module) is scope or name == "__main__"
         is_imported = known and "__name__" in scope
         foreign = is_of_framework(name) or name == "contextlib" or file.startswith("<")
+        # Not for other frames: `linecache` reads a whole file for one line.
         text = "" if foreign or not is_imported else linecache.getline(file, frame.f_lineno, scope)
         if text.strip():
             return Line(file, frame.f_lineno, frame.f_code.co_name, text.strip())

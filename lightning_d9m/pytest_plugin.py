@@ -51,6 +51,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Set the variables that libraries read when they start, before any conftest.py is loaded."""
     if not early_config.getini("d9m"):
         return
+    # A conftest.py may import libraries that read the variables, so `pytest_configure` is too late.
     from lightning_d9m.engine.control.environment import EarlyVariables
 
     variables = EarlyVariables()
@@ -102,6 +103,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Count fits from 0 in each test, so that its draws do not depend on the tests before it."""
+    # First of all plugins, because fixtures may already fit. Without an import, so that tests that
+    # do not use torch do not load it.
     if (session := sys.modules.get("lightning_d9m.engine.control.session")) is not None:
         session.restart_fits()
 
@@ -183,7 +186,8 @@ def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> 
     problem = compare_fits(list_fits(golden), fits)
     if problem is None:
         return
-    # Of portable bits no stack explains a difference.
+    # `compare_fits` says that stacks explain a difference only where they may: portable bits do not
+    # depend on the stack.
     excused = "The stacks differ, which" in problem
     if excused and config.getini("d9m_on_stack_difference") == "skip":
         pytest.skip(f"The golden ledger comes from a different stack. {problem}")
@@ -195,6 +199,7 @@ def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> 
 
 def _replace_golden(golden: Path, written: Path) -> None:
     """Replace the golden ledgers with a run's; the old ones stay until the copy is complete."""
+    # Beside it, so that the last step is a rename: an interrupted update leaves the old ones.
     fresh = golden.with_name(f"{golden.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(written, fresh)

@@ -56,27 +56,23 @@ def assert_bit_exact(
     __tracebackhide__ = True  # pytest shows the line of the test
     if type(runs) is not int or runs < _PAIR:
         raise SettingError(f"runs is {runs!r}; allowed: a whole number from 2.")
+    name = getattr(train_function, "__qualname__", repr(train_function))
     with TemporaryDirectory(prefix="d9m-") as folder:
         outcomes = []
-        for number in range(runs):
-            ledgers = Path(folder, f"run-{number + 1}")
+        for number in range(1, runs + 1):
+            ledgers = Path(folder, f"run-{number}")
             with as_first_run(ledgers, settings, **overrides):
                 digests = _digest_entries(train_function())
-            fits = list_fits(ledgers) if ledgers.exists() else []
-            if not digests and not fits:
+            outcomes.append((digests, list_fits(ledgers) if ledgers.exists() else []))
+            if not any(outcomes[-1]):
                 raise SettingError(
-                    f"{_name_of(train_function)} returned None and no fit in it left a ledger, so "
-                    "there is nothing to compare. Return the model or its weights, or train with "
+                    f"{name} returned None and no fit in it left a ledger, so there is nothing to "
+                    "compare. Return the model or its weights, or train with "
                     "callbacks=[DeterminismCallback()]."
                 )
-            outcomes.append((digests, fits))
-        expected = outcomes[0]
-        for number, actual in enumerate(outcomes[1:], 2):
-            problem = _describe_outcome_difference(expected, actual)
+            problem = _describe_outcome_difference(outcomes[0], outcomes[-1])
             if problem is not None:
-                raise NotBitExactError(
-                    f"Run {number} of {_name_of(train_function)} differs from run 1. {problem}"
-                )
+                raise NotBitExactError(f"Run {number} of {name} differs from run 1. {problem}")
 
 
 @contextmanager
@@ -88,6 +84,7 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
         settings: Settings of the session; the defaults when None.
         overrides: Single settings by name.
     """
+    # Within the session, because its end restores the variables that it has set.
     before = os.environ.get(LEDGER_VARIABLE)
     with deterministic(settings, **overrides):
         os.environ[LEDGER_VARIABLE] = str(ledgers)
@@ -109,6 +106,7 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
         {f"fit-{number:03d}": read_ledger(path) for number, path in enumerate(paths)}
         for paths in (expected, actual)
     )
+    # By content, because processes that fit in parallel number their folders in any order.
     paired = pair_fits(first, second)
     unpaired = iter([ledger for name, ledger in paired.items() if name not in first])
     for name, ledger in first.items():
@@ -151,7 +149,3 @@ def _digest_entries(result: object) -> dict[str, str]:
         else:
             entries[where] = digest_value(found)
     return entries
-
-
-def _name_of(function: Callable[..., object]) -> str:
-    return getattr(function, "__qualname__", repr(function))

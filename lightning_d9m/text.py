@@ -16,6 +16,8 @@ def quote(value: object, limit: int = 80) -> str:
     >>> print(quote("layers.0.weight"), quote("red\x1b[31m"), quote(None))
     'layers.0.weight' 'red\x1b[31m' None
     """
+    # Cut before it is escaped, because a name in a ledger may be long. `repr` lets through what is
+    # printable, and `isprintable` is False for marks that turn the direction of a line.
     if isinstance(value, str):
         text = value[: limit + 1]
         line = repr(text) if text.isprintable() else ascii(text)

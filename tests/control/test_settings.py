@@ -49,18 +49,6 @@ def test_a_bad_value_is_refused(words, message):
         Settings(**words)
 
 
-@pytest.mark.parametrize("release", [None, "13.0"])
-def test_the_build_of_a_torch_that_is_not_imported_is_read(monkeypatch, tmp_path, release):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('it was imported')")
-    (tmp_path / "torch" / "version.py").write_text(f"cuda = {release!r}")
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert Settings().patch_ops is (release is not None)
-    monkeypatch.setattr("lightning_d9m.engine.control.settings.find_spec", lambda _: None)
-    assert Settings().patch_ops is False  # without torch
-
-
 @pytest.mark.parametrize(("owner", "name"), SETTINGS)
 def test_every_setting_can_be_given(owner, name):
     """A new setting whose type has no reader here fails this test, not a user."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from simulated_device import LikeCuda, Stream, device, put, simulate
 
+from lightning_d9m.engine.hashing import digest as digest_module
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest_many, digest_value
 from lightning_d9m.engine.probes.trace import Trace, name_leaves
 
@@ -75,6 +76,8 @@ def test_a_tensor_that_the_kernel_cannot_read_in_place_is_copied(monkeypatch, be
         return found
 
     monkeypatch.setattr(device, "start_hashing", start_and_wait)
+    copy = digest_module._copy
+    monkeypatch.setattr(digest_module, "_copy", lambda tensor: put(copy(tensor)))
     values = [torch.arange(10.0)[begin:], torch.ones(3), torch.arange(9, dtype=torch.uint8)[begin:]]
     assert digest_many(value.as_subclass(LikeCuda) for value in values) == digest_many(values)
-    assert launches == ([[0, 0], [0]] if begin == 4 else [[0], [0], [0]])
+    assert launches == ([[0, 0], [0]] if begin == 4 else [[0], [0, 0]])

@@ -12,12 +12,11 @@ from rank_threads import RANKS, Threads
 from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_d9m.engine.hashing.shards import find_flat_layouts
+from lightning_d9m.engine.hashing.shards import count_stages, find_flat_layouts
 from lightning_d9m.engine.hashing.training_state import take_partial_snapshot
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.description import describe_division
-from lightning_d9m.engine.recording.pipeline_stages import count_stages
 from lightning_d9m.engine.recording.rank_agreement import (
     RankAgreement,
     ReplicatedState,

@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
-from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches, parse_release
+from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches
 from lightning_d9m.engine.control.environment import DYNAMIC, VARIABLES, threads_vary
 from lightning_d9m.engine.control.settings import describe_hash_seed_problem
 from lightning_d9m.hooks import describe_tested, find_missing, list_hooks
+from lightning_d9m.version import parse_release
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 Status = Literal["problem", "note", "ok"]
@@ -43,16 +44,11 @@ def find_problems() -> list[CheckResult]:
     The checks change nothing and do not initialize any device.
     """
     unset = "the callback sets it"
-    variables = [
-        check_variable(own.name, own.wanted, own.allows, own.effect, unset=unset)
-        for own in VARIABLES
-    ]
-    hooks = _check_hooks()
     return [
         _check_torch(),
-        hooks,
+        _check_hooks(),
         _check_hash_seed(),
-        *variables,
+        *(check_variable(v.name, v.wanted, v.allows, v.effect, unset=unset) for v in VARIABLES),
         *_check_host_name(),
         *_check_threads(),
     ]
@@ -102,6 +98,7 @@ def _check_torch() -> CheckResult:
 
 def _check_hooks() -> CheckResult:
     """Check the private names of all libraries that are installed."""
+    # Of all libraries that are installed, unlike a session, which checks those that are loaded.
     rows = [hook for hook in list_hooks() if find_spec(hook.library) is not None]
     missing = [str(hook) for hook in find_missing(rows)]
     return judge(
@@ -128,6 +125,8 @@ def _check_hash_seed() -> CheckResult:
 
 def _check_host_name() -> Iterator[CheckResult]:
     """Check the address that Gloo gives to other hosts, if a launcher names one of them."""
+    # Many distributions map the name of a host to 127.0.1.1, and Gloo gives other ranks the address
+    # that the name resolves to.
     first, interface = os.environ.get("MASTER_ADDR", ""), os.environ.get(_GLOO)
     if first in ("", "localhost") or first.startswith("127."):
         return

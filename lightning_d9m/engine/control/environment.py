@@ -1,11 +1,4 @@
-"""The environment of a computation: variables, torch's flags, and its number of threads.
-
-Libraries read some variables once, when they start, so these must be set before CUDA and NCCL
-start. Under Lightning both may start before ``Callback.setup``: in the constructor of the Trainer,
-and when its strategy sets up the process group. Therefore the constructors of the callback and of a
-session already change ``os.environ``. A library keeps the value that it has read after the variable
-is restored, so this module remembers that value.
-"""
+"""The environment of a computation: variables, torch's flags, and its number of threads."""
 
 import os
 import sys
@@ -112,6 +105,11 @@ def control_is_on() -> bool:
     return value != "off"
 
 
+# Libraries read some variables once, when they start, so these must be set before CUDA and NCCL
+# start. Under Lightning both may start before `Callback.setup`: in the constructor of the Trainer,
+# and when its strategy sets up the process group. Therefore the constructors of the callback and of
+# a session already change `os.environ`. A library keeps the value that it has read after the
+# variable is restored, so this state remembers that value.
 @dataclass
 class _VariableState:
     """The variables that this process has set, and their previous values."""
@@ -165,17 +163,14 @@ class EarlyVariables:
             hold()
 
 
-def read_user_value(name: str) -> str | None:
-    """Return the user's value of a variable, also while a session has changed it."""
-    return (os.environ if _state.previous is None else _state.previous).get(name)
-
-
 def _give_up() -> None:
     """Restore the variables for the last holder; note the values that libraries have read."""
     with _lock:
         _state.holders -= 1
         if _state.holders:
             return
+        # Before the variables are restored, because what is read now is what a library that has
+        # started keeps.
         remembered = _state.in_force
         for variable in VARIABLES:
             if _has_started(variable.library):
@@ -241,11 +236,12 @@ def capture_flags() -> Flags:
         "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "sdpa.cudnn": bool(torch.backends.cuda.cudnn_sdp_enabled()),
     }
-    flags |= {name: getattr(own, name.rpartition(".")[2]) for name, own in _OWNERS.items()}
+    flags |= {name: getattr(owner, name.rpartition(".")[2]) for name, owner in _OWNERS.items()}
     if has_compiler_flag():
-        # Its initial value before the (slow) import of its module.
         config: Any = sys.modules.get(_INDUCTOR)
-        value = read_user_value(INDUCTOR) == "1" if config is None else config.deterministic
+        # Before the (slow) import of its module, the user's variable says its initial value.
+        user = os.environ if _state.previous is None else _state.previous
+        value = user.get(INDUCTOR) == "1" if config is None else config.deterministic
         flags["inductor.deterministic"] = bool(value)
     return flags
 
@@ -254,6 +250,7 @@ def restore_flags(flags: Flags) -> None:
     """Put torch's flags back as they were captured, unless the interpreter is shutting down."""
     if sys.is_finalizing():  # nothing can be imported any more, and nothing will be computed
         return
+    # torch's flag first: it also sets that of the compiler, which follows.
     torch.use_deterministic_algorithms(
         flags["torch.deterministic_algorithms"], warn_only=flags["torch.deterministic_warn_only"]
     )
@@ -324,15 +321,14 @@ def read_threads() -> int | None:
 def threads_pinned(number: int | None) -> Iterator[None]:
     """Compute with ``number`` intra-op threads, and restore the number that was set.
 
-    torch splits a sum over many elements into one part per thread, and each split rounds
-    differently.
-
-    With None nothing changes. The number of inter-op threads does not matter: they run independent
-    operations side by side.
+    With None nothing changes.
 
     Raises:
         SettingError: If OpenMP may vary the number.
     """
+    # torch splits a sum over many elements into one part per thread, and each split rounds
+    # differently. The number of inter-op threads does not matter: they run independent operations
+    # side by side.
     if threads_vary():
         raise SettingError(
             f"The variable {DYNAMIC} is {os.environ[DYNAMIC]!r}, so OpenMP chooses the number of "

@@ -1,7 +1,4 @@
-"""The calls with which a program seeds torch's generators: their seeds and lines.
-
-A random seed is the most frequent cause of a difference, and the line that draws it explains it.
-"""
+"""The calls with which a program seeds torch's generators: their seeds and lines."""
 
 import sys
 from collections import deque
@@ -20,6 +17,7 @@ from lightning_d9m.program import find_line
 _MOST_KEPT = 4
 
 
+# A random seed is the most frequent cause of a difference, and the line that draws it explains it.
 class SeedCalls:
     """Notes each call of ``torch.manual_seed`` while it is installed, however often that is.
 
@@ -35,8 +33,11 @@ class SeedCalls:
 
     def install(self, called: Callable[[int], object]) -> Callable[[], None]:
         """Wrap the function, and call ``called`` with each seed; return what restores it."""
+        # Counted, because a session and the first callback both install it, and either may end
+        # first.
         self._installed += 1
         if self._installed == 1:
+            # Both names of the function, because a program may call either.
             for owner in (torch, torch.random):
                 original = owner.manual_seed
                 # Of one function torch._dynamo wraps the first name when it is imported.

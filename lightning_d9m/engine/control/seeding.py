@@ -1,7 +1,4 @@
-"""Random number generators: seeds derived by hashing, and the state of all generators as one value.
-
-Seeds are hashed instead of added: seed 1 in epoch 2 must differ from seed 2 in epoch 1.
-"""
+"""Random number generators: seeds derived by hashing, and the state of all generators."""
 
 import random
 from array import array
@@ -51,6 +48,8 @@ def derive_seed(
     >>> derive_seed(1, "train", epoch=2) == derive_seed(2, "train", epoch=1)
     False
     """
+    # Hashed instead of added, because seed 1 in epoch 2 must differ from seed 2 in epoch 1. The
+    # text begins with the version of the rule.
     text = f"d9m-seed-1|{base}|{purpose}|{fit}|{rank}|{worker}|{epoch}|{index}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -72,9 +71,10 @@ def seed_all(seed: int) -> None:
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the CPU: Python's, NumPy's and torch's.
 
-    It takes microseconds because it does not touch devices: for loader workers and single samples.
     NumPy's and torch's CPU generators take the lower 32 bits of the seed.
     """
+    # Not `torch.manual_seed`, which touches devices and takes 200 us instead of a few: this is
+    # called for single samples, and in workers, which may not use CUDA after a fork.
     random.seed(seed)
     # NumPy's seed has 32 bits; an array of two words would take six times as long.
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - user code draws from it
@@ -128,8 +128,8 @@ def restore_rng(state: RngState) -> None:
     torch.default_generator.set_state(state["torch"])
     for name, states in state["devices"].items():
         module = getattr(torch, name)
-        for number, own in states.items():
-            module.set_rng_state(own, number)
+        for number, words in states.items():
+            module.set_rng_state(words, number)
 
 
 # NumPy's global functions, such as ``np.random.rand``, are methods of this object.
@@ -185,7 +185,7 @@ def read_generators() -> dict[str, bytes]:
         "torch": state["torch"].numpy().tobytes(),
     }
     for name, states in state["devices"].items():
-        parts |= {f"{name}:{number}": own.numpy().tobytes() for number, own in states.items()}
+        parts |= {f"{name}:{number}": words.numpy().tobytes() for number, words in states.items()}
     return parts
 
 
@@ -358,7 +358,7 @@ def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
         Bytes by the generator's path, such as ``"model.noise"``.
     """
     found = find_generators(owners).items()
-    return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
+    return {path: pack_bytes(encode_plain(GENERATOR.read(generator))) for path, generator in found}
 
 
 def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]) -> None:

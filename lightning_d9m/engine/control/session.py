@@ -99,7 +99,11 @@ class Session:
                 "deterministic. Unset it unless you measure the cost of determinism.",
                 stacklevel=2,
             )
+        # Before anything is changed: nothing has to be restored if a library lacks a name.
         check_hooks()
+        # Everything that follows is undone in reverse order, even if a later line raises. Variables
+        # come first, because libraries that a flag or a seed starts read them; seeds come last, so
+        # that nothing draws between them and the program.
         with _lock, ExitStack() as stack:
             _refuse_other_threads()
             variables = EarlyVariables()
@@ -163,6 +167,7 @@ class Session:
         with _lock:
             if self not in _open:
                 return
+            # `enable` in a cell of a notebook leaves its session open; a `with` block does not.
             while _open[-1] is not self and not _open[-1].scopes:
                 _open[-1].close()
             if _open[-1] is not self:
@@ -267,6 +272,7 @@ def deterministic(settings: Settings | None = None, **overrides: Any) -> Iterato
     """Run the body in a deterministic session, with the arguments of ``enable``."""
     chosen = _choose(settings, overrides)
     with ExitStack() as stack:
+        # Another thread's `enable` must not find the session before the block holds it open.
         with _lock:
             _refuse_plain_bits(overrides)
             session = stack.enter_context(Session(chosen))
@@ -311,7 +317,9 @@ def next_fit() -> int:
     """
     with _lock:
         _refuse_other_threads()
-        return _count_fits(lambda fits: fits + 1)
+        fits = _find_count()
+        fits.next += 1
+        return fits.next - 1
 
 
 def _note_seed(seed: int) -> None:
@@ -330,27 +338,28 @@ def _note_seed(seed: int) -> None:
 def note_seeds() -> None:
     """Note the seeds of the program from now on, where no session is open either.
 
-    The first callback of a process calls this. A program mostly seeds before it makes a callback:
-    torch knows the last seed. The calls are noted until the process ends, because the number of a
-    fit must not depend on when a callback is freed.
+    The first callback of a process calls this.
     """
+    # Until the process ends, because the number of a fit must not depend on when a callback is
+    # freed. A program mostly seeds before it makes a callback: torch knows the last seed.
     seed_calls.install(_note_seed)
     if active_session() is None:
         _note_seed(torch.initial_seed())
 
 
 def give_back_fit(number: int) -> None:
-    """Let the next fit have the number of this one, if no other was counted since.
-
-    For a fit that trained nothing, as the learning rate finder calls one: with its number the
-    same search, or the training after it, draws the same numbers again.
-    """
-    _count_fits(lambda fits: fits - (fits - 1 == number))
+    """Let the next fit have the number of this one, if no other was counted since."""
+    # For a fit that trained nothing, as the learning rate finder calls one: with its number the
+    # same search, or the training after it, draws the same numbers again.
+    with _lock:
+        fits = _find_count()
+        fits.next -= fits.next - 1 == number
 
 
 def set_fits(number: int) -> None:
     """Set the number of fits in the active session or else in the process."""
-    _count_fits(lambda _: number)
+    with _lock:
+        _find_count().next = number
 
 
 def restart_fits() -> None:
@@ -362,14 +371,6 @@ def restart_fits() -> None:
         # As before the first fit of a process: no fit may depend on those that were forgotten.
         if counted is _of_process and note_seeds.cache_info().currsize:
             counted.note_seed(torch.initial_seed())
-
-
-def _count_fits(change: Callable[[int], int]) -> int:
-    """Change the number of fits in the active session or else in the process; return the old."""
-    with _lock:
-        counted = _find_count()
-        before, counted.next = counted.next, change(counted.next)
-        return before
 
 
 def _find_count() -> FitCount:
@@ -393,13 +394,15 @@ class InheritedSession:
 def capture_session() -> InheritedSession:
     """Return what a process that is started now takes over."""
     session = active_session()
-    if session is None:
-        return InheritedSession(None, _of_process.next, portable=is_portable())
     return InheritedSession(
-        session.settings, session.fits.next, session.seed_is_default, portable=is_portable()
+        settings=None if session is None else session.settings,
+        fits=_find_count().next,
+        seed_is_default=session is not None and session.seed_is_default,
+        portable=is_portable(),
     )
 
 
+# For processes that Lightning's launchers start (ddp_spawn, ddp_notebook) and for loaders' workers.
 @contextmanager
 def session_inherited(inherited: InheritedSession) -> Iterator[None]:
     """Take over a session during the body, unless one is open here, and the number of fits."""
@@ -418,11 +421,9 @@ def session_inherited(inherited: InheritedSession) -> Iterator[None]:
 def start_worker(
     inherited: InheritedSession, function: Callable[[int], None] | None, worker: int
 ) -> None:
-    """Take over a session in a worker of a loader until the worker ends, then call a function.
-
-    A forked worker has the session already. One that is spawned, or that comes from a forkserver,
-    has none.
-    """
+    """Take over a session in a worker of a loader until the worker ends, then call a function."""
+    # A forked worker has the session already. One that is spawned, or that comes from a forkserver,
+    # has none.
     if inherited.settings is not None:
         # As torch, which gives each worker one thread.
         inherited = replace(inherited, settings=replace(inherited.settings, threads=None))
@@ -439,6 +440,8 @@ def _workers_follow() -> Iterator[None]:
     """Let the workers that torch's loaders start during the body take over the open session."""
     from torch.utils.data import DataLoader
 
+    # A worker that is spawned imports torch again and has no session, so that its flags would be
+    # torch's defaults. The class is patched, because torch starts the workers of any loader here.
     make = DataLoader._get_iterator  # noqa: SLF001 - what makes an iterator, and starts workers
 
     def make_iterator(loader: Any) -> Any:

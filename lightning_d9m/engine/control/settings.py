@@ -11,12 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from runpy import run_path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.ops.portability import is_portable
@@ -27,14 +25,10 @@ HIGHEST_THREADS = 4096
 
 
 def _torch_is_built_for_cuda() -> bool:
-    """Return whether torch was built for CUDA; neither import it nor start the driver."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return torch.version.cuda is not None
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    return run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
+    """Return whether torch was built for CUDA; this does not start the driver."""
+    import torch  # here, because the command line reads variables without it
+
+    return torch.version.cuda is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +80,7 @@ class Settings:
         _validate_integer("seed", self.seed, 0, HIGHEST_SEED)
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
-        for name, value in asdict(self).items():
-            if name not in ("seed", "threads", "unpatched_ops", "varying_ops"):
-                validate_switch(name, value)
+        validate_choices(self)
         if self.unpatched_ops and not self.patch_ops:
             raise SettingError(
                 f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
@@ -113,9 +105,22 @@ class Settings:
         return {name: value for name, value in record.items() if value or name not in rare}
 
 
-def validate_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise a ``SettingError`` if a setting is not one of the allowed words."""
-    if value not in allowed:
+def validate_choices(owner: object) -> None:
+    """Check the fields of a dataclass that allow some words, or True and False.
+
+    Raises:
+        SettingError: If one has another value.
+    """
+    for name, kind in get_type_hints(type(owner)).items():
+        allowed = get_args(kind) if get_origin(kind) is Literal else (True, False)
+        if kind is bool or get_origin(kind) is Literal:
+            validate_choice(name, getattr(owner, name), allowed)
+
+
+def validate_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise a ``SettingError`` if a setting is not one of the allowed values."""
+    # With its type: 1 is equal to True.
+    if (type(value), value) not in [(type(choice), choice) for choice in allowed]:
         raise SettingError(f"{name} is {value!r}; allowed: {' or '.join(map(repr, allowed))}.")
 
 
@@ -134,12 +139,6 @@ def read_names(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(names, Iterable) or not all(isinstance(each, str) for each in names):
         raise SettingError(f"{name} is {value!r}; allowed: a name, or a list of names.")
     return tuple(names)
-
-
-def validate_switch(name: str, value: object) -> None:
-    """Raise a ``SettingError`` if a setting is neither True nor False."""
-    if not isinstance(value, bool):
-        raise SettingError(f"{name} is {value!r}; allowed: True or False.")
 
 
 def _validate_integer(name: str, value: object, low: int, high: int) -> None:
@@ -218,6 +217,7 @@ def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> 
     Raises:
         SettingError: If a value is not allowed.
     """
+    # From the signature, so that a new setting has its variable, its type and its errors at once.
     settings = {}
     for name, parameter in inspect.signature(owner, eval_str=True).parameters.items():
         text = environment.get(variable_of(name), "").strip()
@@ -247,6 +247,7 @@ def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str
     Raises:
         SettingError: If there is one.
     """
+    # A misspelled variable would be ignored, and the run would not be what the user has asked for.
     known = {
         *CONTROL_VARIABLES,
         *map(variable_of, Settings.__dataclass_fields__),

@@ -1,62 +1,33 @@
 """The manifest of a checkpoint: one digest for each tensor, to find and name damage."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
-from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.engine.hashing.digest import DigestQueue
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.errors import CheckpointError
-from lightning_d9m.text import quote
+from lightning_d9m.text import describe_names, quote
 
-_HALF = 8  # bytes of each entry: 64 bits find accidents
-_VERSION = 3
+_VERSION = 4
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
 _CONTAINERS = (Mapping, list, tuple)
 
 
-@dataclass(frozen=True)
-class Damage:
-    """The difference between a checkpoint and its manifest.
-
-    Attributes:
-        changed: Paths of tensors whose bytes, shape or dtype differ.
-        added: Paths of tensors that are not in the manifest.
-        missing: Number of tensors that are only in the manifest.
-        values: Whether numbers and strings differ.
-    """
-
-    changed: tuple[str, ...]
-    added: tuple[str, ...]
-    missing: int
-    values: bool
-
-    def __bool__(self) -> bool:
-        return bool(self.changed or self.added or self.missing or self.values)
-
-
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a checkpoint's content: plain values, 16 bytes for each tensor.
+    """Return the manifest of a checkpoint's content, of plain values.
 
     Args:
         content: Nested dicts, lists and tuples. For any other object only its type is hashed.
 
     Returns:
-        ``"version"``: that of this format; ``"tensors"``: uint8 of shape (n, 16), the digests
-        of key and bytes of each tensor, in ascending order; ``"values"``: the XXH3-128 of the JSON
-        list of [key, digest] of all others (32 hex digits).
+        ``"version"``: that of this format; ``"tensors"``: the digest of each tensor by its key;
+        ``"values"``: the digest of the list of [key, digest] of all others.
     """
     tensors, values = _digest_content(content)
-    rows = sorted(name + half for name, (_, half) in tensors.items())
-    table = np.frombuffer(b"".join(rows), dtype=np.uint8).copy().reshape(-1, 2 * _HALF)
-    return {"version": _VERSION, "tensors": torch.from_numpy(table), "values": values}
+    digests = {key: digest for key, (_, digest) in tensors.items()}
+    return {"version": _VERSION, "tensors": digests, "values": values}
 
 
 def digest_manifest(manifest: Mapping[str, Any] | None) -> str:
@@ -64,14 +35,16 @@ def digest_manifest(manifest: Mapping[str, Any] | None) -> str:
 
     Empty without a manifest.
     """
-    if manifest is None:
-        return ""
-    content = manifest["tensors"].numpy().tobytes() + str(manifest["values"]).encode()
-    return blake2b(content, digest_size=16).hexdigest()
+    return "" if manifest is None else digest_value(manifest)
 
 
-def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Damage:
+def check_manifest(
+    content: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
     """Compare a checkpoint's content with its manifest.
+
+    Returns:
+        What differs, in words; and the paths of tensors whose bytes, shape or dtype differ.
 
     Raises:
         CheckpointError: If the manifest has another version.
@@ -82,36 +55,38 @@ def check_manifest(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> D
             f"The checkpoint's manifest has version {quote(version)}; this version of "
             f"lightning_d9m reads version {_VERSION}. Use the version that saved it."
         )
-    data = manifest["tensors"].cpu().numpy().tobytes()
-    rows = [data[at : at + 2 * _HALF] for at in range(0, len(data), 2 * _HALF)]
-    expected_rows = {row[:_HALF]: row[_HALF:] for row in rows}
+    expected = dict(manifest["tensors"])
     tensors, values = _digest_content(content)
     changed, added = [], []
-    for name, (path, found) in tensors.items():
-        expected = expected_rows.pop(name, None)
-        if expected is None:
+    for key, (path, digest) in tensors.items():
+        if key not in expected:
             added.append(path)
-        elif expected != found:
+        elif expected.pop(key) != digest:
             changed.append(path)
-    return Damage(tuple(changed), tuple(added), len(expected_rows), values != manifest["values"])
+    differ = "1 tensor differs" if len(changed) == 1 else f"{len(changed)} tensors differ"
+    problems = {
+        f"{differ} from what was saved: {describe_names(changed, len(changed))}": changed,
+        f"{len(expected)} of the saved tensors are missing": expected,
+        f"it holds tensors that were not saved: {describe_names(added, len(added))}": added,
+        "numbers or strings in it differ from those that were saved": values != manifest["values"],
+    }
+    return [text for text, found in problems.items() if found], changed
 
 
-def _digest_content(content: Mapping[str, Any]) -> tuple[dict[bytes, tuple[str, bytes]], str]:
-    """Return path and half the digest of each tensor by that of its key; that of the values."""
+def _digest_content(content: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], str]:
+    """Return path and digest of each tensor by its key, and the digest of all other values."""
     leaves: list[tuple[str, str, object]] = []
     _collect_leaves(content, "", "", (id(content),), leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf[2], Tensor)]
-    values = [leaf for leaf in leaves if not isinstance(leaf[2], Tensor)]
+    tensors = {key: (path, leaf) for path, key, leaf in leaves if isinstance(leaf, Tensor)}
+    others = {key: leaf for _, key, leaf in leaves if key not in tensors}
+    # A tensor without bytes is an error. Another object without bytes, which a callback may save,
+    # counts by its type.
     queue = DigestQueue()
-    queue.add(cast(Tensor, own) for *_, own in tensors)
-    queue.add_leaves(own for *_, own in values)
-    digests = queue.fetch()
-    found = {
-        blake2b(key.encode(), digest_size=_HALF).digest(): (path, bytes.fromhex(own)[:_HALF])
-        for (path, key, _), own in zip(tensors, digests, strict=False)
-    }
-    named = [(key, own) for (_, key, _), own in zip(values, digests[len(tensors) :], strict=True)]
-    return found, xxh3_128_hexdigest(json.dumps(named).encode())
+    queue.add(tensor for _, tensor in tensors.values())
+    queue.add_leaves(others.values())
+    digests = iter(queue.fetch())
+    named = {key: (path, next(digests)) for key, (path, _) in tensors.items()}
+    return named, digest_value([*zip(others, digests, strict=True)])
 
 
 def _collect_leaves(

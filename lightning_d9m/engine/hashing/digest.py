@@ -24,8 +24,10 @@ from lightning_d9m.errors import DigestError
 VERSION = "d9m-digest-1"
 
 ORDINARY = {torch.Tensor, torch.nn.Parameter}
+# Grouped, because each launch takes time of the host, and a model in channels_last has many such
+# tensors. Bounded, because copies of all of them would take as much memory as the model.
 _MOST_COPIED = 2**26
-"""Bytes of tensors that are copied at once because they are not in row-major order."""
+"""Bytes of tensors that are copied at once because they cannot be read in place."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -71,26 +73,29 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
     return DenseTensor(make_header(tensor.dtype, tensor.shape), tensor)
 
 
-def _is_ordered(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are in row-major order in memory."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def _can_be_read_in_place(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in row-major order in memory, at an address to read from."""
+    is_ordered = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    # The kernel of CUDA reads 16 bytes at once, and a device faults at other addresses.
+    return is_ordered and (tensor.is_cpu or tensor.data_ptr() % 16 == 0)
 
 
-def _order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in row-major order, as integers: torch cannot copy every dtype (int4)."""
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in row-major order, as integers: torch cannot copy every dtype (int4)."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     integer = _INTEGERS.get(tensor.itemsize)
-    return (tensor if integer is None else tensor.view(integer)).contiguous()
+    tensor = tensor if integer is None else tensor.view(integer)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _group(data: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return numbers of tensors: of those in row-major order, then of the others in groups.
+    """Return numbers of tensors: of those that can be read in place, then of others in groups.
 
     Each of these groups has at most ``_MOST_COPIED`` bytes, or one tensor.
     """
     groups, left = [list[int]()], 0
     for number, tensor in enumerate(data):
-        if _is_ordered(tensor):
+        if _can_be_read_in_place(tensor):
             groups[0].append(number)
             continue
         if left < tensor.nbytes or len(groups) == 1:
@@ -114,6 +119,8 @@ def locate(data: torch.Tensor) -> tuple[int, int]:
         raise _refuse(
             data, "it has no memory of its own", "Call digest() outside transforms."
         ) from error
+    # FSDP frees the storage of gathered parameters by resizing it to 0 bytes. The tensor keeps its
+    # shape, so that reading it would crash the process.
     reach = data.numel()
     if not data.is_contiguous():
         reach = 1 + sum(map(mul, (side - 1 for side in data.shape), data.stride()))
@@ -144,6 +151,8 @@ def _flatten_subclass(tensor: torch.Tensor) -> DenseTensor | list[Piece] | None:
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise _refuse(tensor, "it is not initialized yet", "Run the module once before.")
+    # A subclass that leaves `__torch_dispatch__` alone, such as a plain Python one, has its own
+    # elements; one that overrides it mostly wraps others, and its own memory means nothing.
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
         return None
     wrapper = cast(Any, tensor)
@@ -252,11 +261,12 @@ class _StreamDigests:
 class DigestQueue:
     """A sequence of digests whose bytes are read when a tensor is added.
 
-    The next operation may overwrite a tensor, so its bytes are read at once. On CUDA, hashing is
-    enqueued on the current stream, after the kernel that computed the value and before one that
-    overwrites it. Only fetching waits for devices, once for each stream.
+    Only fetching waits for devices, once for each stream.
     """
 
+    # The next operation may overwrite a tensor, so its bytes are read at once. On CUDA, hashing is
+    # enqueued on the current stream, after the kernel that computed the value and before one that
+    # overwrites it.
     def __init__(self) -> None:
         self._recipes: list[_Recipe] = []
         self._headers: list[bytes] = []
@@ -324,22 +334,22 @@ class DigestQueue:
             return self._plan_value(type(leaf), dense)
 
     def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
-        return [own if isinstance(own, bytes) else self._plan(own, dense) for own in pieces]
+        return [piece if isinstance(piece, bytes) else self._plan(piece, dense) for piece in pieces]
 
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
         """Read tensors that have memory (see ``locate``), in one launch on each CUDA device.
 
-        Those that are not in row-major order are copied and read in groups.
+        Those that cannot be read in place are copied and read in groups.
         """
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
         ordered, *others = _group(data)
         self._read_group({start + number: data[number] for number in ordered})
         for group in others:  # whose copies are alive only in the call
-            self._read_group({start + number: _order(data[number]) for number in group})
+            self._read_group({start + number: _copy(data[number]) for number in group})
 
     def _read_group(self, group: Mapping[int, torch.Tensor]) -> None:
-        """Read tensors in row-major order."""
+        """Read tensors that can be read in place."""
         here: dict[int, tuple[int, int]] = {}
         there: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, tensor in group.items():
@@ -349,10 +359,11 @@ class DigestQueue:
                 there.setdefault(tensor.device, {})[number] = tensor
         for device, tensors in there.items():
             self._read_on_device(device, tensors)
-        if here:  # the devices work meanwhile
+        # The host's tensors come last: the devices work meanwhile.
+        if here:
             found = xxh3.hash_chunks(list(here.values()))
-            for number, own in zip(here, found, strict=True):
-                self._chunks[number] = own
+            for number, digests in zip(here, found, strict=True):
+                self._chunks[number] = digests
 
     def _read_on_device(self, device: torch.device, tensors: dict[int, torch.Tensor]) -> None:
         kernel = load_kernel(device)
@@ -362,39 +373,32 @@ class DigestQueue:
                 (self._chunks[number],) = xxh3.hash_chunks([locate(copy)])
             return
         stream = torch.cuda.current_stream(device)
-        own = self._streams.setdefault(stream, _StreamDigests(kernel))
-        aligned = {number: one for number, one in tensors.items() if one.data_ptr() % 16 == 0}
-        groups = [aligned, *({n: one} for n, one in tensors.items() if n not in aligned)]
-        for group in filter(None, groups):
-            # The kernel reads 16 bytes at once, and copies of tensors at other addresses, one after
-            # the other, so that the next copy can take the memory of the last.
-            data = [
-                one if group is aligned else one.detach().reshape(-1).view(torch.uint8).clone()
-                for one in group.values()
-            ]
-            spans = [locate(one) for one in data]
-            own.numbers += group
-            own.spans += spans
-            own.launched.append(kernel.start_hashing(spans, device))
+        reading = self._streams.setdefault(stream, _StreamDigests(kernel))
+        spans = [locate(tensor) for tensor in tensors.values()]
+        reading.numbers += tensors
+        reading.spans += spans
+        reading.launched.append(kernel.start_hashing(spans, device))
         for tensor in tensors.values():
             # The memory may belong to another stream's pool and be reused before it is read.
             tensor.record_stream(stream)
 
     def start_copies(self) -> None:
         """Copy the results of CUDA devices to the host without waiting."""
-        for stream, own in self._streams.items():
+        # Probes call this at the end of a batch and fetch at the end of a later one, when the
+        # copies have arrived, so that the host does not wait for the device in any batch.
+        for stream, reading in self._streams.items():
             with torch.cuda.stream(stream):
-                own.copied = own.kernel.start_copy(own.launched), stream.record_event()
+                reading.copied = reading.kernel.start_copy(reading.launched), stream.record_event()
 
     def fetch_chunks(self) -> list[bytes]:
         """Wait for the devices; return for each dense tensor 8 bytes for each 128 KiB."""
-        if any(own.copied is None for own in self._streams.values()):
+        if any(reading.copied is None for reading in self._streams.values()):
             self.start_copies()
-        for own in self._streams.values():
-            copy, done = cast(Any, own.copied)
+        for reading in self._streams.values():
+            copy, done = cast(Any, reading.copied)
             done.synchronize()
-            found = xxh3.split_chunk_digests(copy.numpy().tobytes(), own.spans)
-            for number, chunks in zip(own.numbers, found, strict=True):
+            found = xxh3.split_chunk_digests(copy.numpy().tobytes(), reading.spans)
+            for number, chunks in zip(reading.numbers, found, strict=True):
                 self._chunks[number] = chunks
         self._streams = {}
         return self._chunks
@@ -413,6 +417,8 @@ def _follow(recipe: _Recipe, dense: Sequence[bytes]) -> bytes:
     return xxh3_128_digest(b"".join(parts))
 
 
+# Once for each device, because compilers and drivers are trusted only as far as they agree with the
+# CPU: a digest that differed between devices would look like a divergence of the training.
 @functools.cache
 def load_kernel(device: torch.device) -> ModuleType | None:
     """Return the module of the CUDA kernel if it agrees with the CPU on this device."""

@@ -1,7 +1,6 @@
 """Nested values: the leaves of batches, and an encoding as bytes.
 
-Equal bytes mean equal values of equal types. Each value begins with a tag of its type, and content
-of variable size is preceded by its size, so that no two values share an encoding.
+Equal bytes mean equal values of equal types.
 """
 
 import functools
@@ -22,6 +21,8 @@ from torch import nn
 
 from lightning_d9m.errors import DigestError
 
+# Each value begins with a tag of its type, and content of variable size is preceded by its size, so
+# that no two values share an encoding.
 Piece = bytes | torch.Tensor
 # NumPy's kinds with bytes of fixed meaning: bool, integers, floats, complex, dates, text.
 _NUMPY_KINDS = frozenset("biufcmMSU")
@@ -59,13 +60,15 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
 
 
 _ARRAYS = (np.generic, np.ndarray)
-# How a value is encoded: by the first entry that has its type.
+# How a value is encoded: by the first entry that has its type. So bool and enumerations, which may
+# be integers, come before int.
 _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
     (type(None), lambda _: b"N"),
     (bool, lambda value: b"B1" if value else b"B0"),
     # Before Python 3.11, a flag that combines others has no name.
     (Enum, lambda value: _tag(b"E", f"{_name(type(value))}.{value.name or value.value}".encode())),
     (int, lambda value: _tag(b"I", b"%x" % value)),
+    # The bytes of the number, because a text would lose the sign and the payload of a NaN.
     (float, lambda value: b"F" + struct.pack("<d", value)),
     (str, lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass"))),
     (complex, lambda value: b"C" + struct.pack("<2d", value.real, value.imag)),
@@ -84,7 +87,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
 
 @functools.lru_cache(maxsize=256)  # few types occur, at each of the hundreds of places of a state
 def _find_encoder(kind: type) -> Callable[[Any], bytes] | None:
-    return next((own for kinds, own in _SCALARS if issubclass(kind, kinds)), None)
+    return next((encoder for kinds, encoder in _SCALARS if issubclass(kind, kinds)), None)
 
 
 def _encode_scalar(value: object, where: str) -> bytes | None:
@@ -116,11 +119,13 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
                 _encode(item, out, f"{where}[{index}]", above)
         case Mapping():
             out.append(b"D%x:" % len(value))
+            # Sorted by their encodings: keys of several types have no order of their own.
             entries = [(_encode_key(key, where), key, item) for key, item in value.items()]
             for encoded, key, item in sorted(entries, key=itemgetter(0)):
                 out.append(encoded)
                 _encode(item, out, f"{where}[{key!r}]", above)
         case AbstractSet():
+            # Sorted, because the order of a set of strings changes with the hash seed of a process.
             out.append(b"U%x:" % len(value))
             out += sorted(_encode_key(item, where) for item in value)
         case torch.Generator():
@@ -196,7 +201,7 @@ def _collect(
     entries = None if is_leaf else _entries(value)
     # A container of strings and numbers has a digest as a whole.
     has_digest = isinstance(value, Mapping | list | tuple) or is_dataclass(value)
-    if not entries or (has_digest and all(isinstance(own, _LEAVES) for _, own in entries)):
+    if not entries or (has_digest and all(isinstance(entry, _LEAVES) for _, entry in entries)):
         out.append((path, value))
         return
     for key, entry in entries:

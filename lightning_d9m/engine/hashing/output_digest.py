@@ -31,6 +31,8 @@ class OutputDigest:
     def add(self, outputs: object, *, loader: int, batch: int) -> None:
         """Read the outputs of one batch."""
         self._batches += 1
+        # Counted, not raised: a prediction may return any object. The number is in the record, so
+        # that no equal digest hides such a batch.
         try:
             self._queue.add_value(outputs)
         except DigestError as error:
@@ -51,14 +53,16 @@ class OutputDigest:
     def as_fields(self) -> dict[str, Json]:
         """Return the fields of a ledger's record; this waits for the device."""
         self._fetch()
-        problem = {"undigested": self._undigested, "problem": self._problem}
         return {
             "batches": self._batches,
             "outputs": self._hash.hexdigest(),
-            **(problem if self._undigested else {}),
+            "undigested": self._undigested,
+            "problem": self._problem,
         }
 
 
+# A process computes the batches of its logical ranks in turn. One digest for each of these ranks,
+# joined in their order, does not depend on which process has which.
 class LogicalOutputDigest:
     """Digests the outputs of each logical rank, and then those of all.
 
@@ -84,13 +88,9 @@ def merge_fields(parts: Iterable[list[Json]]) -> dict[str, Json]:
     """Return the fields of a record from what ``as_plain`` returned on each process."""
     ordered = sorted((rank, fields) for part in parts for rank, fields in part)
     lines = "".join(f"{rank} {fields['outputs']}\n" for rank, fields in ordered)
-    failed = [fields for _, fields in ordered if "undigested" in fields]
-    problem = {
-        "undigested": sum(fields["undigested"] for fields in failed),
-        "problem": failed[0]["problem"] if failed else None,
-    }
     return {
         "batches": sum(fields["batches"] for _, fields in ordered),
         "outputs": xxh3_128(lines.encode()).hexdigest(),
-        **(problem if failed else {}),
+        "undigested": sum(fields["undigested"] for _, fields in ordered),
+        "problem": next((fields["problem"] for _, fields in ordered if fields["undigested"]), None),
     }

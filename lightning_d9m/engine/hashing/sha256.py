@@ -1,8 +1,4 @@
-"""SHA-256 of values: what a proof commits to.
-
-XXH3 finds accidents at the speed of memory, and an attacker can make two tensors with one XXH3.
-SHA-256 takes about twenty times as long, so it is for runs that are recorded for a proof.
-"""
+"""SHA-256 of values: what a proof commits to."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +12,8 @@ from lightning_d9m.engine.hashing.nested_values import Piece, encode
 from lightning_d9m.errors import DigestError
 
 
+# XXH3 finds accidents at the speed of memory, and an attacker can make two tensors with one XXH3.
+# SHA-256 takes about twenty times as long, so it is for runs that are recorded for a proof.
 def hash_values(values: Iterable[object], start: str = "") -> str:
     """Return the SHA-256, as 64 hex digits, of a text and of values in order.
 
@@ -42,8 +40,9 @@ def hash_values(values: Iterable[object], start: str = "") -> str:
 def hash_named(values: Mapping[Any, object]) -> str:
     """Return the SHA-256 of values by name, on as many threads as torch uses in an operation.
 
-    Their order does not count. ``hashlib`` releases the interpreter lock while it reads a tensor.
+    Their order does not count.
     """
+    # Threads help, because hashlib releases the interpreter lock while it reads a tensor.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         found = pool.map(lambda value: hash_values([value]), values.values())
         return hash_values([dict(zip(values, found, strict=True))])

@@ -5,6 +5,8 @@ and keeps the bytes of the chunks that it shares with other ranks: fewer than 12
 From these parts of all ranks follows the digest that the whole tensor has (docs/digest.md).
 """
 
+import gc
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -62,11 +64,10 @@ class ShardParts(NamedTuple):
         return self.begin + len(self.head) + chunks * CHUNK_BYTES + len(self.tail)
 
 
+# FullyShardedDataParallel (FSDP1) flattens the parameters of a module into one and gives each rank
+# an equal part of that, so a rank holds a contiguous range of a parameter, or nothing of it.
 class FlatLayout(NamedTuple):
     """The part on this rank of a parameter that ranks divide, as a range of its elements.
-
-    ``FullyShardedDataParallel`` (FSDP1) flattens the parameters of a module into one and gives each
-    rank an equal part of that, so a rank holds a contiguous range of a parameter, or nothing of it.
 
     Attributes:
         shape: The shape of the whole parameter.
@@ -110,7 +111,7 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
         None unless the tensor is divided along its first dimension only.
     """
     placements = tensor.placements
-    if any(getattr(own, "dim", 0) != 0 or own.is_partial() for own in placements):
+    if any(getattr(placement, "dim", 0) != 0 or placement.is_partial() for placement in placements):
         return None
     (chunk,) = tensor.__create_chunk_list__()
     row = prod(tensor.shape[1:])
@@ -134,11 +135,9 @@ def has_base(value: object, *names: str) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the modules of FSDP2 hold their shards.
-
-    After a forward pass without a backward pass, as in a validation, the outermost module holds
-    whole parameters, other objects than those of the optimizer, in the dtype of the computation.
-    """
+    """Let the modules of FSDP2 hold their shards."""
+    # After a forward pass without a backward pass, as in a validation, the outermost module holds
+    # whole parameters, other objects than those of the optimizer, in the dtype of the computation.
     if not may_be_sharded():
         return
     for module in model.modules():
@@ -165,6 +164,21 @@ def find_flat_layouts(model: nn.Module) -> dict[int, FlatLayout]:
         if has_base(module, "FullyShardedDataParallel")
         for key, layout in _list_layouts(getattr(module, "_handle", None))
     }
+
+
+def count_stages(model: nn.Module) -> int:
+    """Return the number of stages of the pipeline that runs modules of a model; 0 without one."""
+    # A stage holds its module, and a module does not know its stage, so that this looks through the
+    # objects of the process, if the program has imported pipelines and opened a process group, from
+    # which a stage takes its rank.
+    pipelines = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelines is None or not may_be_sharded():
+        return 0
+    base = pipelines._PipelineStageBase  # noqa: SLF001 - of both kinds
+    modules = set(map(id, model.modules()))
+    stages = [value for value in gc.get_objects() if base in type(value).__mro__]
+    counts = [s.num_stages for s in stages if modules & set(map(id, s.submod.modules()))]
+    return max(counts, default=0)
 
 
 def find_hybrid_sharding(owners: Iterable[object]) -> str | None:
@@ -195,6 +209,7 @@ def _list_layouts(handle: Any) -> Iterator[tuple[int, FlatLayout]]:
     ranks = [distributed.get_rank()]
     if handle.uses_sharded_strategy:
         ranks = distributed.get_process_group_ranks(handle.process_group)
+    # A parameter that is not in row-major order gets no layout: its range is not one of elements.
     contiguous = getattr(flat, "_contiguities", [True] * len(parameters))
     # Between forward and backward pass the parameters are whole, and the flat one keeps the shard.
     # Before the first forward pass it is the shard.
@@ -233,8 +248,8 @@ def read_shards(shards: Iterable[Shard]) -> list[ShardParts]:
     queue = DigestQueue()
     queue.read_chunks(inner)
     return [
-        ShardParts(shard.begin, _copy(shard.data[:begin]), own, _copy(shard.data[end:]))
-        for shard, (begin, end), own in zip(shards, bounds, queue.fetch_chunks(), strict=True)
+        ShardParts(shard.begin, _copy(shard.data[:begin]), leaves, _copy(shard.data[end:]))
+        for shard, (begin, end), leaves in zip(shards, bounds, queue.fetch_chunks(), strict=True)
     ]
 
 
@@ -249,6 +264,8 @@ def combine_shards(header: bytes, size: int, parts: Sequence[ShardParts]) -> str
     Raises:
         DigestError: If the parts do not cover the tensor.
     """
+    # A chunk whose bytes lie on several ranks is put together from the tail of one part and the
+    # head of the next, and also from parts that lie completely within it.
     leaves = pending = b""
     at = 0
     for part in sorted(parts):

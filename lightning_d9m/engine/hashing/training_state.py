@@ -30,6 +30,8 @@ _GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 
 # What wrappers of modules add: torch.compile, FSDP1, and activation checkpointing.
+# Without them a run that is compiled or wrapped differently has the same names, so its weights can
+# be compared.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -57,9 +59,9 @@ class ModelTensors:
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, str]]:
         """Return the selected parameters and buffers, and the name of every parameter by its id."""
         takes = self._takes or bool  # a name is not empty
-        found = [[(plain_name(name), own) for name, own in part] for part in self.listed]
-        parameters, buffers = ({n: own for n, own in part if takes(n)} for part in found)
-        return parameters, buffers, {id(own): name for name, own in found[0]}
+        found = [[(plain_name(name), tensor) for name, tensor in part] for part in self.listed]
+        parameters, buffers = ({n: tensor for n, tensor in part if takes(n)} for part in found)
+        return parameters, buffers, {id(tensor): name for name, tensor in found[0]}
 
     @property
     def listed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
@@ -69,10 +71,10 @@ class ModelTensors:
     def list_saved(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all parameters, and of the buffers in a state dict."""
         return [
-            (f"{path}.{name}" if path else name, own)
+            (f"{path}.{name}" if path else name, tensor)
             for path, module in self._model.named_modules()
-            for name, own in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - torch's own lists walk through the model once each
-            if own is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - torch's own lists walk through the model once each
+            if tensor is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public list
         ]
 
 
@@ -97,6 +99,7 @@ class Snapshot:
     def total(self) -> dict[str, str]:
         """Return for each group the XXH3-128 of the JSON list of its sorted [name, digest]."""
         texts = {
+            # As JSON, so that a reader in another language can compute it from the names.
             group: json.dumps(sorted(entries.items()), separators=(",", ":"))
             for group, entries in self.groups.items()
         }
@@ -111,9 +114,11 @@ class Snapshot:
             layout: That of its parameter, if FSDP1 divides it.
         """
         if layout is not None:
-            own = layout.data if place[0] == "weights" else value
-            shard = layout.find_shard(own) if isinstance(own, Tensor) else None
+            part = layout.data if place[0] == "weights" else value
+            shard = layout.find_shard(part) if isinstance(part, Tensor) else None
             if shard is None:
+                # Only these ranks have the entry, as the number of steps: the others hold nothing
+                # of the parameter.
                 holder = layout.find_shard(layout.data)
                 if holder is not None:
                     self.owners[place] = holder
@@ -154,7 +159,9 @@ def take_partial_snapshot(
     Raises:
         DigestError: When a weight or a buffer has no defined bytes.
     """
-    divided = _name_layouts(model, layouts)
+    # Only FSDP1 has layouts: without it the model is not searched twice.
+    names = ModelTensors(model).look()[2] if layouts else {}
+    divided = {names[key]: layout for key, layout in (layouts or {}).items() if key in names}
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
     for group, name, value in list_state(model, optimizers, schedulers, switches=switches):
@@ -164,7 +171,7 @@ def take_partial_snapshot(
             if taken.divide((group, name), value, layout):
                 continue
         if not isinstance(value, Tensor):
-            taken.groups[group][name] = _digest_settings(value)
+            taken.groups[group][name] = digest_value(_digestible(value))
         elif is_lazy(value):  # it has no shape before its module's first input
             taken.groups[group][name] = digest_value(type(value))
         else:
@@ -172,16 +179,6 @@ def take_partial_snapshot(
     for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
         taken.groups[group][name] = found
     return taken
-
-
-def _name_layouts(
-    model: nn.Module, layouts: Mapping[int, FlatLayout] | None
-) -> dict[str, FlatLayout]:
-    """Return the layouts by the names of the parameters."""
-    if not layouts:  # all but those of FSDP1: no other step looks through the model twice
-        return {}
-    names = ModelTensors(model).look()[2]
-    return {names[key]: own for key, own in layouts.items() if key in names}
 
 
 def list_state(
@@ -198,8 +195,8 @@ def list_state(
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names, f"{number}."):
             yield "optimizers", name, _choose_settings(value, optimizer, switches=switches)
-    for number, own in enumerate(schedulers):
-        settings = _choose_settings(own.state_dict(), own, switches=switches)
+    for number, scheduler in enumerate(schedulers):
+        settings = _choose_settings(scheduler.state_dict(), scheduler, switches=switches)
         yield "schedulers", str(number), settings
 
 
@@ -210,20 +207,15 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
     """
     if switches or not isinstance(value, Mapping):
         return value
+    # A release of torch that adds an option to an optimizer adds its default to the settings, where
+    # an older release has no entry. Both compute the same.
     options = signature(type(owner)).parameters
     return {
-        key: own
-        for key, own in value.items()
-        if not isinstance(own, bool | None) or own is not getattr(options.get(key), "default", own)
+        key: entry
+        for key, entry in value.items()
+        if not isinstance(entry, bool | None)
+        or entry is not getattr(options.get(key), "default", entry)
     }
-
-
-def _digest_settings(value: object) -> str:
-    """Return the digest of a value, in which types replace objects without defined bytes."""
-    try:
-        return digest_value(value)
-    except DigestError:
-        return digest_value(_digestible(value))
 
 
 def _digestible(value: object) -> object:
@@ -255,6 +247,7 @@ def optimizer_state(
             },
         )
         for parameter in group["params"]:
+            # The optimizer knows no names, and may hold parameters that are not of the model.
             name = names.get(id(parameter), f"parameter {position}")
             position += 1
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -300,6 +293,8 @@ def replicated_names(
 def count_sharded(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> int:
     """Return the number of parameters of which ranks hold different parts."""
     return sum(
-        id(own) in layouts or is_sharded_dtensor(own) or hasattr(own, "_is_flat_param")
-        for own in model.parameters()
+        id(parameter) in layouts
+        or is_sharded_dtensor(parameter)
+        or hasattr(parameter, "_is_flat_param")
+        for parameter in model.parameters()
     )

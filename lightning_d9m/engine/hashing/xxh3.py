@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from xxhash import xxh3_64_intdigest
 
-# The digest's two constants; docs/digest.md is the definition and gives the reasons.
+# The digest's two constants. A chunk is what one program of the CUDA kernel hashes, and a block is
+# XXH3's own: chunks of whole blocks need no special case for the end of the input in the kernel.
 CHUNK_BYTES = 131072
 BLOCK_BYTES = 1024
 
@@ -22,12 +23,15 @@ _MAX_THREADS = 8
 _ZEROS = bytes(BLOCK_BYTES)
 _READ_ONLY = 0x100  # PyBUF_READ
 
+# By address, because NumPy has no view of bfloat16, float8 and other dtypes of torch.
 _make_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _make_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _make_view.restype = ctypes.py_object
 # All memory from address 1 on. A slice of it takes a fifth of the time of another view.
 _MEMORY: memoryview = _make_view(1, sys.maxsize, _READ_ONLY)
 
+# The switch interval belongs to the process. A thread that restored it while another hashes would
+# make the other slow, or leave the interval short for good.
 _interval_changed = threading.Lock()
 _Chunk = tuple[memoryview, bytes]  # with its padding
 
@@ -90,9 +94,6 @@ def _hash_in_threads(chunks: Sequence[_Chunk], shares: int) -> bytes:
     """Hash chunks on as many threads as torch uses, at least ``_SHARE`` chunks on each."""
     threads = min(torch.get_num_threads(), _MAX_THREADS, shares)
     share = -(-len(chunks) // threads)
-    own, *others = (chunks[start : start + share] for start in range(0, len(chunks), share))
-    if not others:
-        return _hash(own)
-    with ThreadPoolExecutor(len(others)) as pool:
-        others_found = pool.map(_hash, others)
-        return b"".join((_hash(own), *others_found))
+    parts = (chunks[start : start + share] for start in range(0, len(chunks), share))
+    with ThreadPoolExecutor(threads) as pool:
+        return b"".join(pool.map(_hash, parts))

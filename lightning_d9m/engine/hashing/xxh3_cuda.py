@@ -2,15 +2,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton's compiler reads the kernel's signatures, and types them
 """The chunk digests on CUDA: one launch for all tensors of a device, without copying them.
 
-The kernel computes XXH3-64 (seed 0) of every chunk. One program of one warp hashes one chunk. A
-block of XXH3 (16 stripes of 8 words) is one tile: the contributions of its stripes are sums modulo
-2**64, so they are formed side by side and added, and only the scramble between two blocks is
-sequential. Three more blocks are always on their way from memory while one is hashed.
-
-The arithmetic is that of the xxHash specification (doc/xxhash_spec.md, "XXH3 Algorithm Overview"),
-for inputs that are a multiple of 1024 bytes. A block's 8 accumulators are kept as 4 even and
-4 odd ones, because XXH3 adds each word to the accumulator next to its own.
-
 The constants (5 KiB) stay on the device. A table of the tensors is copied there, 24 bytes for each,
 and the chunk digests are copied back, 8 bytes for each 128 KiB. Importing this module imports
 Triton.
@@ -32,6 +23,14 @@ from lightning_d9m.engine.hashing import xxh3
 from lightning_d9m.engine.hashing.xxh3 import CHUNK_BYTES, count_chunks
 from lightning_d9m.errors import SettingError
 
+# The kernel computes XXH3-64 (seed 0) of every chunk. One program of one warp hashes one chunk. A
+# block of XXH3 (16 stripes of 8 words) is one tile: the contributions of its stripes are sums
+# modulo 2**64, so they are formed side by side and added, and only the scramble between two blocks
+# is sequential. Three more blocks are always on their way from memory while one is hashed.
+#
+# The arithmetic is that of the xxHash specification (doc/xxhash_spec.md, "XXH3 Algorithm
+# Overview"), for inputs that are a multiple of 1024 bytes. A block's 8 accumulators are kept as 4
+# even and 4 odd ones, because XXH3 adds each word to the accumulator next to its own.
 PRIME32_1 = tl.constexpr(0x9E3779B1)
 PRIME64_1 = tl.constexpr(0x9E3779B185EBCA87)
 PRIME_AVALANCHE = tl.constexpr(0x165667919E3779F9)
@@ -54,12 +53,10 @@ def _load_tile(constants, tile, word):
 
 @triton.jit
 def _load_block(start, block, valid, word):
-    """Loads one block of a chunk as (64, 2) words; what lies past the chunk's end is undefined.
-
-    Every load is of an aligned pair of words that holds at least one byte of the chunk, so that
-    none can touch a page that is not the tensor's.
-    """
-    # One mask for both words of a pair keeps the load one of 16 bytes.
+    """Loads one block of a chunk as (64, 2) words; what lies past the chunk's end is undefined."""
+    # Every load is of an aligned pair of words that holds at least one byte of the chunk, so that
+    # none can touch a page that is not the tensor's. One mask for both words of a pair keeps the
+    # load one of 16 bytes.
     pair = tl.arange(0, 64)[:, None]
     return tl.load(start + (block * 128 + word), mask=block * 1024 + pair * 16 < valid, other=0)
 
@@ -121,6 +118,7 @@ def _hash_chunk(constants, address, valid):
     return leaf ^ (leaf >> 32)
 
 
+# Triton would compile the kernel again for a count of 1 and for each multiple of 16.
 @triton.jit(do_not_specialize=["count"])
 def hash_chunks(constants, table, leaves, count, CHUNK: tl.constexpr):  # noqa: N803
     """Writes the leaf of chunk ``program_id`` of many tensors to ``leaves``.
@@ -134,7 +132,8 @@ def hash_chunks(constants, table, leaves, count, CHUNK: tl.constexpr):  # noqa: 
         CHUNK: Bytes in a chunk.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    # The last tensor that begins at or before this chunk.
+    # The last tensor that begins at or before this chunk, by bisection: a table with an entry for
+    # each chunk would be as long as the digests, and be copied to the device for each launch.
     low = chunk * 0
     high = low + count - 1
     while low < high:
@@ -223,8 +222,9 @@ def _load_constants(device: torch.device) -> torch.Tensor:
 
     A tile of keys has the secret's words for each stripe of a block: stripe n reads the secret at
     byte 8n, the last stripe of the input at byte 121. The other tiles have their 8 words in stripe
-    0. They are copied once, and waited for: every stream reads them.
+    0.
     """
+    # They are copied once, and waited for: every stream reads them.
     tiles = np.zeros((5, 16, 8), np.uint64)
     tiles[0] = tiles[1] = [_secret_at(8 * stripe) for stripe in range(16)]
     tiles[1, 15] = _secret_at(121)
@@ -232,12 +232,6 @@ def _load_constants(device: torch.device) -> torch.Tensor:
     tiles[3, 0] = _secret_at(128)
     tiles[4, 0] = _secret_at(11)
     return torch.from_numpy(tiles.reshape(-1).view(np.int64)).to(device)
-
-
-def hash_memory(memory: Sequence[tuple[int, int]], device: torch.device) -> list[bytes]:
-    """Hash memory of one device and wait for it; see ``xxh3.hash_chunks``."""
-    found = start_hashing(memory, device).cpu().numpy().tobytes()
-    return xxh3.split_chunk_digests(found, memory)
 
 
 def check_kernel(device: torch.device) -> bool:
@@ -251,4 +245,5 @@ def check_kernel(device: torch.device) -> bool:
     spans = [(begin, length) for begin in (0, 16) for length in (1, 1024, 1500)] + [(0, size)]
     memory = [(there.data_ptr() + begin, length) for begin, length in spans]
     here = [(data.data_ptr() + begin, length) for begin, length in spans]
-    return hash_memory(memory, device) == xxh3.hash_chunks(here)
+    digests = start_hashing(memory, device).cpu().numpy().tobytes()
+    return digests == b"".join(xxh3.hash_chunks(here))

@@ -12,6 +12,8 @@ from lightning_d9m.engine.ledger.format.records import Scalar
 _MAX_COMMAND = 1024
 # A repository whose files git cannot look through in this time is left out, so that no start waits.
 _GIT_SECONDS = 2.0
+# Without locks, because a status that refreshes the index would make a git of the user fail at the
+# same time. Without a monitor, which git would start as a daemon that outlives the training.
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 # A hook of git sets these; they would name another repository.
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
@@ -54,7 +56,8 @@ def capture_program() -> dict[str, Scalar]:
 @cache
 def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     folder = folder.resolve()
-    if not any(os.path.lexists(own / ".git") for own in (folder, *folder.parents)):
+    # Starting git takes longer than looking.
+    if not any(os.path.lexists(parent / ".git") for parent in (folder, *folder.parents)):
         return {}
     status = _run_git(folder, "status", "--porcelain=v2", "--branch", "-uno", "--ignore-submodules")
     if status is None:
@@ -64,6 +67,7 @@ def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     if not commits or commits[0] == "(initial)":
         return {}
     dirty = any(not line.startswith("#") for line in lines)
+    # `status -uno` does not look at untracked files, which may be many; the program may be one.
     if script is not None and not dirty:
         dirty = _run_git(folder, "ls-files", "--error-unmatch", "--", script) is None
     return {"git.commit": commits[0], "git.dirty": dirty}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_d9m.engine.ledger.format.records import (
     Batch,
@@ -27,7 +27,7 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.engine.ledger.keys import Item, describe_record
 from lightning_d9m.engine.ledger.kinds import COMMITTED, EXCEPTION, FINAL, PROBE_KINDS, STEP
 from lightning_d9m.engine.ledger.stack import MISSING, same_logical_ranks, table_differences
-from lightning_d9m.text import cut_digests, describe_names
+from lightning_d9m.text import cut_digests, describe_names, escape
 
 Table: TypeAlias = Mapping[str, Json]
 
@@ -194,12 +194,10 @@ class Divergence:
 
     @property
     def when(self) -> tuple[int, ...]:
-        """Sort key in the order of execution, for the differences of all ranks.
-
-        Within a batch the kind decides, and among the kinds that the batch computes the position:
-        a value that one rank computes differently reaches the other ranks later, with the gradients
-        or another exchange.
-        """
+        """Sort key in the order of execution, for the differences of all ranks."""
+        # Within a batch the kind decides, and among the kinds that the batch computes the position:
+        # a value that one rank computes differently reaches the other ranks later, with the
+        # gradients or another exchange.
         if self.moment == "" and self.kind == "end":  # the end of a run comes last
             return (2**63,)
         phase = {"initial": 0, "batch": 1, "epoch": 2, FINAL: 3, EXCEPTION: 3}.get(self.moment, 1)
@@ -212,6 +210,18 @@ class Divergence:
         """Return the difference as that of a rank, with at most ``PLACES_KEPT`` places."""
         places, alone = tuple(self.places[:PLACES_KEPT]), tuple(self.one_sided[:PLACES_KEPT])
         return replace(self, rank=rank, places=places, one_sided=alone)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts that a ``DriftError`` has of the difference."""
+        alike = ("moment", "epoch", "step", "names", "count", "expected", "actual")
+        named = {name: getattr(self, name) for name in alike}
+        return {**named, "group": self.kind, "total": self.compared}
+
+    def describe_kinds(self) -> list[str]:
+        """Return a line with the number of places that differ in each kind, if it is not one."""
+        parts = [f"{escape(kind)} {n} of {of}" for kind, (n, of) in self.by_kind.items()]
+        return [f"In all: {', '.join(parts)}."] if parts[1:] else []
 
     def as_json(self) -> dict[str, object]:
         """Return the difference as JSON types."""
@@ -248,6 +258,7 @@ def header_differences(
     expected: Header, actual: Header
 ) -> tuple[list[FieldDifference], list[FieldDifference]]:
     """Return the fields that make the runs of two headers incomparable, and other settings."""
+    # With logical ranks the bits do not depend on the number of processes.
     any_processes = same_logical_ranks(expected.stack, actual.stack)
     refusals, settings = [], []
     # `stack_differences` compares the stacks, which a policy of the user judges.
@@ -281,13 +292,8 @@ def describe_varying(ops: Sequence[str]) -> str:
 
 def run_refusals(expected: RunFacts, actual: RunFacts) -> list[FieldDifference]:
     """Return the facts that make two runs incomparable: model, data, the Trainer's arithmetic."""
-    tables = [_run_table(facts) for facts in (expected, actual)]
-    differing = {name: values for name, *values in table_differences(*tables)}
-    order = {name: number for number, name in enumerate(tables[0])}
-    return [
-        FieldDifference(name, *differing[name])
-        for name in sorted(differing, key=lambda name: order.get(name, len(order)))
-    ]
+    tables = (_run_table(facts) for facts in (expected, actual))
+    return [FieldDifference(*difference) for difference in table_differences(*tables)]
 
 
 def _run_table(facts: RunFacts) -> dict[str, Json]:
@@ -300,12 +306,18 @@ def _run_table(facts: RunFacts) -> dict[str, Json]:
         counted = " + ".join("unknown" if value is None else str(value) for value in values)
         title = "dataset" if name == "samples" else name
         table[title] = f"{counted or 'no'} {units.get(name, name)}"
-    for name in list_compared(RunFacts):
-        value = getattr(facts, name)
-        if name not in ("model", "parameters", "train"):
-            inner = value if isinstance(value, Mapping) else {"": value}
-            table |= {f"{name}.{key}".rstrip("."): own for key, own in inner.items()}
-    return table
+    shown = ("model", "parameters", "train")
+    others = [name for name in list_compared(RunFacts) if name not in shown]
+    return table | _flatten({name: getattr(facts, name) for name in others})
+
+
+def _flatten(fields: Mapping[str, Json]) -> dict[str, Json]:
+    """Return fields, and in place of a mapping its entries, by dotted names."""
+    flat: dict[str, Json] = {}
+    for name, value in fields.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{key}" if key else name: entry for key, entry in inner.items()}
+    return flat
 
 
 def find_difference(expected: Item, actual: Item) -> Divergence | None:
@@ -317,7 +329,7 @@ def find_difference(expected: Item, actual: Item) -> Divergence | None:
     if expected is actual:
         return None
     if isinstance(expected, Batch) and isinstance(actual, Batch):
-        return batch_difference(expected, actual)
+        return _batch_difference(expected, actual)
     if isinstance(expected, Batch) or isinstance(actual, Batch):
         return None
     return record_difference(expected, actual)
@@ -340,8 +352,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
         named = [entry for entry in differing if entry[0] != _TOTAL] or differing
         if named:
             by_kind[group] = (len(named), size)
-        order = {name: number for number, name in enumerate(one)} if named[1:] else {}
-        for name, *values in sorted(named, key=lambda entry: order.get(entry[0], len(order))):
+        for name, *values in named:
             before, after = (None if value is MISSING else str(value) for value in values)
             places.append(PlaceDifference(len(places), group, name, 0, before, after))
     if not places:
@@ -366,18 +377,17 @@ def _tables(expected: Record, actual: Record) -> dict[str, tuple[Table, Table]]:
         # The step comes last: two runs whose steps differ mostly differ in what they trained.
         for name in sorted(list_compared(type(expected)), key="step".__eq__):
             if name not in ("totals", "groups"):
-                values = (getattr(own, name, None) for own in (expected, actual))
+                values = (getattr(record, name, None) for record in (expected, actual))
                 one, other = (_as_table(name, value) for value in values)
                 tables[name] = one, other
         return tables
-    fields: list[dict[str, Json]] = [{}, {}]
-    for record, own in zip((expected, actual), fields, strict=True):
-        for name, value in record.as_record().items():
-            if name not in find_uncompared(type(record)):
-                inner = value if isinstance(value, Mapping) else {}
-                own.update({f"{name}.{key}": entry for key, entry in inner.items()})
-                own.update({} if isinstance(value, Mapping) else {name: value})
-    return {expected.kind: (fields[0], fields[1])}
+    return {expected.kind: (_compared_fields(expected), _compared_fields(actual))}
+
+
+def _compared_fields(record: Record) -> Table:
+    uncompared = find_uncompared(type(record))
+    fields = record.as_record()
+    return _flatten({name: fields[name] for name in fields if name not in uncompared})
 
 
 def _as_table(name: str, value: Json) -> Table:
@@ -395,7 +405,7 @@ def _group_tables(
     chosen = [_choose_totals(expected, actual), _choose_totals(actual, expected)]
     tables: dict[str, tuple[Table, Table]] = {}
     for group in dict.fromkeys((*GROUPS, *named[0], *chosen[0], *named[1], *chosen[1])):
-        totals = [{_TOTAL: own[group]} if group in own else {} for own in chosen]
+        totals = [{_TOTAL: table[group]} if group in table else {} for table in chosen]
         one, other = (groups.get(group, {}) for groups in named)
         if (group in named[0]) != (group in named[1]) and all(totals):
             tables[group] = totals[0], totals[1]  # one record has no names
@@ -412,7 +422,7 @@ def _choose_totals(
     return {n: t for n, t in record.totals.items() if n in other.totals or n not in COMMITTED}
 
 
-def batch_difference(expected: Batch, actual: Batch) -> Divergence:
+def _batch_difference(expected: Batch, actual: Batch) -> Divergence:
     """Compare the probes of one batch with their counterparts, place by place."""
     ours, theirs = _number_places(expected.layouts), _number_places(actual.layouts)
     one, other = expected.list_digests(), actual.list_digests()
@@ -436,6 +446,8 @@ def batch_difference(expected: Batch, actual: Batch) -> Divergence:
         for key, n in theirs.items()
         if key not in ours
     ]
+    # Steps of thousands of places are compared, and mostly agree, so that the places by kind are
+    # counted only for those that differ.
     found = Counter(place.kind for place in places)
     sizes = Counter(place[0] for place, _, _ in both) if places else found
     return Divergence(

@@ -26,6 +26,7 @@ from lightning_d9m.text import escape
 
 # The environment variable with the folder for the ledgers of a program.
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
+# One spelling of each number, so that two names cannot stand for one rank.
 _FOLDER = re.compile(r"(fit|final|predict|saved|test|validate)-([0-9]{3,9})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
@@ -43,6 +44,7 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     with file_errors(LedgerError, f"No ledger can be made in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
         taken = (int(path.name.rpartition("-")[2]) for path in _find_folders(parent, kind))
+        # Not the number of folders, because one that was deleted leaves a gap.
         number = max(taken, default=-1) + 1
         while True:
             folder = parent / f"{kind}-{number:03d}"
@@ -194,6 +196,7 @@ def _check_header(file: Path, rank: int, headers: Mapping[int, Header]) -> None:
             f"{file} was written by rank {header.rank}, not by rank {rank}. It was renamed; give "
             "it back its name."
         )
+    # Enough to tell runs apart that were copied into one folder; comparisons look at the rest.
     for name in ("world_size", "fit", "seed"):
         if getattr(header, name) != getattr(first, name):
             raise LedgerError(
@@ -277,6 +280,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
         raise LedgerError(f"{folder} is not a folder, so no ledgers can be listed in it.")
     paths = {folder} if _FOLDER.fullmatch(folder.absolute().name) else set()
     for parent, names, _ in os.walk(folder):
+        # In place, so that `os.walk` does not enter them: .venv and .git have many thousand files.
         names[:] = [name for name in names if not name.startswith(".")]
         paths |= {Path(parent, name) for name in names if _FOLDER.fullmatch(name)}
     if not paths:

@@ -24,14 +24,13 @@ _LAST = 2**63
 
 
 def record_key(record: Item) -> Key:
-    """Return the key of a record within its rank; counterparts have equal keys.
-
-    The step is not part of the key of an epoch's digests: two runs that end an epoch at different
-    steps differ in this record.
-    """
+    """Return the key of a record within its rank; counterparts have equal keys."""
+    # The step is not part of the key of an epoch's digests: two runs that end an epoch at different
+    # steps differ in this record.
     if isinstance(record, Batch):
         return ("probes", record.epoch, record.batch)
     if isinstance(record, Digests):
+        # A moment that a later version adds may occur several times in an epoch.
         counted = record.moment in {"initial", "epoch", *ENDS}
         return ("digests", record.moment, record.epoch, None if counted else record.step)
     if isinstance(record, StepDigests):
@@ -49,6 +48,7 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         previous: The position of the record before it, for kinds without an epoch and step.
     """
     if isinstance(record, Digests):
+        # After all epochs: the last epoch that was trained may be any.
         if record.moment in ENDS:
             return (_LAST, 0, 0)
         phases = {"initial": (0, 0), "epoch": (2, 0)}

@@ -152,6 +152,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
         entry.
     """
     stack = {**_capture_installation(), **_capture_packages()}
+    # Not cached, as the facts of the machine are: all that follows can change within a process.
     # A library that was built with -ffast-math may switch this on when it is loaded.
     stack["cpu.flush_denormal"] = sys.float_info.min / 2 == 0.0
     stack |= _capture_torch()
@@ -185,6 +186,7 @@ def _capture_installation() -> Mapping[str, Scalar]:
     with suppress(AttributeError, OSError, ValueError):
         stack["os.libc"] = os.confstr("CS_GNU_LIBC_VERSION")
     built = torch.__config__.show()
+    # That line says what this CPU has, so the digest of one build would differ between machines.
     lines = ["" if "CPU capability" in line else line for line in built.split("\n")]
     return stack | {
         # The digest covers the compiler, flags and libraries. The CPU capability is the next field.
@@ -215,11 +217,7 @@ def _capture_packages() -> Mapping[str, Scalar]:
     stack: dict[str, Scalar] = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            distribution = metadata.distribution(name)
-            # Parsing the whole metadata, a long description among it, is slow.
-            text = distribution.read_text("METADATA") or ""
-            found = re.search(r"(?m)^Version:[ \t]*(\S+)[ \t]*$", text)
-            stack[f"package.{name}"] = found[1] if found else distribution.version
+            stack[f"package.{name}"] = metadata.version(name)
     return stack
 
 
@@ -233,6 +231,7 @@ def _capture_torch() -> dict[str, Scalar]:
             value = attrgetter(path)(torch)
             value = value() if callable(value) else value
             stack[name] = value if isinstance(value, bool | int | None) else _bounded(str(value))
+    # The library that is loaded: the wheel of NCCL may have been replaced since torch was built.
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
         version = torch.cuda.nccl.version()
         stack["torch.nccl"] = ".".join(str(part) for part in version)
@@ -312,18 +311,18 @@ def table_differences(
     """Return (name, expected, actual) for each entry that differs; ``MISSING`` where it is absent.
 
     Values of different types differ: 1 is not True, and 1.0 is not 1. Floats are compared by their
-    bits: 0.0 is not -0.0.
+    bits: 0.0 is not -0.0. The entries have the order of the first table, and then of the second.
 
-    >>> table_differences({"a": 1, "b": 2}, {"a": True, "b": 2, "c": None})
-    [('a', 1, True), ('c', 'missing', None)]
+    >>> table_differences({"b": 1, "a": 2}, {"a": 3, "b": True, "c": None})
+    [('b', 1, True), ('a', 2, 3), ('c', 'missing', None)]
     """
     differing = []
-    for name in expected.keys() | actual.keys():
+    for name in {**expected, **actual}:
         one, other = expected.get(name, MISSING), actual.get(name, MISSING)
         alike = type(one) is type(other) and one == other
         if not alike or (type(one) is float and one.hex() != other.hex()):
             differing.append((name, one, other))
-    return sorted(differing, key=lambda entry: entry[0])
+    return differing
 
 
 def same_logical_ranks(expected: Mapping[str, object], actual: Mapping[str, object]) -> bool:

@@ -2,11 +2,6 @@
 
 Lost ranks were killed, are stopped, hang, or ended by an error. A store tells, which still works
 after a collective has failed.
-
-Gloo's threads release the tensors of a collective shortly after it has completed. If the
-interpreter exits before that (for example after an error that all ranks raise together), the thread
-uses a finalized interpreter and the process aborts ("terminate called without an active exception",
-signal 6), regardless of its exit status. Lightning destroys NCCL's group at exit, but not Gloo's.
 """
 
 import atexit
@@ -36,6 +31,7 @@ _TAG = 2**31 - 1  # of a message that nobody sends
 _SOON = timedelta(milliseconds=1)
 # Seconds to wait; a collective may wait for a rank that has died.
 _TIMEOUT = 5.0
+# Weak, because a group closes its connections only when nothing refers to it any more.
 _closed: WeakSet[Any] = WeakSet()
 _controls: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by default group
 _numbers = count(1)  # separates runs and groups in one store; equal on every rank
@@ -83,10 +79,13 @@ def _exchange(group: Any, data: bytes, wait: Callable[[Any], None] | None) -> li
 def _find_device(group: Any) -> torch.device:
     """Return the device of the tensors that a group can gather: NCCL has none on the host."""
     kinds = {"cpu", "cuda"}
-    if hasattr(group, "_device_types"):  # of torch.distributed, around its backends
+    # A group of torch.distributed wraps one backend for each kind of device ("cpu:gloo,cuda:nccl").
+    # A backend alone, such as the one that sums gradients, has a name.
+    if hasattr(group, "_device_types"):
         kinds = {device.type for device in group._device_types}  # noqa: SLF001 - not public
     elif "nccl" in group.name().lower():
         kinds = {"cuda"}
+    # The host if possible: a copy to a device would wait for all work that is queued there.
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -98,7 +97,8 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor.detach())
     for group in by_device.values():
-        # Those of inference mode cannot be viewed.
+        # As bytes, because Gloo and NCCL each lack some dtypes, and in one message, because each
+        # message costs a round trip. Tensors of inference mode cannot be viewed.
         normal = [tensor.clone() if tensor.is_inference() else tensor for tensor in group]
         flat = torch.cat([each.contiguous().reshape(-1).view(torch.uint8) for each in normal])
         distributed.broadcast(flat, src=0)
@@ -112,11 +112,10 @@ def close_connections(group: Any) -> None:
 
     A pending collective of this process fails too, on its threads. Afterwards Gloo uses the memory
     of no message, and an operation of the group is an error at once.
-
-    Gloo has no call for that. The destructor of a group waits for pending collectives, and runs
-    only when nothing refers to the group. But a receive that takes too long closes all connections,
-    because the memory for its message may not exist any longer.
     """
+    # Gloo has no call for that. The destructor of a group waits for pending collectives, and runs
+    # only when nothing refers to the group. But a receive that takes too long closes all
+    # connections, because the memory for its message may not exist any longer.
     peer = (group.rank() + 1) % group.size()
     with suppress(RuntimeError):
         group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(_SOON)
@@ -126,8 +125,14 @@ def close_connections(group: Any) -> None:
 def close_group_at_exit() -> None:
     """Destroy this process's Gloo groups before the interpreter exits; later calls do nothing."""
 
+    # Gloo's threads release the tensors of a collective shortly after it has completed. If the
+    # interpreter exits before that (for example after an error that all ranks raise together), the
+    # thread uses a finalized interpreter and the process aborts ("terminate called without an
+    # active exception", signal 6), regardless of its exit status. Lightning destroys NCCL's group
+    # at exit, but not Gloo's.
     def close() -> None:
         if _has_gloo():
+            # In a thread: the destructor waits for a pending collective, whose rank may be dead.
             closing = Thread(target=distributed.destroy_process_group, daemon=True)
             closing.start()
             closing.join(_TIMEOUT)
@@ -149,10 +154,10 @@ def close_default_group() -> None:
 def open_control_group(**options: Any) -> Any:
     """Return a second Gloo group of all ranks, for agreements; every rank must call this.
 
-    Collectives are paired by their order in a group. Lightning sends a message in the default group
-    before each batch, so a rank that has no more batches would not find out there. None for a
-    single rank. The options are those of ``new_group``.
+    None for a single rank. The options are those of ``new_group``.
     """
+    # Collectives are paired by their order in a group. Lightning sends a message in the default
+    # group before each batch, so a rank that has no more batches would not find out there.
     world: Any = distributed.group.WORLD
     if world.size() > 1 and world not in _controls:
         _controls[world] = distributed.new_group(backend="gloo", **options)
@@ -167,13 +172,12 @@ def is_default_group_closed() -> bool:
 def reopen_default_group(**options: Any) -> None:
     """Open torch's default group again if it is closed; every rank must call this.
 
-    The store of the closed group is used, because its host may be a rank that has not yet learned
-    of the error.
-
     The options are those of ``init_process_group``.
     """
     if not is_default_group_closed():
         return
+    # The store of the closed group serves the new one: a new store would need its host, which may
+    # be a rank that has not yet learned of the error. A prefix keeps the keys of both apart.
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - not public
     place: Any = {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}
     backend = distributed.get_backend()
@@ -226,11 +230,12 @@ class RankLiveness:
     def find_lost(self) -> dict[int, str]:
         """Describe the lost ranks, for a rank whose collective failed. Never raises.
 
-        Waits at most the limit for the other ranks to fail, too.
+        Closes the default group, and waits at most the limit for the other ranks to fail, too.
 
         Returns:
             A sentence for each lost rank, in rank order; empty if every rank responds.
         """
+        close_default_group()  # a rank that waits for this one would seem to hang
         statuses: dict[int, str] = {}
         is_reachable = self._run(lambda: self._collect(statuses))
         lost = {}
@@ -242,7 +247,8 @@ class RankLiveness:
                     lost[rank] = f"Rank {rank} ended with {statuses[rank]}."
                 continue
             state = self._read_state(rank)
-            # Without the store of rank 0, only the processes of this host are known.
+            # The launcher or rank 0 hosts the store. If it cannot be reached, a rank that has not
+            # answered may have had no way to: only the processes of this host are known then.
             if is_reachable or rank == 0 or state in {"ended", "stopped"}:
                 name = f"Rank {rank} (process {self._processes[rank][1]})"
                 lost[rank] = f"{name} {_SILENT[state].format(self._limit)}"
@@ -254,11 +260,12 @@ class RankLiveness:
             return
         if not _is_failure(error):
             self.report_error(error)
-        elif lost := _find_lost(self):
+        elif lost := self.find_lost():
             error.args = ("\n".join([str(error), *lost.values()]),)
 
     def _run(self, function: Callable[[], None]) -> bool:
-        """Call the store in a thread, as a store whose host is stopped blocks indefinitely."""
+        """Call the store; return whether it answered."""
+        # In a thread, as a store whose host is stopped blocks indefinitely.
         succeeded = []
 
         def attempt() -> None:
@@ -278,6 +285,7 @@ class RankLiveness:
 
     def _collect(self, statuses: dict[int, str]) -> None:
         """Add the status of each rank as it comes; an empty one is a failed collective."""
+        # `get` would wait for a key, and so for the first rank that is lost; `check` does not.
         self._publish("")
         until = time.monotonic() + self._limit
         missing = set(range(len(self._processes))) - {self._rank}
@@ -296,6 +304,7 @@ class RankLiveness:
         if host != self._processes[self._rank][0]:
             return "unknown"
         try:
+            # Not `os.kill(process_id, 0)`, which succeeds for a zombie and for a stopped process.
             status = psutil.Process(process_id).status()
         except psutil.NoSuchProcess:
             return "ended"
@@ -329,7 +338,7 @@ def lost_ranks_named(activity: str, rank: int, liveness: RankLiveness | None) ->
     except RuntimeError as error:
         if not _is_failure(error):
             raise
-        lost = {} if liveness is None else _find_lost(liveness)
+        lost = {} if liveness is None else liveness.find_lost()
         cause = " ".join(lost.values()) or (
             "Another rank has ended: look at the output of the other ranks for the first error."
         )
@@ -346,8 +355,3 @@ def _is_failure(error: BaseException) -> bool:
     """Return whether a collective has raised this error."""
     is_native = isinstance(error, RuntimeError) and not isinstance(error, D9mError)
     return is_native and bool(_FAILURE.search(str(error)))
-
-
-def _find_lost(liveness: RankLiveness) -> dict[int, str]:
-    close_default_group()  # a rank that waits for this one would seem to hang
-    return liveness.find_lost()

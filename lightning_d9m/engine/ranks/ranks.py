@@ -11,7 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 from lightning_d9m.errors import D9mError, RanksDisagreeError
 
 Result = TypeVar("Result")
-_FIRST_BYTES = 2**12  # that ranks gather at once: enough for most texts
+# Ranks do not know how much the others have, and a collective needs equal sizes. They gather this
+# many bytes at first, with the size in front, which is enough for most texts: one collective.
+_FIRST_BYTES = 2**12
 _CHUNK_BYTES = 2**22  # then; those of all ranks may be on a device together
 _SIZE_BYTES = 8  # data begin with their size
 _SHORT_BYTES = 16  # of a fingerprint, or whether a rank failed, with its size
@@ -44,6 +46,8 @@ class Ranks:
         Raises:
             D9mError: When it failed on another rank; that rank raises its own error.
         """
+        # A rank that raised at once would leave the others in their next collective until that
+        # times out.
         problem: Exception | None = None
         try:
             result = func()
@@ -66,10 +70,8 @@ class Ranks:
         return result
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return the JSON value that each rank passes, in order of ranks; each rank calls this.
-
-        Not pickled, because unpickling what another process sends runs its code.
-        """
+        """Return the JSON value that each rank passes, in order of ranks; each rank calls this."""
+        # Not `all_gather_object`: it pickles, and unpickling what another process sends runs code.
         return [json.loads(row) for row in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_bytes(
@@ -119,14 +121,16 @@ def agree(ranks: Ranks, activity: str, items: Sequence[str] = ()) -> None:
     Raises:
         RanksDisagreeError: They differ; raised on every rank.
     """
+    # Ranks that agree, as they nearly always do, exchange 16 bytes. Only to name a difference they
+    # exchange the texts.
     digest = hashlib.blake2b("\0".join((activity, *items)).encode(), digest_size=8).digest()
     if len(set(ranks.gather_bytes(digest, first=_SHORT_BYTES))) == 1:
         return
     found = ranks.gather_json([activity, [*items]])
-    common = set(items).intersection(*(own for _, own in found))
+    common = set(items).intersection(*(items_there for _, items_there in found))
     lines = []
-    for rank, (name, own) in enumerate(found):
-        others = [item for item in own if item not in common]
+    for rank, (name, items_there) in enumerate(found):
+        others = [item for item in items_there if item not in common]
         named = ", ".join(others[:_MAX_NAMES]) + ", ..." * (len(others) > _MAX_NAMES)
         lines.append(f"  rank {rank}: {name}" + (f" with {named}" if others else ""))
     raise RanksDisagreeError(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_d9m.engine.ranks.ranks import Ranks
 
+# `d9m locate` compares the digests of states, which may be taken long after the step that differs.
 _KEPT = 3
 # The share of the time that saving may take. It counts twice: the state after the steps that follow
 # a save is digested, too.
@@ -46,6 +47,8 @@ class CheckpointRing:
 
         Ranks communicate only at a step at which the last call has let them.
         """
+        # The clock of each rank differs, so rank 0 decides, and ranks would communicate after each
+        # step if they did not agree on the next step at which they look.
         now = self._read_clock()
         if self._first is None:
             self._first, self._next = (step, now), step + 1
@@ -69,12 +72,10 @@ class CheckpointRing:
 
 
 class CheckpointPoints:
-    """Chooses the points of a fit at which it saves, on all ranks the same: two of each kind.
+    """Chooses the points of a fit at which it saves, on all ranks the same: two of each kind."""
 
-    How long a fit lasts is not known before. So of each kind the points 1, 2, 4, 7, 12, 20, ... are
-    saved, and the last two are kept: the later one may be at the end of the fit.
-    """
-
+    # How long a fit lasts is not known before. So of each kind the points 1, 2, 4, 7, 12, 20, ...
+    # are saved, and the last two are kept: the later one may be at the end of the fit.
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder, self._ranks = folder, ranks
         self._counts = Counter[str]()
@@ -101,10 +102,11 @@ class _SavedFiles:
 
     def add(self, name: str) -> Path:
         """Return the path of the next one; remove those that are too many with it."""
+        # Only rank 0 removes: on a file system that ranks share, two would remove the same file.
         self._folder.mkdir(parents=True, exist_ok=True)
         olds = self._kept[: 1 - self._most] if self._ranks.rank == 0 else ()
         # A loop's ranks save a file each, whose name begins with that of rank 0.
-        for old in (file for own in olds for file in self._folder.glob(f"{own.name}*")):
+        for old in (file for path in olds for file in self._folder.glob(f"{path.name}*")):
             with suppress(FileNotFoundError):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         self._kept = [*self._kept[1 - self._most :], self._folder / f"{name}.ckpt"]

@@ -18,12 +18,10 @@ from lightning_d9m.engine.hashing.training_state import list_state
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Sources
 from lightning_d9m.engine.ledger.kinds import COMMITTED
 from lightning_d9m.engine.probes.training import Training
-from lightning_d9m.program import is_of_framework
+from lightning_d9m.program import PACKAGE_FOLDERS, is_of_framework
 
 # A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
-# Folders of packages. One that is installed from its folder is the program's.
-_LIBRARIES = {"site-packages", "dist-packages"}
 _STANDARD = Path(os.__file__).resolve().parent
 
 
@@ -38,10 +36,10 @@ def hash_state(training: Training, data: str) -> dict[str, str]:
     They have the first 128 bits of each hash, as all totals do.
     """
     listed = list_state(training.model, training.list_optimizers(), training.list_schedulers())
-    state = {(group, name): own for group, name, own in listed}
+    state = {(group, name): value for group, name, value in listed}
     weights = {name: state.pop((group, name)) for group, name in [*state] if group == "weights"}
     found = (data or hash_values(()), hash_named(weights), hash_named(state))
-    return {name: own[:DIGEST_DIGITS] for name, own in zip(COMMITTED, found, strict=True)}
+    return {name: text[:DIGEST_DIGITS] for name, text in zip(COMMITTED, found, strict=True)}
 
 
 def find_sources(before: Sources | None = None) -> Sources:
@@ -53,17 +51,18 @@ def find_sources(before: Sources | None = None) -> Sources:
         before: What was found when the run began, since when files may have been edited: these
             count as they were then. A file that the command names counts if it is the same.
     """
-    loaded = [*sys.modules.values()]  # another thread may import, and an entry may be None
-    own = [own for own in loaded if not is_of_framework(getattr(own, "__name__", ""))]
-    files = {getattr(module, "__file__", None) or "" for module in own}
+    # A list first, as another thread may import meanwhile. An entry may be None.
+    loaded = [*sys.modules.values()]
+    modules = [module for module in loaded if not is_of_framework(getattr(module, "__name__", ""))]
+    files = {getattr(module, "__file__", None) or "" for module in modules}
     program = _hash_files(file for file in files if file.endswith((".py", ".so", ".pyd")))
     named = _hash_files(word.rpartition("=")[2] for word in sys.argv[1:])
     if before is not None:
         program |= before.program
-        named = {path: own for path, own in named.items() if before.named.get(path) == own}
+        named = {path: digest for path, digest in named.items() if before.named.get(path) == digest}
     return Sources(
         program=program,
-        named={path: own for path, own in named.items() if path not in program},
+        named={path: digest for path, digest in named.items() if path not in program},
         packages=_list_packages(),
         used=tuple(
             sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names)
@@ -75,9 +74,12 @@ def find_sources(before: Sources | None = None) -> Sources:
 def _list_packages() -> dict[str, str]:
     """Return the version of each package, of those with one name that Python imports."""
     found: dict[str, str] = {}
-    for own in distributions():  # in the order of sys.path; a broken one has no metadata
-        with suppress(Exception):  # as each of several readers of metadata says it
-            metadata = own.metadata  # which is read each time
+    # In the order of sys.path, so that of two versions of a package the first is the one that is
+    # imported. A broken installation has no metadata, which each reader of metadata reports by
+    # another exception.
+    for distribution in distributions():
+        with suppress(Exception):
+            metadata = distribution.metadata  # which is read each time
             if metadata["Name"] and metadata["Version"]:
                 found.setdefault(metadata["Name"], metadata["Version"])
     return found
@@ -89,7 +91,8 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
     A name may be that of no file, such as a word of a command.
     """
     found = {}
-    # Names are texts here: a Path for each of thousands of modules takes most of the time, and
+    # A set, because several modules may have one file, and hashing a file takes the most time.
+    # Names are texts here: a Path for each of thousands of modules takes most of the rest, and
     # raises an error for a word that is too long for a name.
     for name in {os.path.abspath(name) for name in names if os.path.isfile(name)}:  # noqa: PTH100, PTH113 - as above
         folder = _find_program_folder(os.path.dirname(name))  # noqa: PTH120 - as above
@@ -103,5 +106,6 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
 def _find_program_folder(name: str) -> Path | None:
     """Return the folder that a path leads to; None if it is of Python or of a package."""
     folder = Path(name).resolve()
-    is_installed = _STANDARD in (folder, *folder.parents) or _LIBRARIES & {*folder.parts}
+    # A package that is installed from its folder (pip install -e) is the program's.
+    is_installed = _STANDARD in (folder, *folder.parents) or PACKAGE_FOLDERS & {*folder.parts}
     return None if is_installed else folder

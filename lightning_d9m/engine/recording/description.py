@@ -11,7 +11,11 @@ from torch import nn
 from lightning_d9m.engine.control.environment import control_is_on
 from lightning_d9m.engine.control.seed_calls import seed_calls
 from lightning_d9m.engine.control.settings import Settings
-from lightning_d9m.engine.hashing.shards import FlatLayout, find_flat_layouts, may_be_sharded
+from lightning_d9m.engine.hashing.shards import (
+    FlatLayout,
+    count_stages,
+    find_flat_layouts,
+)
 from lightning_d9m.engine.hashing.training_state import count_sharded, describe_model
 from lightning_d9m.engine.ledger.command import SEEDED, capture_program
 from lightning_d9m.engine.ledger.format.records import (
@@ -28,7 +32,6 @@ from lightning_d9m.engine.ledger.stack import (
 )
 from lightning_d9m.engine.probes.training import Training, Watched
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.pipeline_stages import count_stages
 from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.version import __version__
 
@@ -66,13 +69,16 @@ def describe_training(
         settings={**settings.as_record(), **control, **further},
         stack=capture_stack({**layout, **describe_division(model, layouts)}),
         package=__version__,
+        # Once in a ledger: starting git on each of many ranks would read the repository as often.
         program={**capture_program(), **seeded} if ranks.rank == 0 else {},
     )
     described, parameters = describe_model(model, layouts)
     loaders = [*loaders]
     train = tuple(describe_loader(loader) for loader in loaders)
+    # `d9m locate` names them where batches differ: the watch sees no draw from a generator that the
+    # data holds, only reads from outside.
     if Watched.watch is not None:
-        Watched.watch.generators = tuple(find_loader_generators(loaders))
+        Watched.watch.generators = tuple(_find_loader_generators(loaders))
     facts = RunFacts(model=described, parameters=parameters, train=train, trainer=trainer)
     if layout["world.size"] == 1:
         return header, facts, None
@@ -83,7 +89,7 @@ def describe_training(
     return header, facts, find_replicated_state(model, optimizers, schedulers, layouts=layouts)
 
 
-def find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
+def _find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
     """Yield the paths of the generators in the dataset and the collate function of each loader."""
     for loader in loaders:
         yield from find_generators(
@@ -94,20 +100,24 @@ def find_loader_generators(loaders: Iterable[object]) -> Iterator[str]:
 def describe_loader(loader: object) -> LoaderFacts:
     """Return how many samples and batches a loader has, and its batch size, where it can tell."""
     batch_size = getattr(loader, "batch_size", None)
+    # A size that cannot be told is recorded as unknown, and compared as such.
     if batch_size is None:  # a custom batch sampler, or no automatic batching
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    lengths: list[int | None] = [None, None]
-    for place, sized in enumerate((getattr(loader, "dataset", None), loader)):
-        with suppress(TypeError, NotImplementedError):  # an iterable dataset has none
-            lengths[place] = len(sized)  # type: ignore[arg-type]
-    size = batch_size if isinstance(batch_size, int) else None
-    return LoaderFacts(samples=lengths[0], batch_size=size, batches=lengths[1])
+    return LoaderFacts(
+        samples=_count(getattr(loader, "dataset", None)),
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        batches=_count(loader),
+    )
+
+
+def _count(sized: Any) -> int | None:
+    with suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
+        return len(sized)
+    return None
 
 
 def describe_division(model: nn.Module, layouts: Mapping[int, FlatLayout]) -> dict[str, Scalar]:
     """Return what the stack says of a model of which ranks hold different parts."""
-    if not may_be_sharded():
-        return {}
     counts = {
         SHARDED_PARAMETERS: count_sharded(model, layouts),
         PIPELINE_STAGES: count_stages(model),

@@ -31,6 +31,8 @@ class ExpectedRecords(Generic[StateRecord]):
 
         Records that come before it in the order of a training are left out.
         """
+        # One pass is enough because both ledgers are in the order of a training. A record that is
+        # later than the run's is not passed over: it may be the counterpart of a later one.
         place = record_place(actual, LEDGER_START)
         while (expected := self.next) is not None:
             if record_key(expected) == record_key(actual):

@@ -101,6 +101,7 @@ def is_segment(environment: Mapping[str, str] = os.environ) -> bool:
     return kind in _REQUESTS and kind not in (KEEP, POINTS)
 
 
+# Variables reach every fit of a program, and only the first is the one that a command means.
 class _FaultState:
     """The number of fits that this process has begun."""
 
@@ -146,18 +147,15 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
             f"The variable {INTERRUPT} is {request!r}; allowed: {KEEP}, {POINTS}, stop:STEP, "
             "epoch:EPOCH, nonfinite:STEP, tape:STEP, or debug:RANK:DEBUGGER:STEP:LEDGER."
         )
-    found = match.groupdict()
-    words: dict[str, Any] = {}
-    if is_segment(environment):
-        words["stop"] = int(found.get("step") or NEVER)
-    if "epoch" in found:
-        words["epoch"] = int(found["epoch"])
-    if "debugger" in found:
-        anyway = kind == "debug-anyway"
-        words["debugger"] = StepDebugger(
-            found["debugger"], int(found["rank"]), found["ledger"], opens_anyway=anyway
-        )
-    return InterruptRequest(path, Path(folder), kind, **words)
+    parts = match.groupdict()
+    debugger = None
+    if "debugger" in parts:
+        name, rank, anyway = parts["debugger"], int(parts["rank"]), kind == "debug-anyway"
+        debugger = StepDebugger(name, rank, parts["ledger"], opens_anyway=anyway)
+    # A segment by its epoch has a step, too, because that makes the run a segment.
+    stop = int(parts.get("step") or NEVER) if is_segment(environment) else None
+    epoch = int(parts["epoch"]) if "epoch" in parts else None
+    return InterruptRequest(path, Path(folder), kind, stop, epoch, debugger)
 
 
 class Interruption:
@@ -180,12 +178,9 @@ class Interruption:
             self._begin()
         self._begun = -1  # the step that the debugger was opened for
         self._tape: Any = None  # while the step runs that is recorded
-        self._ring: CheckpointRing | None = None
-        self._points: CheckpointPoints | None = None
-        if request.folder is not None and request.kind == KEEP:
-            self._ring = CheckpointRing(request.folder, ranks)
-        elif request.folder is not None and request.kind == POINTS:
-            self._points = CheckpointPoints(request.folder, ranks)
+        folder = request.folder or Path()
+        self._ring = CheckpointRing(folder, ranks) if request.kind == KEEP else None
+        self._points = CheckpointPoints(folder, ranks) if request.kind == POINTS else None
 
     @property
     def is_wanted(self) -> bool:
@@ -198,10 +193,9 @@ class Interruption:
         return self._request.stop is not None
 
     def _begin(self) -> None:
-        """Raise a ``SettingError`` if another process has begun its first fit, too.
-
-        Which of them is the part of the run is not known, and the first that ended would end both.
-        """
+        """Raise a ``SettingError`` if another process has begun its first fit, too."""
+        # Which of them is the part of the run is not known, and the first that ended would end
+        # both. Creating the file is atomic, so exactly one process finds that it is the first.
         try:
             self._file(_BEGUN).touch(exist_ok=False)
         except FileExistsError:
@@ -232,12 +226,14 @@ class Interruption:
     def stop(self, reason: str = "the segment ends with the fit") -> None:
         """End this process, if the run is a segment: what the program does next is not part of it.
 
-        It would write files that the earlier run has written. Every rank is killed, after what
-        started them could see that the end was reached: it may end all when one has died.
+        It would write files that the earlier run has written.
         """
         if not self.is_segment:
             return
         self._before_stop(End(status="stopped", reason=reason))
+        # Every rank is killed, after what started them could see that the end was reached: it may
+        # end all when one has died. The first wait is for the ledgers of all ranks, the second for
+        # the mark.
         self._ranks.raise_on_all(lambda: None)
         if self._ranks.rank == 0:
             self._file(MARK).write_text(reason)
@@ -270,8 +266,10 @@ class Interruption:
         if self._request.kind != NONFINITE:
             return
         for name, tensor in named:
-            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard
-            if not own.isfinite().all():
+            # Of a DTensor each rank looks at its shard: `isfinite` of the whole would be a
+            # collective, and a rank that ends would leave the others in it.
+            part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if not part.isfinite().all():
                 found = {"step": step, "kind": kind, "name": name, "rank": self._ranks.rank}
                 self._file(NONFINITE).write_text(json.dumps(found))
                 self.leave(f"the {kind} of {name} is not finite in step {step}")
@@ -288,6 +286,8 @@ class Interruption:
 
     def _end(self, status: int) -> None:
         """End this process; one that runs on a terminal is not killed, as the shell would say."""
+        # Not by an exception or `sys.exit`: the program could catch it, and its exit handlers and
+        # `finally` blocks would write files.
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with suppress(OSError, ValueError):  # a full disk; the program has closed it
                 stream.flush()  # what the program has printed belongs into its log

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_d9m.engine.hashing.shards import FlatLayout, has_base
+from lightning_d9m.engine.hashing.shards import FlatLayout, count_stages, has_base
 from lightning_d9m.engine.hashing.training_state import (
     Groups,
     plain_name,
@@ -19,8 +19,6 @@ from lightning_d9m.engine.hashing.training_state import (
 )
 from lightning_d9m.engine.ledger.differences import record_difference
 from lightning_d9m.engine.ledger.format.records import Digests, Json
-from lightning_d9m.engine.recording.drift import describe_groups, list_facts
-from lightning_d9m.engine.recording.pipeline_stages import count_stages
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import describe_names, describe_pair, escape
 
@@ -92,14 +90,16 @@ def find_replicated_state(
     if count_stages(model):
         return None
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    # Buffers of batch norms follow each rank's own batches until DDP copies those of rank 0, unless
+    # SyncBatchNorm computes them from all. DDP copies no buffer that the user has taken out.
     synchronized: set[str] = set()
     local: set[str] = {plain_name(name) for name, _ in model.named_buffers() if name in ignored}
     for path, module in model.named_modules():
         if not isinstance(module, _NormBase):
             continue
         names = (f"{path}.{name}" if path else name for name, _ in module.named_buffers())
-        own = synchronized if isinstance(module, SyncBatchNorm) else local
-        own.update(map(plain_name, names))
+        buffers = synchronized if isinstance(module, SyncBatchNorm) else local
+        buffers.update(map(plain_name, names))
     weights = [name for name in replicated_names(model, layouts) if name not in ignored]
     return ReplicatedState(
         weights=frozenset(weights),
@@ -131,10 +131,7 @@ _PAIR = 2
 class RankAgreement:
     """Compares a training state across ranks, record by record.
 
-    Ranks gather a hash of each group, and a group's entries only when these differ. To tell when
-    ranks that differ began to, each keeps a hash of the state after every n-th step since the last
-    record; n doubles as soon as there are too many, so that their number grows with the logarithm
-    of the number of steps. Ranks keep the same steps, as these depend on nothing else.
+    Ranks gather a hash of each group, and a group's entries only when these differ.
 
     Attributes:
         kept: The hashes by step.
@@ -148,6 +145,9 @@ class RankAgreement:
         self._every = 1
         self.kept: dict[int, str] = {}
 
+    # To tell when ranks that differ began to, each keeps a hash of the state after every n-th step
+    # since the last record; n doubles as soon as there are too many. Ranks keep the same steps, as
+    # these depend on nothing else, so they need not communicate about them.
     def wants(self, step: int) -> bool:
         """Return whether the state after a step should be kept."""
         return step % self._every == 0 and step not in self.kept
@@ -157,7 +157,7 @@ class RankAgreement:
         self.kept[step] = _hash(self._replicated.select(groups).items())
         while len(self.kept) > _MOST:
             self._every *= 2
-            self.kept = {at: own for at, own in self.kept.items() if at % self._every == 0}
+            self.kept = {at: text for at, text in self.kept.items() if at % self._every == 0}
 
     def summarize(self, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Return the hash of each group, which ``compare`` needs of every rank."""
@@ -180,8 +180,8 @@ class RankAgreement:
                 tables = self._select_shared(tables)
             if any(other != tables[0] for other in tables):
                 name = "buffers" if group == _FREE_BUFFERS else group
-                for groups, own in zip(found, tables, strict=True):
-                    groups.setdefault(name, {}).update(own)
+                for groups, entries in zip(found, tables, strict=True):
+                    groups.setdefault(name, {}).update(entries)
         if any(found):
             kept = [dict(row) for row in self._gather([*self.kept.items()])]
             return compare_ranks(found, digests, find_first_step(kept))
@@ -189,11 +189,10 @@ class RankAgreement:
         return None
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the entries of buffers that must be equal.
-
-        Such a buffer changes on every rank. One that all ranks held alike in the last record, and
-        that only some ranks have changed since, differs by mistake.
-        """
+        """Return the entries of buffers that must be equal."""
+        # Nothing says whether a buffer is computed from a rank's own data. One that is changes on
+        # every rank. One that all ranks held alike in the last record, and that only some ranks
+        # have changed since, differs by mistake.
         before, self._agreed = self._agreed, {}
         if any(table.keys() != tables[0].keys() for table in tables):
             return [{} for _ in tables]
@@ -213,7 +212,7 @@ def find_first_step(kept: Sequence[Mapping[int, str]]) -> tuple[int | None, int]
     """
     before = None
     for step in sorted(set.intersection(*map(set, kept))):
-        if len({own[step] for own in kept}) > 1:
+        if len({hashes[step] for hashes in kept}) > 1:
             return before, step
         before = step
     return None
@@ -231,9 +230,10 @@ def compare_ranks(
     Returns:
         The error that names the rank that differs, and what differs on it, the same on all ranks.
     """
-    differing = [rank for rank, own in enumerate(groups) if own != groups[0]]
+    # The majority decides only where all others agree: of ranks that all differ, none is right.
+    differing = [rank for rank, held in enumerate(groups) if held != groups[0]]
     base = 0
-    if 1 < len(groups) - 1 == len(differing) and all(own == groups[1] for own in groups[2:]):
+    if 1 < len(groups) - 1 == len(differing) and all(held == groups[1] for held in groups[2:]):
         base, differing = 1, [0]
     rank = differing[0]
     one, other = (
@@ -256,7 +256,7 @@ def compare_ranks(
         f"{who} in {difference.where}: {count} of {total} {entries} differ, first {named}.",
         f"  {label} {expected}",
         f"  {f'rank {rank}:':<{len(label)}} {actual}",
-        *describe_groups(difference),
+        *difference.describe_kinds(),
     ]
     if steps is not None:
         equal = "" if steps[0] is None else f" They were still equal after step {steps[0]}."
@@ -266,7 +266,7 @@ def compare_ranks(
         "change to its weights, a learning rate that follows its own metric (log the metric with "
         "sync_dist=True), a module that is not synchronized, a failing device."
     )
-    return DriftError("\n".join(lines), **list_facts(difference), rank=rank, expected_rank=base)
+    return DriftError("\n".join(lines), **difference.facts, rank=rank, expected_rank=base)
 
 
 def _hash(parts: Iterable[object]) -> str:

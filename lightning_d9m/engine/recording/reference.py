@@ -20,7 +20,6 @@ from lightning_d9m.engine.ledger.format.records import Digests, Header, RunFacts
 from lightning_d9m.engine.ledger.keys import describe_record
 from lightning_d9m.engine.ledger.kinds import ENDS, EXCEPTION
 from lightning_d9m.engine.ledger.stack import same_logical_ranks
-from lightning_d9m.engine.recording.drift import describe_groups, list_facts
 from lightning_d9m.engine.recording.expected_records import ExpectedRecords
 from lightning_d9m.errors import DriftError, LedgerError, ReferenceRefusedError
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
@@ -72,6 +71,7 @@ class Reference:
         """
         self._refuse(header_differences(self.header, header)[0])
         self._varying_ops = list_varying_ops(self.header, header)
+        # The header first, since it names causes: a different seed explains all that follows.
         # With logical ranks, a reference of fewer processes has no file of this rank.
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, header.stack)
@@ -84,9 +84,11 @@ class Reference:
                 "nothing to compare this run with. Name the ledger of a run that trained."
             )
         self._refuse(run_refusals(first, facts))
-        states: Iterator[Digests] = (own for own in records if isinstance(own, Digests))
+        states: Iterator[Digests] = (record for record in records if isinstance(record, Digests))
         if resumed is not None:
-            states = dropwhile(lambda own: own.moment == "initial" or own.epoch < resumed, states)
+            states = dropwhile(
+                lambda record: record.moment == "initial" or record.epoch < resumed, states
+            )
         self._records = ExpectedRecords(states)
 
     def check(self, actual: Digests) -> Divergence | None:
@@ -106,6 +108,8 @@ class Reference:
             if difference is None:
                 self._agreed = describe_record(actual)
             return difference
+        # A reference may have trained for fewer epochs, or a run ends before it: then there is
+        # nothing to compare. One that has later records and not this one was recorded otherwise.
         following = self._records.next
         if not (following is None or _may_end(following, actual)):
             lacking, then = describe_record(actual), describe_record(following)
@@ -134,7 +138,7 @@ class Reference:
         )
         expected, actual = describe_pair(difference.expected, difference.actual)
         lines = [headline, f"  reference: {expected}", f"  this run:  {actual}"]
-        lines += describe_groups(difference)
+        lines += difference.describe_kinds()
         if difference.moment == "initial":
             lines.append(
                 "They differed before the first step, so no training caused it. Seed before the "
@@ -151,7 +155,7 @@ class Reference:
         else:
             lines.append(f"They last agreed in {self._agreed}, so the cause lies after it.")
         lines.append(f"Reference: {self._reader.path if self._reader else self._ledger.path}")
-        return DriftError("\n".join(lines), **list_facts(difference), rank=self.rank)
+        return DriftError("\n".join(lines), **difference.facts, rank=self.rank)
 
     def finish(self) -> str | None:
         """Return sentences about records that were not compared, and ops that may vary, if any."""

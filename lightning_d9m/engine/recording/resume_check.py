@@ -1,9 +1,4 @@
-"""The check of a resume: whether it continues the run that saved the checkpoint.
-
-No list of what a checkpoint must hold can be complete. This check needs none: a run that saves a
-checkpoint writes the digests of its state after the next steps to its ledger, and a run that
-resumes from the checkpoint compares its own, and all that the ledger has after that.
-"""
+"""The check of a resume: whether it continues the run that saved the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -21,7 +16,12 @@ from lightning_d9m.engine.recording.expected_records import ExpectedRecords
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import describe_names, pluralize
 
+# No list of what a checkpoint must hold can be complete. This check needs none: a run that saves a
+# checkpoint writes the digests of its state after the next steps to its ledger, and a run that
+# resumes from the checkpoint compares its own, and all that the ledger has after that.
+
 GENERATORS = "generators"
+# Enough to name what differs: the totals, of 16 bytes, decide whether something does.
 _ENTRY_BYTES = 4
 _NAMES = 3
 
@@ -33,7 +33,7 @@ def digest_step(epoch: int, step: int, groups: Groups) -> StepDigests:
         step=step,
         totals=Snapshot(groups).total(),
         entries={
-            group: b"".join(bytes.fromhex(own)[:_ENTRY_BYTES] for _, own in sorted(named.items()))
+            group: b"".join(bytes.fromhex(text)[:_ENTRY_BYTES] for _, text in sorted(named.items()))
             for group, named in groups.items()
         },
     )
@@ -112,13 +112,13 @@ class ResumeCheck:
         found: list[str] = []
         if isinstance(expected, StepDigests) and isinstance(actual, StepDigests):
             found = [
-                _describe(group, expected.entries.get(group, b""), own, [*sorted(groups[group])])
-                for group, own in actual.entries.items()
+                _describe(group, expected.entries.get(group, b""), there, [*sorted(groups[group])])
+                for group, there in actual.entries.items()
                 if expected.totals.get(group) != actual.totals[group]
             ]
         elif isinstance(expected, Digests) and isinstance(actual, Digests):
             # Logged numbers, such as measured times, may differ without an effect.
-            pair = (replace(own, scalars={}) for own in (expected, actual))
+            pair = (replace(record, scalars={}) for record in (expected, actual))
             if (difference := record_difference(*pair)) is not None:
                 found = [f"{kind} {n} of {of}" for kind, (n, of) in difference.by_kind.items()]
                 found[0] += f" ({describe_names(difference.names, difference.count)})"
@@ -162,7 +162,7 @@ def can_be_checked(position: Mapping[str, str] | None, rank: int) -> bool:
     """
     if position is None or not position["folder"]:
         return False
-    own = rank_path(Path(position["folder"]), rank)
-    check = ResumeCheck(own, position["folder"], position["check"])
+    file = rank_path(Path(position["folder"]), rank)
+    check = ResumeCheck(file, position["folder"], position["check"])
     check.close()
     return not check.problem

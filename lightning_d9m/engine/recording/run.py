@@ -26,8 +26,7 @@ from lightning_d9m.engine.control.seeding import digest_generators
 from lightning_d9m.engine.control.settings import (
     read_path,
     read_variable,
-    validate_choice,
-    validate_switch,
+    validate_choices,
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest, digest_value
@@ -118,11 +117,7 @@ class RunOptions(ProbeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "reference", read_path("reference", self.reference))
-        validate_choice("on_drift", self.on_drift, ("raise", "warn"))
-        allowed = ("raise", "warn", "ignore")
-        validate_choice("on_stack_difference", self.on_stack_difference, allowed)
-        validate_choice("on_inexact_resume", self.on_inexact_resume, ("raise", "warn"))
-        validate_switch("provable", self.provable)
+        validate_choices(self)
 
     def overridden(self, environment: Mapping[str, str]) -> "Self":
         """Return the options with the values of variables, which take precedence.
@@ -192,8 +187,10 @@ class Run:
         self._sources: Any = None  # the program as the run began
         self.probes = Probes()
 
+    # A callback is copied (by a tuner) and pickled (by a launcher that spawns). A copy has no open
+    # ledger: two processes must not write one file.
     def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
-        return Run, (self._given,)  # a copy has no open ledger
+        return Run, (self._given,)
 
     @property
     def is_open(self) -> bool:
@@ -307,31 +304,39 @@ class Run:
             header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
         self.folder = make_folder()
         self._header, self._used_options = header, options or self.options
-        if self._used_options.provable:  # loaded by runs that commit
-            self._commitment = import_module("lightning_d9m.engine.recording.commitment")
-            if ranks.rank == 0:  # which writes them
-                self._sources = self._commitment.find_sources()
         if not ranks.is_alone and replicated is not None:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
             self._agreement = RankAgreement(ranks.gather_json, replicated)
+        # From here on the hooks around optimizer steps leave the training to this run.
         self.open_runs.add(self)
         if Watched.watch is not None:
             Watched.watch.begin(self.folder, ranks.rank)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
+        # Before the probes hook the model: its backward pass is not one of the training.
         if control_is_on():
             settle_buckets(training.model if training.wrapped is None else training.wrapped)
-        used = self._used_options
-        if used.kinds and used.takes_rank(ranks.rank):
+        self._open_probes()
+        return parent is None
+
+    def _open_probes(self) -> None:
+        used, rank = self._used_options, self.ranks.rank
+        if used.kinds and used.takes_rank(rank):
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 
-            self.probes = BatchProbes(used, training, ranks.rank, self.append)
-        return parent is None
+            self.probes = BatchProbes(used, self._training, rank, self.append)
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"
         options = self._used_options
+        if options.provable:  # loaded by runs that commit
+            self._commitment = import_module("lightning_d9m.engine.recording.commitment")
+            # Rank 0 writes them. Its error, as of a file that cannot be read, is raised on all.
+            if header.rank == 0:
+                self._sources = self._commitment.find_sources()
+        # The header is written before the reference is opened: the ledger of a run that is refused
+        # says what was refused.
         self._writer = LedgerWriter(rank_path(self.folder, header.rank))
         self._writer.write(header)
         if parent is not None:
@@ -363,8 +368,8 @@ class Run:
         if os.environ.get(variable_of("resume")):
             return "d9m repeat compares the whole run"
         assert self.folder is not None, "begin() has made it"
-        own = rank_path(self.folder, header.rank)
-        self._check = ResumeCheck(own, parent.parent, parent.parent_check)
+        file = rank_path(self.folder, header.rank)
+        self._check = ResumeCheck(file, parent.parent, parent.parent_check)
         problem = self._check.problem
         if problem and header.rank == 0:
             _log.warning(
@@ -407,6 +412,8 @@ class Run:
             LedgerError: If the ledger cannot be written.
         """
         assert self._header is not None, "begin() comes first"
+        # The ledger is written before anything is raised, so that it has the record that differs,
+        # and the evaluations that wait are written also if the training ends here.
         digests = self._take(moment, epoch, step, scalars, verify)
         found: list[DriftError] = []
         try:
@@ -450,6 +457,7 @@ class Run:
     ) -> Digests:
         if Watched.watch is not None:
             Watched.watch.mark(moment, epoch, step)
+        # Probes of the batches before come first: readers rely on the order of a training.
         self.probes.save_state(StatePoint(epoch, step, moment))
         (self.probes if moment == "final" else self.probes.collector).close()
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
@@ -493,8 +501,8 @@ class Run:
             self.data = self._commitment.chain_batch(self.data, batch)
 
     def _commit(self) -> dict[str, str]:
-        own = self._commitment
-        return {} if own is None else own.hash_state(self._training, self.data)
+        commitment = self._commitment
+        return {} if commitment is None else commitment.hash_state(self._training, self.data)
 
     def _read(self, verify: Callable[[], None] | None = None, *, whole: bool = True) -> Snapshot:
         """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""
@@ -524,6 +532,8 @@ class Run:
 
     def _compare_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
         """Return the errors that all ranks raise, the same on every rank."""
+        # One gather for both comparisons. A rank that raised alone would leave the others in their
+        # next collective.
         if self.ranks.is_alone:
             return []
         agreement = self._agreement
@@ -590,7 +600,7 @@ class Run:
         assert self._header is not None, "the ledger is open"
         rank = self._header.rank
         # A checkpoint has those of rank 0; the others get them with DDP's next synchronization.
-        groups = {name: own for name, own in groups.items() if name != "buffers" or not rank}
+        groups = {name: named for name, named in groups.items() if name != "buffers" or not rank}
         # With logical ranks they depend on the last one that a process has computed.
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
@@ -627,6 +637,7 @@ class Run:
         """
         if self._writer is None or self._problem is not None:
             return
+        # Ranks do not wait for each other here, so a full disk on one must not end it alone.
         try:
             self._writer.write(record)
         except LedgerError as error:
@@ -655,6 +666,7 @@ class Run:
             writer, reference = self._writer, self._reference
             if self._check is not None:
                 self._check.close()
+            # Forgotten before the last record is written: if that fails, the run is closed anyway.
             self.open_runs.discard(self)
             self._forget()
             if writer is not None:
@@ -700,32 +712,32 @@ _ROUND = 32
 def complete_snapshot(snapshot: Snapshot, ranks: Ranks) -> None:
     """Add the digests of tensors that ranks share out; every rank calls this.
 
-    Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
-    the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
-    each rank, one after the other.
-
     Raises:
         DigestError: If a tensor has no digest, or its parts do not cover it.
     """
+    # Of a tensor that is divided along its first dimension, ranks gather the digests of chunks and
+    # the bytes of chunks that two of them share. A tensor that is divided otherwise is gathered on
+    # each rank, one after the other: its chunks lie on many ranks.
     if not (snapshot.shards or snapshot.owners or snapshot.scattered):
         return
     read = ranks.raise_on_all(lambda: [*read_shards(snapshot.shards.values())])
     # By group and name: the ranks that hold the tensor once, its header, its size and this rank's
     # parts; of a value that belongs to a tensor, its digest and None.
-    own: dict[tuple[str, str], tuple[Any, ...]] = {
+    parts_here: dict[tuple[str, str], tuple[Any, ...]] = {
         place: (shard.ranks, shard.header, shard.size, tuple(parts))
         for (place, shard), parts in zip(snapshot.shards.items(), read, strict=True)
     }
     for (group, name), shard in snapshot.owners.items():
-        own[group, name] = (shard.ranks, snapshot.groups[group][name], None, None)
+        parts_here[group, name] = (shard.ranks, snapshot.groups[group][name], None, None)
 
     def gather(value: object) -> list[Any]:
         return [decode_plain(row) for row in ranks.gather_bytes(encode_plain(value))]
 
     digests: dict[tuple[str, str], str] = {}
-    places = [*dict.fromkeys(place for names in gather([*own]) for place in names)]
+    # Ranks may have different names, and each must take part in every gather.
+    places = [*dict.fromkeys(place for names in gather([*parts_here]) for place in names)]
     for start in range(0, len(places), _ROUND):
-        rows = gather({p: own[p] for p in places[start : start + _ROUND] if p in own})
+        rows = gather({p: parts_here[p] for p in places[start : start + _ROUND] if p in parts_here})
         digests |= ranks.raise_on_all(lambda: _combine(rows, ranks.rank))  # noqa: B023 - called here
     for place, tensor in snapshot.scattered.items():
         with torch.no_grad():

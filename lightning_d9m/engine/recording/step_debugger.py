@@ -17,6 +17,7 @@ from typing import Any
 from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.errors import SettingError
+from lightning_d9m.program import PACKAGE_FOLDERS
 
 # The class of each, or the module; the package ipdb is a cover of the class of IPython.
 DEBUGGERS = {
@@ -24,7 +25,6 @@ DEBUGGERS = {
     "ipdb": "IPython.terminal.debugger:TerminalPdb",
     "debugpy": "debugpy",
 }
-_PACKAGES = {"site-packages", "dist-packages"}
 _ADDRESS = ("127.0.0.1", 5678)
 
 
@@ -69,7 +69,8 @@ class StepDebugger:
 
         A process of ``d9m compare`` does it, because the comparison is not part of a training.
         """
-        ranks.raise_on_all(lambda: None)  # the files of all ranks are complete up to here
+        # Each rank has written its file up to here when the others get past this.
+        ranks.raise_on_all(lambda: None)
         equal = True
         if ranks.rank == 0:
             compare = (sys.executable, "-m", "lightning_d9m", "compare")
@@ -97,7 +98,7 @@ class StepDebugger:
 
     def stop_in(self, frame: FrameType, leave: Callable[[], None]) -> None:
         """Stop at the next line of a frame, or of the program's that called a library's."""
-        while frame.f_back is not None and _PACKAGES & {*Path(frame.f_code.co_filename).parts}:
+        while frame.f_back and PACKAGE_FOLDERS & {*Path(frame.f_code.co_filename).parts}:
             frame = frame.f_back
         if self.name == "debugpy":
             self._wait_for_client()
@@ -106,6 +107,7 @@ class StepDebugger:
 
     def _make(self, leave: Callable[[], None]) -> Any:
         """Return a debugger; an exception that it raised to quit could be caught by the program."""
+        # `set_quit` is what both q and the end of the input call.
         kind = type("Debugger", (self._kind,), {"set_quit": lambda _: leave()})
         # So that the first line that it shows is the user's.
         return kind(skip=["lightning_d9m.*"])

@@ -38,7 +38,7 @@ from lightning_d9m.engine.control.settings import (
     read_path,
     read_settings,
     reject_unknown_variables,
-    validate_switch,
+    validate_choice,
     variable_of,
 )
 from lightning_d9m.engine.ledger.format.records import End
@@ -169,7 +169,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         note_seeds()
         super().__init__()
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
-        validate_switch("summary", summary)
+        validate_choice("summary", summary, (True, False))
         self._given = select_given(arguments)
         names = [field.name for field in fields(RunOptions) if field.name in arguments]
         options = RunOptions(**{name: arguments[name] for name in names})

@@ -221,24 +221,13 @@ def check_checkpoint(checkpoint: Any, path: Any) -> bool:
         return False
     rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
     saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
-    if damage := check_manifest(saved, manifest):
-        changed, added = (
-            describe_names(names[:8], len(names)) for names in (damage.changed, damage.added)
-        )
-        count = len(damage.changed)
-        differ = "1 tensor differs" if count == 1 else f"{count} tensors differ"
-        parts = {
-            f"{differ} from what was saved: {changed}": changed,
-            f"{damage.missing} of the saved tensors are missing": damage.missing,
-            f"it holds tensors that were not saved: {added}": added,
-            "numbers or strings in it differ from those that were saved": damage.values,
-        }
-        listed = "; ".join(text for text, found in parts.items() if found)
+    problems, changed = check_manifest(saved, manifest)
+    if problems:
         raise CheckpointError(
-            f"The checkpoint {path} is damaged: {listed}. Take another copy of it, or an "
-            "earlier checkpoint. If you edited it, also delete "
+            f"The checkpoint {path} is damaged: {'; '.join(problems)}. Take another copy of it, or "
+            "an earlier checkpoint. If you edited it, also delete "
             f'checkpoint["{CALLBACKS}"]["{KEY}"]["{MANIFEST_KEY}"]: it is then loaded unchecked.',
-            names=damage.changed,
+            names=changed,
         )
     return True
 

@@ -4,10 +4,6 @@ Each line is a record whose last field is ``"check"``, the chain hash: BLAKE2b w
 chain hash of the previous line (16 zeros before the first) and the bytes of this line that precede
 ``,"check":``. The chain finds accidents and naive edits: a record that was changed, removed, added
 or moved. It is not a signature: anyone can recompute it.
-
-The second record of a resumed run's ledger names the folder that it continues. ``LineageReader``
-follows these records back and yields each record once, as the uninterrupted run would have written
-it.
 """
 
 import os
@@ -49,6 +45,7 @@ from lightning_d9m.errors import LedgerError, file_errors
 from lightning_d9m.text import quote
 from lightning_d9m.version import __version__
 
+# The first bytes tell a ledger from any other file before JSON of unknown size is parsed.
 _HEADER = b'{"kind":"header",'
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
 
@@ -126,7 +123,7 @@ class RankReader(AbstractContextManager["RankReader"]):
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header, without probes."""
-        return (own for own in self.records(lines_only=True) if not isinstance(own, Batch))
+        return (record for record in self.records(lines_only=True) if not isinstance(record, Batch))
 
     def close(self) -> None:
         """Close the file."""
@@ -141,6 +138,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         If the file has grown since, another call yields what follows.
         """
         record: Record | None = None
+        # With a limit, because a line of a file of zeros or of another format may have any length.
         for line in iter(partial(self._stream.readline, MAX_LINE + 1), b""):
             if not line.endswith(b"\n"):
                 if len(line) > MAX_LINE:
@@ -149,6 +147,7 @@ class RankReader(AbstractContextManager["RankReader"]):
                         "most that a record may have. The file was not written by lightning_d9m, "
                         "or was edited."
                     )
+                # A command may read while the run writes: the next call begins with this line.
                 self.truncated = True
                 self._stream.seek(-len(line), os.SEEK_CUR)
                 break
@@ -191,6 +190,8 @@ class RankReader(AbstractContextManager["RankReader"]):
                 f"{self.path} ends within its first record: the run was killed while it wrote it. "
                 "Record the run again."
             )
+        # The schema is read before the record: this version need not know another field of the
+        # header of another one, and should say which version is needed.
         body = line[:-_TAIL] + b"}"
         try:
             origin = decode(body, type=_Origin)
@@ -207,6 +208,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         except FieldError as error:
             raise self._not_a_ledger(f"has a first record whose {error}") from error
         assert isinstance(header, Header), "told by the first bytes"
+        # Last, so that a file of another version is not called edited.
         self._verify(line)
         return header
 
@@ -227,6 +229,7 @@ class RankReader(AbstractContextManager["RankReader"]):
 def _open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; refuse a pipe or a device, which might never end."""
     with file_errors(LedgerError, f"{path} cannot be read"):
+        # Before it is opened: opening a pipe that nobody writes to waits indefinitely.
         if stat.S_ISREG(path.stat().st_mode):
             return path.open("rb", buffering=2**20)
     raise LedgerError(
@@ -260,8 +263,11 @@ class Break:
 class LineageReader(RankReader):
     """Streams the file of a run after those of the runs that it continues, if it was resumed.
 
-    The header, ``complete`` and ``line`` are those of the last file.
+    It yields each record once, as the uninterrupted run would have written it. The header,
+    ``complete`` and ``line`` are those of the last file.
     """
+
+    # The second record of a resumed run's file names the folder that it continues.
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -312,6 +318,7 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
     """Return the continued files with the records that continue them, oldest first; the breaks."""
     parts: list[tuple[Path, Resume]] = []
     breaks: list[Break] = []
+    # By inode, because one file has many paths, and a chain of edited records may be a circle.
     seen: set[tuple[int, int]] = set()
     while (record := read_resume(path)) is not None:
         found = find_parent(path, record.parent)
@@ -352,6 +359,8 @@ def find_parent(path: Path, parent: str) -> Path | None:
     folder = path.parent
     # With logical ranks, the continued run may have had fewer processes.
     names = dict.fromkeys((path.name, "rank-0.jsonl"))
+    # The name is relative to the folder where that is possible, so that both can be moved together.
+    # Where it is not, the folder of the same name beside this one is tried.
     places = (folder / parent, folder.parent / Path(parent).name)
     for file in (place / name for place in places for name in names):
         with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
@@ -364,8 +373,11 @@ def _counts(record: Record | Batch, reader: RankReader, resume: Resume) -> bool:
     """Return whether the run that continues a file does not repeat a record of it."""
     if isinstance(record, End) or getattr(record, "moment", "") in ENDS:
         return False  # the resumed run has not reached the end of a run
+    # What stands before the mark was written when the checkpoint was saved. A layout counts after
+    # it, too, because a record of probes that counts may refer to it.
     if not 0 < reader.marked < reader.line or isinstance(record, ProbeLayout):
         return True
     if isinstance(record, Digests) and record.moment != "epoch":
         return False
+    # An epoch may be recorded after the checkpoint that its end has saved.
     return getattr(record, "epoch", resume.epoch) < resume.epoch

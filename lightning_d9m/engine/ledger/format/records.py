@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from math import isfinite
-from typing import Annotated, Any, ClassVar, TypeAlias, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from msgspec import Meta, MsgspecError, Struct, convert, field, structs, to_builtins
 from msgspec.json import Decoder, Encoder
@@ -22,8 +22,10 @@ from lightning_d9m.errors import DriftError
 from lightning_d9m.text import quote
 
 SCHEMA = 1
+# The limits bound the memory that a file of a stranger can make a reader take.
 MAX_RANKS = 65_536
 MAX_NAME = 4096
+# Readers in other languages have integers of 64 bits.
 MAX_WHOLE = 2**63 - 1
 # The most places of one layout, so that a record of probes has at most 256 KiB of digests.
 MAX_LAYOUT_PLACES = 16_384
@@ -39,29 +41,16 @@ Json: TypeAlias = Any
 # Kind, name, call: the place of a value within a batch.
 ProbeKey: TypeAlias = tuple[str, str, int]
 
-# Each description is what docs/ledger-fields.md says of the values.
-_text = Meta(max_length=MAX_NAME, description=f"a text of at most {MAX_NAME} characters")
-_short = Meta(max_length=MAX_NAME)
-_whole = Meta(ge=0, le=MAX_WHOLE, description="a whole number from 0 to 2^63 - 1")
-
 
 def _sized(digits: int) -> Meta:
     """Require a length: a pattern for each of a thousand texts takes twice as long as reading."""
-    return Meta(min_length=digits, max_length=digits)
+    return Meta(min_length=digits, max_length=digits, description=f"{digits} hex digits")
 
 
-def _describe(description: str) -> Meta:
-    return Meta(description=description)
-
-
-def _bounded(low: int, high: int) -> Meta:
-    return Meta(ge=low, le=high, description=f"a whole number from {low} to {high}")
-
-
-Text: TypeAlias = Annotated[str, _text]
-Name: TypeAlias = Annotated[str, _short]
-Whole: TypeAlias = Annotated[int, _whole]
-WholeOrNone: TypeAlias = Annotated[Whole | None, _describe(f"{_whole.description}, or null")]
+# docs/ledger-fields.md names the values of a field by its type, or by its description.
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+Whole: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANKS - 1)]
 Digest: TypeAlias = Annotated[
     str,
     Meta(
@@ -69,25 +58,11 @@ Digest: TypeAlias = Annotated[
         description=f"{DIGEST_DIGITS} lowercase hex digits",
     ),
 ]
-DigestOrNone: TypeAlias = Annotated[
-    Digest | None, _describe(f"{DIGEST_DIGITS} lowercase hex digits, or null")
-]
-HexFloats: TypeAlias = Annotated[
-    Mapping[Name, Name], _describe("an object of texts that float.hex() gives")
-]
-Digests32: TypeAlias = Mapping[Name, Annotated[str, _sized(DIGEST_DIGITS)]]
-Hashes: TypeAlias = Annotated[
-    Mapping[Name, Annotated[str, _sized(64)]],
-    _describe("an object of hashes of 64 hex digits"),
-]
-Scalars: TypeAlias = Annotated[
-    Mapping[Name, Name | int | float | bool | None],
-    _describe("an object of short texts, finite numbers, booleans and nulls"),
-]
-Place: TypeAlias = Annotated[
-    tuple[Name, Name, Whole],
-    _describe(f"[kind, name, call], texts of at most {MAX_NAME} characters and a number"),
-]
+HexFloat: TypeAlias = Annotated[Text, Meta(description="a text that float.hex() gives")]
+Digests32: TypeAlias = Mapping[Text, Annotated[str, _sized(DIGEST_DIGITS)]]
+Hashes: TypeAlias = Mapping[Text, Annotated[str, _sized(64)]]
+Scalars: TypeAlias = Mapping[Text, Text | int | float | bool | None]
+Place: TypeAlias = tuple[Text, Text, Whole]
 
 
 _UNCOMPARED = "uncompared"
@@ -98,6 +73,8 @@ def _uncompared(why: str) -> Meta:
     return Meta(extra={_UNCOMPARED: why})
 
 
+# At the field, so that a new one is compared unless its author says why not, and the page of fields
+# and every comparison follow.
 _NEVER = _uncompared("never compared")
 # Counterparts are equal in these.
 _PAIRS = _uncompared("pairs records")
@@ -133,16 +110,20 @@ class RecordPart(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a record. Fields are written in the order of the class.
 
     Attributes:
-        cut: Fields whose texts are cut to ``MAX_NAME`` characters.
+        cut: Fields whose text, or each of whose texts, is cut to ``MAX_NAME`` characters.
     """
 
     cut: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        # Cut here and not refused: an error's message may have any length, and the record that ends
+        # a ledger must be written.
         for name in self.cut:
-            text = getattr(self, name)
-            if text is not None:
-                structs.force_setattr(self, name, text[:MAX_NAME])
+            value = getattr(self, name)
+            shorter = value and value[:MAX_NAME]
+            if isinstance(value, tuple):
+                shorter = tuple(text[:MAX_NAME] for text in value)
+            structs.force_setattr(self, name, shorter)
 
 
 class Entry(RecordPart, frozen=True, tag_field="kind", omit_defaults=True):
@@ -151,10 +132,11 @@ class Entry(RecordPart, frozen=True, tag_field="kind", omit_defaults=True):
     @property
     def kind(self) -> str:
         """The name with which the record begins."""
-        return kind_of(type(self))
+        return str(self.__struct_config__.tag)
 
     def as_record(self) -> dict[str, Json]:
         """Return what is written, JSON values by name."""
+        # Lists, as JSON gives them back: a tuple would differ from what a reader returns.
         plain: dict[str, Json] = to_builtins(self, builtin_types=(bytes,), enc_hook=_to_plain)
         return {
             name: [*value] if isinstance(value, tuple) else value for name, value in plain.items()
@@ -164,26 +146,17 @@ class Entry(RecordPart, frozen=True, tag_field="kind", omit_defaults=True):
 @cache
 def find_uncompared(entry: type[RecordPart]) -> Mapping[str, str]:
     """Return the fields of a record that the comparison of two ledgers leaves out, and why."""
-    metas = {
-        part.name: [meta.extra or {} for meta in get_args(part.type) if isinstance(meta, Meta)]
-        for part in structs.fields(entry)
-    }
     return {
-        name: extra[_UNCOMPARED]
-        for name, extras in metas.items()
-        for extra in extras
-        if _UNCOMPARED in extra
+        part.name: meta.extra[_UNCOMPARED]
+        for part in structs.fields(entry)
+        for meta in get_args(part.type)
+        if isinstance(meta, Meta) and meta.extra
     }
 
 
 def list_compared(entry: type[RecordPart]) -> list[str]:
     """Return the fields of a record that are compared, in order."""
     return [name for name in entry.__struct_fields__ if name not in find_uncompared(entry)]
-
-
-def kind_of(entry: type[Entry]) -> str:
-    """Return the kind of the records of a class."""
-    return str(entry.__struct_config__.tag)
 
 
 def _to_plain(value: object) -> Json:
@@ -213,12 +186,11 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
         stack: Everything that bit-exactness may depend on, flat; see ``ledger.stack``.
     """
 
-    schema: Annotated[
-        int, Meta(ge=1, le=MAX_WHOLE, description="a whole number from 1 to 2^63 - 1"), _PAIRS
-    ] = field(default_factory=lambda: SCHEMA)  # unlike another default, always written
+    # A default that a factory makes is always written, unlike one that is a value.
+    schema: Annotated[Whole, _PAIRS] = field(default_factory=lambda: SCHEMA)
     package: Annotated[Text, _NEVER]
-    rank: Annotated[int, _bounded(0, MAX_RANKS - 1), _PAIRS]
-    world_size: Annotated[int, _bounded(1, MAX_RANKS)]
+    rank: Annotated[Rank, _PAIRS]
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     fit: Whole
     seed: Whole
     created: Annotated[Text, _NEVER]
@@ -226,6 +198,7 @@ class Header(Entry, frozen=True, tag="header", kw_only=True):
     settings: Scalars
     stack: Scalars
 
+    # msgspec reports a `ValueError` of `__post_init__` as an error of its decoder.
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
@@ -241,9 +214,9 @@ class LoaderFacts(RecordPart, frozen=True):
         batches: Number of batches in an epoch.
     """
 
-    samples: WholeOrNone
-    batch_size: WholeOrNone
-    batches: WholeOrNone
+    samples: Whole | None
+    batch_size: Whole | None
+    batches: Whole | None
 
 
 class RunFacts(Entry, frozen=True, tag="run", kw_only=True):
@@ -258,7 +231,7 @@ class RunFacts(Entry, frozen=True, tag="run", kw_only=True):
 
     model: Text
     parameters: Whole
-    train: Annotated[tuple[LoaderFacts, ...], _describe("a list of LoaderFacts")]
+    train: tuple[LoaderFacts, ...]
     trainer: Scalars = {}
 
     def __post_init__(self) -> None:
@@ -282,10 +255,10 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
     moment: Annotated[Text, _PAIRS]
     epoch: Annotated[Whole, _PAIRS]
     step: Whole
-    totals: Annotated[Digests32, _describe(f"an object of digests of {DIGEST_DIGITS} hex digits")]
-    groups: Annotated[Mapping[Name, Digests32], _describe("an object of objects of digests")]
-    loss: Annotated[Name | None, _describe("a text that float.hex() gives, or null")] = None
-    scalars: HexFloats = {}
+    totals: Digests32
+    groups: Mapping[Text, Digests32]
+    loss: HexFloat | None = None
+    scalars: Mapping[Text, HexFloat] = {}
 
     def list_values(self) -> dict[str, float]:
         """Return the loss, if there was one, and the logged scalars."""
@@ -293,6 +266,8 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         return {name: float.fromhex(text) for name, text in written.items()}
 
     def __post_init__(self) -> None:
+        # The schema checks only the lengths. One pattern over all digits of a record is faster than
+        # one for each of 100,000 digests, and names the field just as well.
         for name, tables in (("totals", [self.totals]), ("groups", [*self.groups.values()])):
             digits = "".join(text for table in tables for text in table.values())
             if not re.fullmatch("[0-9a-f]*", digits):
@@ -322,8 +297,8 @@ class Evaluation(Entry, frozen=True, tag="evaluation", kw_only=True):
     batches: Whole
     outputs: Digest
     undigested: Whole = 0
-    problem: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
-    scalars: HexFloats = {}
+    problem: Text | None = None
+    scalars: Mapping[Text, HexFloat] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -348,8 +323,8 @@ class ReplayDrift(Entry, frozen=True, tag="replay", kw_only=True):
     step: Whole
     batch: Whole
     place: Place
-    expected: DigestOrNone
-    actual: DigestOrNone
+    expected: Digest | None
+    actual: Digest | None
     count: Whole
     total: Whole
 
@@ -370,7 +345,7 @@ class RankDrift(RecordPart, frozen=True, kw_only=True):
     moment: Text
     epoch: Whole
     step: Whole
-    rank: Annotated[int, _bounded(0, MAX_RANKS)]
+    rank: Rank
     group: Text
     name: Text
 
@@ -386,16 +361,10 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
     """
 
     cut: ClassVar[tuple[str, ...]] = ("error", "reason")
-    status: Annotated[
-        str,
-        Meta(
-            pattern=r"\A(?:finished|failed|stopped)\Z",
-            description="'finished', 'failed' or 'stopped'",
-        ),
-    ]
-    error: Annotated[Name | None, _describe(f"{_text.description}, or null"), _NEVER] = None
-    drift: Annotated[RankDrift | None, _describe("an object: RankDrift"), _NEVER] = None
-    reason: Annotated[Name | None, _describe(f"{_text.description}, or null"), _NEVER] = None
+    status: Literal["finished", "failed", "stopped"]
+    error: Annotated[Text | None, _NEVER] = None
+    drift: Annotated[RankDrift | None, _NEVER] = None
+    reason: Annotated[Text | None, _NEVER] = None
 
     @classmethod
     def failed(cls, error: BaseException) -> "End":
@@ -422,15 +391,8 @@ class ProbeLayout(Entry, frozen=True, tag="layout"):
             occurred before within the batch.
     """
 
-    id: Annotated[int, _bounded(0, MAX_LAYOUTS - 1)]
-    places: Annotated[
-        tuple[Place, ...],
-        Meta(
-            min_length=1,
-            max_length=MAX_LAYOUT_PLACES,
-            description=f"a list of 1 to {MAX_LAYOUT_PLACES} places",
-        ),
-    ]
+    id: Annotated[int, Meta(ge=0, le=MAX_LAYOUTS - 1)]
+    places: Annotated[tuple[Place, ...], Meta(min_length=1, max_length=MAX_LAYOUT_PLACES)]
 
     def __post_init__(self) -> None:
         if len(set(self.places)) < len(self.places):
@@ -452,13 +414,7 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
     step: Whole
     batch: Whole
     layout: Whole
-    digests: Annotated[
-        bytes,
-        Meta(
-            min_length=DIGEST_BYTES,
-            description=f"base64 of {DIGEST_BYTES} bytes for each place",
-        ),
-    ]
+    digests: Annotated[bytes, Meta(min_length=DIGEST_BYTES)]
 
     def check_places(self, places: int) -> None:
         """Raise a ``FieldError`` unless the digests fit the number of places of the layout."""
@@ -487,8 +443,8 @@ class StepDigests(Entry, frozen=True, tag="step", kw_only=True):
 
     epoch: Annotated[Whole, _PAIRS]
     step: Annotated[Whole, _PAIRS]
-    totals: Annotated[Digests32, _describe(f"an object of digests of {DIGEST_DIGITS} hex digits")]
-    entries: Annotated[Mapping[Name, bytes], _describe("an object of base64 texts"), _NEVER]
+    totals: Digests32
+    entries: Annotated[Mapping[Text, bytes], _NEVER]
 
 
 class Checkpoint(Entry, frozen=True, tag="checkpoint", kw_only=True):
@@ -526,8 +482,8 @@ class Sources(Entry, frozen=True, tag="sources", kw_only=True):
 
     program: Hashes
     named: Hashes
-    packages: Annotated[Mapping[Name, Name], _describe("an object of texts")]
-    used: Annotated[tuple[Name, ...], _describe("a list of short texts")]
+    packages: Mapping[Text, Text]
+    used: tuple[Text, ...]
 
 
 class Resume(Entry, frozen=True, tag="resume", kw_only=True):
@@ -544,7 +500,7 @@ class Resume(Entry, frozen=True, tag="resume", kw_only=True):
             checkpoint in the run that saved it; null if they are compared.
     """
 
-    cut: ClassVar[tuple[str, ...]] = ("unchecked",)
+    cut: ClassVar[tuple[str, ...]] = ("inexact", "unchecked")
     parent: Text
     parent_check: Annotated[
         str,
@@ -556,12 +512,8 @@ class Resume(Entry, frozen=True, tag="resume", kw_only=True):
     epoch: Whole
     step: Whole
     batch: Whole
-    inexact: Annotated[tuple[Name, ...], _describe("a list of short texts")] = ()
-    unchecked: Annotated[Name | None, _describe(f"{_text.description}, or null")] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        structs.force_setattr(self, "inexact", tuple(text[:MAX_NAME] for text in self.inexact))
+    inexact: tuple[Text, ...] = ()
+    unchecked: Text | None = None
 
 
 Record: TypeAlias = (
@@ -578,7 +530,6 @@ Record: TypeAlias = (
     | Resume
     | End
 )
-RECORD_TYPES: dict[str, type[Entry]] = {kind_of(entry): entry for entry in get_args(Record)}
 CHAIN_START = b"0" * 16
 
 
@@ -611,12 +562,15 @@ class Batch:
         return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]
 
 
+# Made once: msgspec compiles the schema of all classes for each decoder.
 _encode = Encoder(enc_hook=_to_plain).encode
 _decode = Decoder(Record).decode
 
 
 def chain_record(body: bytes, previous: bytes) -> tuple[bytes, bytes]:
     """Return (line, chain hash) of a record's JSON, given the chain hash before it."""
+    # The hash covers the bytes of the line and not its values, so a reader need not write JSON as
+    # this encoder does to verify a file. It stands last, where it can be cut off by its length.
     head = body[:-1]
     chain_hash = blake2b(previous + head, digest_size=8).hexdigest().encode()
     return b'%b,"check":"%b"}\n' % (head, chain_hash), chain_hash
@@ -632,6 +586,8 @@ def encode_record(record: Record) -> bytes:
         body = _encode(record)
     except (TypeError, UnicodeEncodeError) as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
+    # msgspec checks types only when it decodes. A line that readers refuse would make the rest of
+    # the file unreadable, so it is refused here.
     decode_record(body)
     return body
 
@@ -662,6 +618,7 @@ def parse_record(fields: Mapping[str, Json]) -> Record:
 
 
 def _field_error(error: Exception) -> FieldError:
+    # msgspec has the path only in its message: "Expected `int`, got `str` - at `$.stack[...]`".
     problem, _, path = str(error).partition(" - at ")
     name = path.replace("`", "").removeprefix("key in ").removeprefix("$").removeprefix(".")
     return FieldError(name or "record", f"does not fit: {problem}")

@@ -44,6 +44,9 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self._layouts: dict[int, int] = {}  # the number of places of each
         # The bytes and the last check of all whole records, and those with the one under way.
         self._written = self._begun = (0, CHAIN_START)
+        # O_EXCL: a run never continues a file. O_APPEND: the kernel writes at the end, even if
+        # another program has changed the file. O_CLOEXEC: a program that this one starts, such as
+        # a loader's worker, does not keep the file open.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         with file_errors(LedgerError, f"The ledger {path} cannot be made"):
             self._file = os.open(path, flags, 0o666)
@@ -66,6 +69,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(self._failure)
         if self._closed:
             raise LedgerError(f"The ledger {self.path} is closed; no record can be added.")
+        # Two processes that append would break the chain, each for the other.
         if os.getpid() != self._process:
             raise LedgerError(
                 f"The ledger {self.path} belongs to process {self._process}; this process "
@@ -85,6 +89,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         if isinstance(typed, ProbeLayout):
             # Before it is written: an interruption may come between the two.
             self._layouts[typed.id] = len(typed.places)
+        # The record before may have been interrupted (Ctrl-C within `os.write`), so it is looked at
+        # only now. A handler cannot know how much the kernel had taken.
         try:
             self._resolve()
             self._append(body)
@@ -119,6 +125,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
     def _resolve(self) -> None:
         """Find out whether an append that was interrupted was completed; undo a part of it."""
         status = os.fstat(self._file)
+        # On Linux a deleted file can still be written, and nobody would find the ledger.
         if status.st_nlink == 0:
             raise OSError("the file was deleted while the run wrote it")
         if status.st_size == self._begun[0]:
