@@ -18,13 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.integrations.strategies.sums.accumulation import (
-    add_wide,
-    is_half,
-    split_in_chunks,
-)
+from lightning_d9m.integrations.strategies.sums.accumulation import add_wide, is_half
 from lightning_d9m.integrations.strategies.sums.shared_memory import (
-    SLOT_BYTES,
     SharedMemory,
     open_shared_memory,
 )
@@ -47,25 +42,16 @@ class RootExchange:
         process: This process.
         group: The process group of torch.distributed whose ranks are the processes; None is the
             default group. One process needs none.
-        message_bytes: Size of what each process sends to another at once.
-        shares_memory: Whether processes on one host share memory.
 
     Attributes:
-        message_bytes: The argument.
         roots: The nodes of every process, whose values it sends.
         bytes_sent: The bytes that this process has sent so far, or written to shared memory.
+        memory: What all processes share; None before the first sum, and unless on one host.
+        opens_memory: Whether the next sum tries to open that memory.
         flushes: Whether additions of this thread return zero for subnormal numbers.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        process: int,
-        group: Any = None,
-        *,
-        message_bytes: int = MESSAGE_BYTES,
-        shares_memory: bool = True,
-    ) -> None:
+    def __init__(self, blocks: Blocks, process: int, group: Any = None) -> None:
         self.blocks = blocks
         self.process = process
         leaves = blocks.logical_ranks
@@ -73,9 +59,6 @@ class RootExchange:
         stops = [stop for nodes in self.roots for _, stop in nodes]
         self._merges = count_merges(0, stops, leaves)
         self.bytes_sent = 0
-        self.message_bytes = message_bytes
-        self._shares_memory = shares_memory
-        self._memory: SharedMemory | None = None
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -84,7 +67,8 @@ class RootExchange:
             assert place == (blocks.processes, process), "it is not a group of all processes"
         # Processes must agree on this flag of the processor, which changes bits.
         self.flushes = torch.tensor([2.0**-149], device="cpu").add(0.0).item() == 0.0
-        self.close()
+        self.memory: SharedMemory | None = None
+        self.opens_memory = True
 
     @property
     def sends_leaves(self) -> bool:
@@ -107,26 +91,17 @@ class RootExchange:
         if self.blocks.processes > 1 and result.device.type != "cpu":
             kind = AllToAllSum
         elif self.blocks.processes > 1:
+            if self.opens_memory:
+                self.opens_memory = False
+                self.memory = open_shared_memory(self.process, self.blocks.processes, self.group)
             kind = MessageSum if self.memory is None else SharedSum
         return kind(self, roots, result, divisor)
 
     def close(self) -> None:
         """Forget the sums that were started, when Gloo does not use their memory any more."""
-        if self._memory is not None:
-            self._memory.disconnect()
-            self._memory = None
-        self._is_asked = not self._shares_memory  # whether the processes have tried
-
-    @property
-    def memory(self) -> SharedMemory | None:
-        """The memory that all processes share; None unless they are on one host."""
-        if not self._is_asked:
-            self._is_asked = True
-            slot_bytes = min(self.message_bytes, SLOT_BYTES)
-            self._memory = open_shared_memory(
-                self.process, self.blocks.processes, self.group, slot_bytes
-            )
-        return self._memory
+        if self.memory is not None:
+            self.memory.disconnect()
+        self.memory, self.opens_memory = None, True
 
     def chunks(self, length: int, most: int) -> list[slice]:
         """Return parts of a sum, of nearly equal size and of at most so many elements."""
@@ -150,16 +125,15 @@ class RootExchange:
 
     def fold(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' roots to the result; the roots are scratch."""
-        for *parts, out in zip(*map(split_in_chunks, (*values, result)), strict=True):
-            held: list[Tensor] = []
-            for place, (value, merges) in enumerate(zip(parts, self._merges, strict=True), 1):
-                total = value
-                for left in range(merges, 0, -1):
-                    is_last = place == len(parts) and left == 1
-                    total = add_wide(held.pop(), total, out if is_last else None)
-                held.append(total)
-            (total,) = held
-            end_sum(total.float() if is_half(total) else total, divisor, out)
+        held: list[Tensor] = []
+        for place, (value, merges) in enumerate(zip(values, self._merges, strict=True), 1):
+            total = value
+            for left in range(merges, 0, -1):
+                is_last = place == len(values) and left == 1
+                total = add_wide(held.pop(), total, result if is_last else None)
+            held.append(total)
+        (total,) = held
+        end_sum(total.float() if is_half(total) else total, divisor, result)
 
 
 def end_sum(total: Tensor, divisor: int, result: Tensor | None = None) -> None:
@@ -219,7 +193,7 @@ class MessageSum(LocalSum):
     def __post_init__(self) -> None:
         self._works: list[Any] = []
         exchange, result = self.exchange, self.result
-        most = exchange.message_bytes * exchange.blocks.processes // result.element_size()
+        most = MESSAGE_BYTES * exchange.blocks.processes // result.element_size()
         shards = map(exchange.shards, exchange.chunks(len(result), most))
         self._chunks = [(each, *self._start(each)) for each in shards]
 

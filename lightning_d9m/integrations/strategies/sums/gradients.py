@@ -6,7 +6,6 @@ They lie in buckets. The order, size, dtype and device of the parameters decide 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from operator import eq
 from typing import Any, Literal, NoReturn, cast
@@ -23,7 +22,6 @@ from lightning_d9m.integrations.strategies.sums.accumulation import Part, as_rea
 from lightning_d9m.integrations.strategies.sums.exchange import (
     LocalSum,
     RootExchange,
-    end_sum,
     round_up,
 )
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
@@ -92,7 +90,7 @@ class _LargePart(Part):
     def __init__(self, slot: _Slot) -> None:
         bucket, parameter = slot.bucket, slot.parameter
         roots = [_view_like(root, slot.start, parameter) for root in bucket.roots]
-        super().__init__([as_real(root) for root in roots], bucket.end)
+        super().__init__([as_real(root) for root in roots])
         self._slot = slot
 
     def take(self) -> Tensor | None:
@@ -111,7 +109,7 @@ class _SmallPart(Part):
     """The small gradients of a bucket and the flags of all, packed in one call after the large."""
 
     def __init__(self, bucket: "_Bucket", slots: Sequence[_Slot], start: int, step: int) -> None:
-        super().__init__([as_real(root[start:]).view(-1) for root in bucket.roots], bucket.end)
+        super().__init__([as_real(root[start:]).view(-1) for root in bucket.roots])
         self._bucket, self._slots = bucket, slots
         # An empty gradient has no address.
         views = [slot.view for slot in slots]
@@ -167,14 +165,13 @@ class _Bucket:
         flat: The buffer, which receives the result.
         roots: The buffers of the roots.
         options: The rules of the sum.
-        end: Ends the sum of each part while it is in the cache, in a single process.
         slots: One slot per parameter, those of large ones first.
         parts: What adds the gradients: one for each large one, and one for all else.
         fired: Positions of the slots whose gradients have arrived.
         missing: Positions of the large gradients that the next logical rank lacks.
         lacking: Positions of the gradients that all logical ranks of this process have lacked so
             far; None before the first.
-        is_launched: Whether the exchange of this step has started.
+        pending: The exchange of this step, once it has started.
     """
 
     def __init__(
@@ -204,8 +201,7 @@ class _Bucket:
         self.fired: set[int] = set()
         self.missing: set[int] = set()
         self.lacking: set[int] | None = None
-        self.is_launched = False
-        self._pending: LocalSum | None = None
+        self.pending: LocalSum | None = None
 
     def _make_roots(self) -> None:
         exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
@@ -219,21 +215,12 @@ class _Bucket:
         if dtype is flat.dtype:
             self.roots[-1] = flat
         self._result = self.roots[-1] if is_rounded else flat
-        self._is_alone = exchange.blocks.processes == 1 and self.roots[-1] is flat
-        self.end = partial(end_sum, divisor=self.options.divisor) if self._is_alone else None
 
     def start(self) -> None:
         """Start the exchange of the packed roots."""
-        self.is_launched = True
-        if not self._is_alone:
-            roots = [as_real(root).view(-1) for root in self.roots]
-            result = as_real(self._result).view(-1)
-            self._pending = self._exchange.start(roots, result, self.options.divisor)
-
-    def fold(self) -> None:
-        """Sum what other processes wait for."""
-        if self._pending is not None:
-            self._pending.fold()
+        roots = [as_real(root).view(-1) for root in self.roots]
+        result = as_real(self._result).view(-1)
+        self.pending = self._exchange.start(roots, result, self.options.divisor)
 
     def finish(self) -> list[tuple[_Slot, Tensor]]:
         """Wait for the result, and set the gradients to views of it, but not those that lack.
@@ -241,9 +228,9 @@ class _Bucket:
         Returns:
             The slot and flag of each gradient that all logical ranks of this process lack.
         """
-        if self._pending is not None:
-            self._pending.finish()
-            self._pending = None
+        assert self.pending is not None, "it has started"
+        self.pending.finish()
+        self.pending = None
         if self._result is not self.flat:
             self.flat.copy_(self._result)
         lacking, self.lacking = self.lacking or set(), None
@@ -253,7 +240,6 @@ class _Bucket:
         for part in self.parts:
             part.is_taken = False
         self.fired.clear()
-        self.is_launched = False
         flags = self.flat[len(self.flat) - len(self.slots) :].real
         return [(self.slots[position], flags[position]) for position in lacking]
 
@@ -418,8 +404,8 @@ class LogicalGradients:
         self.prepare()
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
-        for bucket in self._buckets:
-            bucket.fold()
+        for bucket in self._buckets:  # what other processes wait for, before any result
+            cast("LocalSum", bucket.pending).fold()
         lacking = [pair for bucket in self._buckets for pair in bucket.finish()]
         # What no logical rank has stays as it is. One process knows that. Several wait for the
         # flags of the sums, once for all buckets.
@@ -516,7 +502,7 @@ class LogicalGradients:
                 "step it."
             )
         bucket, part, merges = slot.bucket, slot.part, self._merges[self._next]
-        if bucket.is_launched or (part is not None and part.is_taken):
+        if bucket.pending is not None or (part is not None and part.is_taken):
             raise SettingError(
                 f"The parameter {slot.name!r} got a second gradient in one backward pass, after "
                 "its first was added to the sum. Reentrant activation checkpointing of a shared "

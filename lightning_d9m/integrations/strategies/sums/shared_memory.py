@@ -4,7 +4,6 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from lightning_d9m.errors import D9mError
 
 # One chunk is packed while another is folded and a third is collected.
 _SLOTS = 3
-SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
+_SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
 _SECRET_BYTES = 16
 _CONNECT_SECONDS = 60.0
 
@@ -33,24 +32,18 @@ class SharedMemory:
     The sockets, one to each other process, become this object's.
 
     Attributes:
-        own_bytes: The size of the memory of one process.
+        slot_bytes: The size of a slot.
         taken: How many chunks have been summed, the same on every process.
     """
 
-    def __init__(
-        self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int, timeout: timedelta
-    ) -> None:
-        seconds = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
+    def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], timeout: timedelta) -> None:
         for each in sockets:
-            # A timeout of Python's would cost another call of the system for each wait.
-            each.settimeout(None)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-        self._files = [each.detach() for each in sockets]
+            each.settimeout(timeout.total_seconds())
+        self._sockets = sockets
         # Not before: a thread may still wait, and another file could get the number of a socket.
-        weakref.finalize(self, lambda files: [*map(os.close, files)], self._files)
+        weakref.finalize(self, lambda sockets: [each.close() for each in sockets], sockets)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.slot_bytes = slot_bytes
-        self.own_bytes = _SLOTS * slot_bytes
+        self.slot_bytes = len(memory) // (_SLOTS * (len(sockets) + 1))
         self.taken = 0
 
     def slot(self, process: int, number: int, dtype: torch.dtype) -> Tensor:
@@ -65,12 +58,12 @@ class SharedMemory:
             DistNetworkError: A process has ended or closed its sockets, or does not come in time.
         """
         try:
-            for file in self._files:
-                os.write(file, b"\0")
-            if all(os.read(file, 1) for file in self._files):
+            for each in self._sockets:
+                each.send(b"\0")
+            if all(each.recv(1) for each in self._sockets):
                 return
             cause = "Connection closed by peer"
-        except BlockingIOError:
+        except TimeoutError:
             cause = "it timed out, as a process is not here"
         except OSError as error:
             cause = f"Connection closed by peer: {error}"
@@ -78,16 +71,12 @@ class SharedMemory:
 
     def disconnect(self) -> None:
         """Let all processes that wait here fail, and this one."""
-        for file in self._files:
-            link = socket.socket(fileno=file)
+        for each in self._sockets:
             with suppress(OSError):  # the other process has ended
-                link.shutdown(socket.SHUT_RDWR)
-            link.detach()
+                each.shutdown(socket.SHUT_RDWR)
 
 
-def open_shared_memory(
-    process: int, processes: int, group: Any, slot_bytes: int
-) -> SharedMemory | None:
+def open_shared_memory(process: int, processes: int, group: Any) -> SharedMemory | None:
     """Share memory among the processes of a group; every process must call this.
 
     The memory has no name, so it ends with the processes.
@@ -95,8 +84,7 @@ def open_shared_memory(
     Returns:
         None on every process if one of them is on another host or gets no memory.
     """
-    slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    opening, ranks = _Opening(process, processes, _SLOTS * slot_bytes), ranks_of_group(group)
+    opening, ranks = _Opening(process, processes), ranks_of_group(group)
     try:
         # Each step needs that the one before has succeeded on all processes.
         addresses = ranks.gather_bytes(ranks.raise_on_all(opening.listen))
@@ -113,7 +101,7 @@ def open_shared_memory(
         group = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - not public
     options = getattr(group, "options", None)
     timeout = getattr(options, "_timeout", distributed.default_pg_timeout)
-    return SharedMemory(memory, sockets, slot_bytes, timeout)
+    return SharedMemory(memory, sockets, timeout)
 
 
 class _Opening:
@@ -122,9 +110,9 @@ class _Opening:
     Process 0 makes the memory. A socket of the others gets it only on the same host.
     """
 
-    def __init__(self, process: int, processes: int, size: int) -> None:
+    def __init__(self, process: int, processes: int) -> None:
         self._process, self._processes = process, processes
-        self._size = size * processes
+        self._size = processes * _SLOTS * _SLOT_BYTES
         self._file = -1
         self._listener: socket.socket | None = None
         self.sockets: dict[int, socket.socket] = {}
