@@ -1,7 +1,6 @@
 """Interruptions of a Trainer that variables ask for. No other training loads it."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +21,7 @@ _Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
 def apply_interrupt_variables(
-    trainer: Trainer,
-    stage: str,
-    run: Run,
-    end: Callable[[End], None],
-    environment: Mapping[str, str] = os.environ,
+    trainer: Trainer, stage: str, run: Run, end: Callable[[End], None]
 ) -> None:
     """Let variables interrupt a run that begins; see ``recording/interruption.py``.
 
@@ -40,7 +35,7 @@ def apply_interrupt_variables(
     trainer.callbacks, run.stop = callbacks, None
     if stage != "fit" or is_search(trainer):
         return
-    request = read_request(environment)
+    request = read_request()
     run.stop = request.stop
     if request.debugger is not None:
         request.debugger.check_terminal(trainer.global_rank)

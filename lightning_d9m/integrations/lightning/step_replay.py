@@ -222,30 +222,29 @@ class Replay:
     ) -> None:
         """Record a difference, and raise it on all ranks or warn of it."""
         ranks = ranks_of(self._trainer)
-        errors: list[DriftError] = []
-        if difference is not None:
-            place, *digests, count = difference
+
+        def report() -> None:
+            if difference is None:
+                return
+            place, expected, actual, count = difference
             record = ReplayDrift(
                 epoch=point.epoch,
                 step=point.step,
                 batch=point.batch,
                 place=place,
-                expected=digests[0],
-                actual=digests[1],
+                expected=expected,
+                actual=actual,
                 count=count,
                 total=total,
             )
             self._run.probes.collector.catch_up()  # those of the batches before
             self._run.append(record)
-            errors.append(_make_error(record, ranks.rank))
-        if errors and self._run.options.on_drift == "warn":
-            warnings.warn(str(errors.pop()), stacklevel=2)
-
-        def raise_error() -> None:
-            for error in errors:
+            error = _make_error(record, ranks.rank)
+            if self._run.options.on_drift != "warn":
                 raise error
+            warnings.warn(str(error), stacklevel=2)
 
-        ranks.raise_on_all(raise_error)
+        ranks.raise_on_all(report)
 
 
 def _make_error(drift: ReplayDrift, rank: int) -> DriftError:

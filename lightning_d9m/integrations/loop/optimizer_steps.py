@@ -210,11 +210,6 @@ class StepRecorder(Recorder):
             )
         return request
 
-    def open(self) -> None:
-        """Open the ledger, before the first step."""
-        self.begin()
-        self.start_batch()
-
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
         if _count(optimizer) in self._covered:
@@ -385,7 +380,8 @@ class OptimizerSteps:
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
         self._run = StepRecorder(session, optimizers, number)
-        self._run.open()
+        self._run.begin()
+        self._run.start_batch()
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""

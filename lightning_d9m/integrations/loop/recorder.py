@@ -31,31 +31,17 @@ from lightning_d9m.engine.control.seeding import (
 )
 from lightning_d9m.engine.control.session import Session, active_session, next_fit
 from lightning_d9m.engine.control.settings import Settings
-from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
+from lightning_d9m.engine.hashing.shards import find_hybrid_sharding, has_base
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, Scalar
 from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.description import describe_training
-from lightning_d9m.engine.recording.interruption import (
-    Interruption,
-    InterruptRequest,
-    read_request,
-)
-from lightning_d9m.engine.recording.run import (
-    OptionArguments,
-    Run,
-    RunOptions,
-    share_new_folder,
-)
+from lightning_d9m.engine.recording.interruption import Interruption, InterruptRequest, read_request
+from lightning_d9m.engine.recording.run import OptionArguments, Run, RunOptions, share_new_folder
 from lightning_d9m.engine.state.changes import describe_unsaved
-from lightning_d9m.errors import (
-    CheckpointError,
-    DriftError,
-    InexactResumeError,
-    SettingError,
-)
+from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError, SettingError
 from lightning_d9m.integrations.trainer.lightning_private import (
     find_fabric_loader,
     set_fabric_epoch,
@@ -143,6 +129,18 @@ def record_final(
     """
     if find_ranks()[0].rank:
         return None
+    run = open_alone(model, Path(ledger_dir), "final")
+    run.record("final", epoch=0, step=0, scalars=_to_hex(scalars))
+    run.end(End(status="finished"))
+    return run.folder
+
+
+def open_alone(model: torch.nn.Module, ledger_dir: Path, kind: str) -> Run:
+    """Open the ledger of one process that is not that of a training.
+
+    Raises:
+        LedgerError: If it cannot be made.
+    """
     session, alone, training = active_session(), Ranks(0), Training(model)
     settings = Settings() if session is None else session.settings
     run = Run(RunOptions())
@@ -150,11 +148,9 @@ def record_final(
         alone,
         training,
         lambda: describe_training(alone, settings, {"world.size": 1}, training, fit=0),
-        partial(_make_folder, alone, Path(ledger_dir), kind="final"),
+        partial(_make_folder, alone, ledger_dir, kind=kind),
     )
-    run.record("final", epoch=0, step=0, scalars=_to_hex(scalars))
-    run.end(End(status="finished"))
-    return run.folder
+    return run
 
 
 def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
@@ -693,22 +689,15 @@ def _find_controllable(loader: object) -> DataLoader[Any] | None:
     Loaders of Fabric and Accelerate move the batches of a loader that they hold.
     """
     inner = loader
-    if _is_made_by(loader, "accelerate", "DataLoaderShard"):
+    if has_base(loader, "DataLoaderShard"):
         inner = getattr(loader, "base_dataloader", None)
-    elif _is_made_by(loader, "lightning", "_FabricDataLoader"):
+    elif has_base(loader, "_FabricDataLoader"):
         inner = find_fabric_loader(loader)
     elif type(loader).__module__.partition(".")[0] in _WRAPPING:
         return None
     if not isinstance(inner, DataLoader) or isinstance(inner.dataset, IterableDataset):
         return None
     return inner
-
-
-def _is_made_by(made: object, package: str, name: str) -> bool:
-    """Return whether an object is of a package's class, without importing the package."""
-    return any(
-        kind.__name__ == name and kind.__module__.startswith(package) for kind in type(made).__mro__
-    )
 
 
 def unwrap_model(model: Any) -> torch.nn.Module:

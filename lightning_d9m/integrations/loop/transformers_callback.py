@@ -17,11 +17,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.engine.control.settings import read_names
-from lightning_d9m.engine.recording.interruption import (
-    INTERRUPT,
-    RESUME,
-    find_checkpoint,
-)
+from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME, find_checkpoint
 from lightning_d9m.engine.recording.run import OptionArguments
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, find_session
@@ -148,13 +144,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         ranks, _ = find_ranks()
         chosen = ranks.raise_on_all(find_checkpoint)
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
-        self.recorder = TransformersRecorder(
-            folder,
-            kwargs["model"],
-            kwargs["optimizer"],
-            kwargs["lr_scheduler"],
-            **self._options,
-        )
+        trained = (kwargs[name] for name in ("model", "optimizer", "lr_scheduler"))
+        self.recorder = TransformersRecorder(folder, *trained, **self._options)
         self.recorder.__enter__()
         self._is_open = True
         find_session().call_on_close(self._give_up)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import MicroBatchIndices
@@ -151,26 +151,19 @@ class BlockBatchSampler:
         # The numbers of batches of a user's class may depend on the samples, and its draws on the
         # batches that it makes. So every process makes those of all logical ranks: it finds the
         # same draws, and the same error at the same step.
-        known = type(self.batch_sampler) is BatchSampler
-        ranks = self.block if known else range(self._logical_ranks)
+        ranks = range(self._logical_ranks)
         batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
         for parts in zip_longest(*batches, fillvalue=_END):
-            count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
+            made = [part for part in parts if part is not _END]
             # Without padding the first ranks have one batch more.
-            if any(part is not _END for part in parts[count:]) or (
-                self._padded and count < len(parts)
-            ):
+            is_cut = any(part is _END for part in parts[: len(made)])
+            if is_cut or (self._padded and len(made) < len(parts)):
                 raise SettingError(
-                    f"The logical ranks {ranks.start} to {ranks.stop - 1} have different "
-                    f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
-                    "one of each: make as many batches of any equally long list of samples."
+                    "The logical ranks have different numbers of batches of "
+                    f"{type(self.batch_sampler).__name__}, and a step needs one of each: make as "
+                    "many batches of any equally long list of samples."
                 )
-            found = [
-                part
-                for rank, part in zip(ranks, parts, strict=True)
-                if rank in self.block and part is not _END
-            ]
-            if found:
+            if found := made[self.block.start : self.block.stop]:
                 yield MicroBatchIndices(found, self.block.start)
 
     def _count_used(self, samples: int) -> int:

@@ -10,6 +10,8 @@ from torch.nn import Parameter
 
 from lightning_d9m.integrations.trainer.trainer_attributes import like_parameter
 
+# Sums of these are taken in float32 and rounded once: folded in bfloat16, half of the sums of eight
+# logical ranks are not correctly rounded.
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 Gradients = list[Tensor | None]
 """Gradients, or sums of them; None is a missing one, which counts as +0.0."""
@@ -43,6 +45,8 @@ class Part(ABC):
         One that is held itself is copied if others have its memory, see `separate`.
         """
         gradient = self.take()
+        # A gradient with merges is a right operand, which no addition changes. Only one that is
+        # held becomes a left operand later, which is added to in place.
         if storages is not None and not merges:
             gradient = separate(gradient, storages)
         self._held.append(self._add(gradient, merges))
@@ -52,6 +56,8 @@ class Part(ABC):
         """Add the gradient of the last logical rank, and write the roots to their places."""
         last = self._add(self.take(), merges, self._views[-1])
         for view, value in zip(self._views, [*self._held, last], strict=True):
+            # The place is sent in any case, so that all processes send equally much; a missing
+            # gradient counts as +0.0.
             if value is None:
                 view.zero_()
             elif value is not view:
@@ -89,6 +95,8 @@ def add_wide(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     if is_half(left):
         if is_half(right):
             return left.float().add_(right)
+        # A node of one logical rank has a half type where the other has been added to already. The
+        # wide one is scratch: it is a sum, and never a gradient.
         return torch.add(left, right, out=right)
     if out is None or out.dtype != left.dtype:
         return left.add_(right)
@@ -115,6 +123,8 @@ def separate(gradient: Tensor | None, storages: set[int]) -> Tensor | None:
     """
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
+    # Addresses of storages, not of tensors: two views of one storage may begin at different places
+    # and still overlap.
     storage = gradient.untyped_storage().data_ptr()
     if storage in storages:
         return gradient.clone()
@@ -143,6 +153,7 @@ class KeptGradients:
 
     def put_back(self, logical_rank: int) -> None:
         """Set ``grad`` to what was kept of a logical rank, before its next backward pass."""
+        # None means that this is the first batch, and not that every gradient is missing.
         gradients = self._kept.pop(logical_rank, None)
         if gradients is not None:
             for (_, parameter), gradient in zip(self._named, gradients, strict=True):
@@ -158,6 +169,7 @@ class KeptGradients:
         for rank, gradients in self._kept.items():
             for (name, _), gradient in zip(self._named, gradients, strict=True):
                 if gradient is not None:
+                    # A copy, because autograd adds the next batch to the gradient in place.
                     found.setdefault(name, {})[rank] = gradient.detach().to("cpu", copy=True)
         return found
 

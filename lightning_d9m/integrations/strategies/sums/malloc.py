@@ -29,8 +29,11 @@ def disable_malloc_trim() -> bool:
         "GLIBC_TUNABLES", ""
     ):
         return False
+    # Other C libraries, such as musl, have no such function.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
+    # Either call ends the dynamic thresholds, so the limit for mmap must be set as well: a gradient
+    # above it would be mapped and unmapped in each step.
     trim = mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
     return bool(trim and mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))

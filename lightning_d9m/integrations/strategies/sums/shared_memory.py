@@ -20,6 +20,7 @@ from lightning_d9m.errors import D9mError
 _SLOTS = 3
 _SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
 _SECRET_BYTES = 16
+# A connection to a listener waits only while its queue is full, and that holds all processes.
 _CONNECT_SECONDS = 60.0
 
 
@@ -42,6 +43,7 @@ class SharedMemory:
         self._sockets = sockets
         # Not before: a thread may still wait, and another file could get the number of a socket.
         weakref.finalize(self, lambda sockets: [each.close() for each in sockets], sockets)
+        # The tensor keeps the mapping alive, and the mapping needs no file.
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.slot_bytes = len(memory) // (_SLOTS * (len(sockets) + 1))
         self.taken = 0
@@ -59,6 +61,8 @@ class SharedMemory:
         """
         try:
             for each in self._sockets:
+                # All are sent before the first is read, or each process would wait for the next
+                # one. A byte fits into the buffer of a socket, so that no send waits.
                 each.send(b"\0")
             if all(each.recv(1) for each in self._sockets):
                 return
@@ -73,6 +77,8 @@ class SharedMemory:
         """Let all processes that wait here fail, and this one."""
         for each in self._sockets:
             with suppress(OSError):  # the other process has ended
+                # The other end reads the end of the file at once. The socket stays open, as a
+                # thread of this process may read it.
                 each.shutdown(socket.SHUT_RDWR)
 
 
@@ -97,6 +103,7 @@ def open_shared_memory(process: int, processes: int, group: Any) -> SharedMemory
         return None
     finally:
         opening.close()
+    # The wait for others has the limit that the user has given for collectives.
     if hasattr(group, "_get_backend"):  # of torch.distributed, around that of Gloo
         group = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - not public
     options = getattr(group, "options", None)
@@ -120,10 +127,16 @@ class _Opening:
     def listen(self) -> bytes:
         """Let the other processes connect; return the address and a secret."""
         if self._process == 0:
+            # Memory without a name: a file in /dev/shm would stay if the process is killed.
             self._file = os.memfd_create("lightning_d9m")
+            # So a lack of memory is an error here, which all processes learn of. Otherwise the
+            # first write would end the process by a signal.
             os.posix_fallocate(self._file, 0, self._size)
         name, secret = secrets.token_hex(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES)
         self._listener = socket.socket(socket.AF_UNIX)
+        # The first byte makes the address abstract: it is in no folder, ends with the socket, and
+        # is known on this host only. Every process of the host can connect, so the secret tells who
+        # belongs to the group.
         self._listener.bind(f"\0{name}")
         self._listener.listen(self._processes)
         self._listener.settimeout(0)
@@ -136,6 +149,8 @@ class _Opening:
             link = self.sockets[peer] = socket.socket(socket.AF_UNIX)
             link.settimeout(_CONNECT_SECONDS)
             link.connect(b"\0" + address[_SECRET_BYTES:])
+            # It is sent before anyone accepts: a listener's queue takes connections, so no process
+            # waits for another here.
             link.sendall(secret + self._process.to_bytes(_SECRET_BYTES, "little"))
 
     def map(self, addresses: Sequence[bytes]) -> mmap.mmap:
@@ -143,6 +158,7 @@ class _Opening:
         assert self._listener is not None
         try:
             while len(self.sockets) < self._processes - 1:
+                # All have connected before this step, so the listener need not wait.
                 link, _ = self._listener.accept()
                 peer = _identify(link, addresses)
                 if peer is None:
