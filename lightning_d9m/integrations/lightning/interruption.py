@@ -17,6 +17,7 @@ from lightning_d9m.integrations.trainer.lightning_private import (
 from lightning_d9m.integrations.trainer.packages import combined_base
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
 
+# Lightning runs checkpoint callbacks last, so that those before them have changed what they change.
 _Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
@@ -32,7 +33,10 @@ def apply_interrupt_variables(
     """
     # A Trainer that fits again still has that of its first fit.
     callbacks = [c for c in trainer.callbacks if not isinstance(c, InterruptingCallback)]
+    # A new list, because the program may hold the old one.
     trainer.callbacks, run.stop = callbacks, None
+    # Searches for a learning rate or batch size are fits, too, but not the one that the variables
+    # mean.
     if stage != "fit" or is_search(trainer):
         return
     request = read_request()
@@ -60,6 +64,8 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Let the next call of ``training_step`` run in a debugger, if it is that of the step."""
+        # `global_step` grows within the batch, and a value that is not finite belongs to the step
+        # that began.
         self._begun = trainer.global_step
         debugger = self.interruption.open_debugger(self._begun, self._run.folder)
         if debugger is None:
@@ -87,6 +93,7 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
     ) -> None:
         """Interrupt after a batch of training."""
         self.interruption.check_finite(self._begun, "weight", pl_module.named_parameters())
+        # With accumulated gradients, or without an optimizer step, a batch ends no step.
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             self._reach(trainer, "step")

@@ -32,6 +32,8 @@ from lightning_d9m.integrations.trainer.lightning_private import is_compiled
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.text import describe_pair
 
+# What a step computes. Weights, optimizers and generators are the input of both runs, and are
+# checked or restored.
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
 
@@ -98,10 +100,12 @@ class Replay:
                     self._module, ProbeSettings(), _COMPARED, self.add_leaves, is_compiled=compiled
                 )
             )
+            # The method of the module, which a wrapper such as DDP's calls in the end.
             step, backward = self._module.training_step, strategy.backward
 
             @functools.wraps(step)
             def first_step(*args: Any, **kwargs: Any) -> Any:
+                # The second run calls the same method, and is compared instead of kept.
                 if self._repeating:
                     return step(*args, **kwargs)
                 with silenced():
@@ -114,6 +118,8 @@ class Replay:
                 if first is None:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
+                    # Gradients of earlier batches are kept when batches accumulate, and the second
+                    # run must add to the same ones.
                     own = [parameter.grad for parameter in self._module.parameters()]
                     gradients = [None if each is None else each.detach().clone() for each in own]
                 rng = capture_rng()
@@ -185,6 +191,8 @@ class Replay:
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
         (args, kwargs), trainer, module = first.call, self._trainer, self._module
+        # What the first run has left is put back afterwards: a deterministic step leaves the same,
+        # and one that is not must not change the training by being examined.
         left = _capture(module, first.call)
         left_gradients = [parameter.grad for parameter in module.parameters()]
         self._trace = trace = Trace()
@@ -203,6 +211,8 @@ class Replay:
                 kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
                 result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
                 loss: Tensor = result.closure_loss  # the first run of the step had one
+                # A callback may have drawn between the forward and the backward pass of the first
+                # run.
                 restore_rng(rng)
                 self.add_leaves("loss", [("loss", loss)])
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -244,6 +254,7 @@ class Replay:
                 raise error
             warnings.warn(str(error), stacklevel=2)
 
+        # Ranks that found nothing must not continue alone to the next collective.
         ranks.raise_on_all(report)
 
 

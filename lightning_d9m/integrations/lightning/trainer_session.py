@@ -72,8 +72,11 @@ class TrainerSession:
             # Counted in the session around the run, before the run opens its own.
             self.fit = counted = next_fit() if stage == "fit" else 0
             if stage == "fit":
+                # A fit that has not begun to train does not count, so that the next one draws its
+                # numbers.
                 stack.callback(lambda: None if self.has_trained else give_back_fit(counted))
             session = stack.enter_context(deterministic(settings))
+            # The recorder of optimizer steps records nothing then: the run has a ledger.
             session.in_trainer = True
             self.verify = session.verify
             self.loaders = LoaderControl(
@@ -88,6 +91,8 @@ class TrainerSession:
                 connect(self)
                 stack.callback(connect, None)
             check_loads(trainer, stack)
+            # Lightning has set the sampler when this method returns, and has not iterated the
+            # loader.
             process = partial(self._process_dataloader, trainer.strategy.process_dataloader)
             replace_method(stack, trainer.strategy, "process_dataloader", process)
             if stage == "fit":
@@ -136,6 +141,8 @@ class TrainerSession:
         """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
+            # The epoch of an evaluation is the number of batches trained, which two validations may
+            # share.
             self.loaders.restart(self.evaluated)
             self.loaders.start_epoch(self.evaluated, self.evaluation)
         seed_all(self._seed(self.evaluated, self.evaluation))
@@ -193,6 +200,8 @@ class TrainerSession:
             epoch = epoch if loaded is None or epoch - loaded >= every else loaded
         # With overfit_batches Lightning shows training and validation the same batches.
         alike = trainer.overfit_batches > 0
+        # Loading data within a fit, such as every n epochs, must not change what the training draws
+        # next.
         with rng_restored():
             purpose = f"{'train' if alike else stage} dataloader"
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))

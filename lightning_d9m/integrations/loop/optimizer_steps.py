@@ -108,6 +108,8 @@ def _list_holders(places: dict[int, int]) -> list[tuple[nn.Module, set[int]]]:
 
     Those that hold the most come first, and of equal ones the one whose first tensor comes first.
     """
+    # An optimizer has tensors without names, and nothing links it to the module that names them.
+    # `isinstance` would read `__class__` of each object, which runs the code of proxies.
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     # A module whose constructor has not called that of nn.Module yet has no tables.
     modules = [m for m in modules if "_modules" in m.__dict__ and not isinstance(m, _Combined)]
@@ -136,6 +138,7 @@ class UnknownOptimizer(Optimizer):
 
 def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in which a backward pass accumulates gradients, in the graph's order."""
+    # A loop with a list: a graph is deeper than Python may recurse.
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen, leaves = set(nodes), []
     for node in nodes:  # which grows
@@ -218,6 +221,7 @@ class StepRecorder(Recorder):
             return False
         if optimizer not in self._optimizers:
             self._optimizers = (*self._optimizers, optimizer)
+            # The probes of this batch have begun without the new optimizer.
             self._run.probes.unhook()
             self._batch -= 1
             self.start_batch()
@@ -280,6 +284,7 @@ class OptimizerSteps:
         patches.replace(Optimizer, "__init__", note)
         patches.replace(torch.autograd, "backward", note_backward)
         self._hooks.callback(patches.undo)
+        # Hooks of all optimizers are public in torch, so that no method is replaced for a step.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         if read_settings(ProbeSettings, os.environ):
@@ -343,6 +348,8 @@ class OptimizerSteps:
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_idle():
+            # An optimizer of torch makes the steps of this program, so that backward passes need
+            # not be looked at.
             self._passes_left = 0
             self._open_or_continue(optimizer)
 
@@ -350,6 +357,7 @@ class OptimizerSteps:
         with self._lock:
             if self._process != os.getpid():  # forked: the ledger belongs to the parent process
                 self._process, self._run, self._ledgers = os.getpid(), None, 0
+            # Another model is trained now, and has a ledger to itself.
             if self._run is not None and not self._run.covers(optimizer):
                 self.finish()
             if self._run is None:
@@ -366,8 +374,10 @@ class OptimizerSteps:
         if self._stopped or session is None or session.in_trainer or torch.compiler.is_compiling():
             return True
         own = None if self._run is None else self._run.run
+        # A Trainer or a Recorder writes a ledger, which has these steps in it.
         if any(run is not own for run in Run.open_runs):
             return True
+        # Reading a tensor in the capture of a CUDA graph is an error.
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def _open(self, optimizer: Optimizer) -> None:
@@ -396,6 +406,7 @@ class OptimizerSteps:
         try:
             func()
         except Exception as error:
+            # Stopped for good: the next step would fail likewise, with another warning.
             self._stopped, run, self._run = True, self._run, None
             if run is not None:
                 run.__exit__(None, error, None)

@@ -267,6 +267,7 @@ class Recorder:
             try:
                 if error is None and self._run.is_open:
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
+                    # After the last record, because it ends the process of a segment.
                     self.interruption.stop()
                 elif error is not None:
                     self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
@@ -275,6 +276,7 @@ class Recorder:
                     if isinstance(error, Exception) and step >= 0:  # not Ctrl-C
                         self._run.log_return(step)
             except BaseException as failure:
+                # The final record itself may raise, for example if it differs from the reference.
                 end = End.failed(failure)
                 raise
             finally:
@@ -340,6 +342,8 @@ class Recorder:
         self.begin(loader)
         loaders, epoch, inner = self._loaders, self.next_epoch, _find_controllable(loader)
         resumed, self._resumed = self._resumed, None
+        # Once an epoch: a second loader in it continues the streams, as the program would without a
+        # recorder.
         if self._iterated == 0:
             if epoch:
                 self._reach("epoch", epoch - 1)
@@ -355,6 +359,7 @@ class Recorder:
         samplers = {} if resumed is None else resumed["samplers"]
         found = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
+            # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
         for batch in found:
             self.start_batch(batch)
@@ -420,6 +425,7 @@ class Recorder:
         own = self._path_of_rank(path)
         save = unwrap(torch.save)  # it is not a file of the program, see ``saved_files.py``
         self._ranks.raise_on_all(lambda: save(saved, own))
+        # After all ranks have saved, so that a checkpoint in the ledger is complete.
         self.note_checkpoint(path)
 
     def note_checkpoint(self, path: Path) -> None:
@@ -510,6 +516,7 @@ class Recorder:
         self._validating.close()
         self.log(loss, **scalars)
         losses = [] if loss is None or self._run.loss is None else [("step", self._run.loss)]
+        # Before the step is counted: what is not finite belongs to this one.
         self.interruption.check_finite(self.global_step, "loss", losses)
         weights = self._training.model.named_parameters()
         self.interruption.check_finite(self.global_step, "weight", weights)
@@ -574,6 +581,7 @@ class Recorder:
                 "Save checkpoints after epoch()."
             )
         self._run.probes.collector.close()
+        # The digests of the next steps are recorded, and a run that resumes is compared with them.
         self._run.note_save(self.global_step)
         return {
             "format": _FORMAT,
@@ -711,6 +719,7 @@ def unwrap_model(model: Any) -> torch.nn.Module:
             f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
             "models as one torch.nn.ModuleList or ModuleDict."
         )
+    # By name, because importing Fabric takes seconds. Wrappers may be nested: Fabric wraps DDP.
     while type(model).__name__ in _WRAPPERS:
         model = model.module
     found: torch.nn.Module = model

@@ -56,7 +56,9 @@ class SavedFiles:
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
         """Wrap what saves, in modules that are imported later, too; ``remove`` restores it."""
         patches = AttributePatches()
+        # First, so that it is undone last, after the ledger is finished.
         self._hooks.callback(patches.undo)
+        # A program may call it by either name, and libraries do.
         for owner in (torch, torch.serialization):
             patches.replace(owner, "save", self._wrap(torch.serialization.save))
 
@@ -75,6 +77,7 @@ class SavedFiles:
             self._finish()
 
     def _wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        # A second installation in a process would record each file twice.
         if hasattr(save, "_records_saves"):
             return save
 
@@ -93,6 +96,7 @@ class SavedFiles:
         return save_and_record
 
     def _record(self, value: Any, name: str) -> None:
+        # The variable tells before a process group exists.
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process

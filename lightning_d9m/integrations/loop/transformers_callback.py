@@ -148,6 +148,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self.recorder = TransformersRecorder(folder, *trained, **self._options)
         self.recorder.__enter__()
         self._is_open = True
+        # An error in a training calls no callback, so that the ledger is closed with the session,
+        # or by the next training.
         find_session().call_on_close(self._give_up)
         self._loss = None
         # The Trainer tells its callbacks only a mean over some steps.
@@ -158,6 +160,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         try:
             saved = ranks.raise_on_all(lambda: self._read_checkpoint(args, state, chosen))
             if saved is not None:
+                # Before `begin`, which opens the ledger or continues that of the saved run.
                 self.recorder.load_state_dict(saved)
             self.recorder.begin(kwargs.get("train_dataloader"))
         except Exception as error:
@@ -202,7 +205,10 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         if self._target is not None and not control.should_save and not is_open:
             control.should_save = True
             self._redirected.append((args, args.output_dir))
+            # The Trainer has no argument for the folder of one checkpoint; it reads this one when
+            # it saves.
             args.output_dir = str(self._target.parent)
+        # The earlier run has written a checkpoint of this name.
         if self._recorder.interruption.is_segment:
             control.should_save = False
 

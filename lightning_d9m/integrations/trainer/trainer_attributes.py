@@ -45,6 +45,7 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
     def exchange(data: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        # Through the strategy, which knows its ranks also where torch.distributed has no group.
         gathered = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
         if gathered.numel() != trainer.world_size * len(local):
             raise SettingError(
@@ -82,6 +83,8 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     counts: Counter[str] = Counter()
     for callback in callbacks:
+        # By class and not by place, so that a callback that is added or removed does not rename the
+        # others.
         base = f"callbacks.{type(callback).__name__}"
         named[f"{base}#{counts[base]}" if counts[base] else base] = callback
         counts[base] += 1

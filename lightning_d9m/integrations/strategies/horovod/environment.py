@@ -88,6 +88,8 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
             f"The variable NCCL_ALGO is {wanted['NCCL_ALGO']!r}, which lets NCCL reduce by NVLS, "
             f"in an order that differs between calls: unset it, or set {CHOSEN['NCCL_ALGO']!r}."
         )
+    # A running Horovod has read its variables; whether this package has set them is known only if
+    # it started Horovod.
     if initialized:
         _check_running(wanted)
     else:
@@ -100,6 +102,7 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
         added["GLOO_SOCKET_IFNAME"] = interface
     missing = {n: v for n, v in {**wanted, **added}.items() if n not in os.environ}
+    # Variables of the user stay, and `teardown` of the strategy removes only these.
     os.environ.update(missing)
     return [*missing]
 
@@ -130,9 +133,12 @@ def connect_store(hvd: Any, timeout: timedelta) -> Any:
     options = {"timeout": timeout, "wait_for_workers": False}
     store, sent = None, torch.zeros(_STORE_BYTES, dtype=torch.uint8, device="cpu")
     if hvd.rank() == 0:
+        # Port 0 lets the system choose a free one: several trainings may start on one host at once.
         store = make("127.0.0.1", 0, is_master=True, **options)
         text = f"{_find_address()} {store.port}".encode()
         sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    # The only collective of Horovod that is used. Its launcher gives ranks no address of a store
+    # that torch could use, as torchrun does.
     received = hvd.broadcast(sent, 0, name="d9m.store")
     host, port = bytes(received.tolist()).rstrip(b"\0").decode().split()
     try:
@@ -146,6 +152,8 @@ def connect_store(hvd: Any, timeout: timedelta) -> Any:
 
 def _find_address() -> str:
     """Return the IPv4 address by which other hosts reach this one."""
+    # The interface that Gloo uses connects the hosts; the host name may resolve to a loopback
+    # address.
     for address in psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), []):
         if address.family == socket.AF_INET:
             return str(address.address)

@@ -60,6 +60,8 @@ class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loade
     def __init__(self) -> None:
         super().__init__()
         self._ranks: tuple[int, ...] = (0, 1, 0, 0)  # without a launcher
+        # The first of the table that is set wins, because one launcher may start another, which
+        # then sets its variables, too.
         for names in reversed(_VARIABLES):
             if names[0] in os.environ:
                 rank, size, *places = (int(os.environ.get(name, "0")) for name in names)
@@ -169,6 +171,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if devices[0].type != "cuda":
             return devices[0]
         if len(devices) == 1:
+            # Lightning chooses one device for one process, and each rank is one; the local rank
+            # decides which.
             devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         if len(devices) == 1:  # a launcher that makes one device visible to each process
             return devices[0]
@@ -201,6 +205,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             "device": self.root_device.type,
             "precision": str(self.precision_plugin.precision),
         }
+        # Before the model is set up: what differs would otherwise show only as a drift after an
+        # epoch.
         compare_ranks(options, self.gather_values)
 
     def setup_distributed(self) -> None:
@@ -238,6 +244,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
             self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
+            # The hooks must exist before the first backward pass, so that a gradient outside
+            # Lightning's backward is refused from the start.
             self._sums.prepare()
 
     # Gradients
@@ -254,6 +262,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self.logical_ranks is not None:
             super().finish_gradients()
             return
+        # A rank with fewer batches is elsewhere by now, and is named here instead of hanging in the
+        # sum.
         self.agree("the backward pass")
         with self.naming_lost("the sum of gradients"):
             self.sums.finish(self.global_rank)
@@ -305,6 +315,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         """Return the object of rank ``src``, which must be plain data (see `encode_plain`)."""
         if not distributed.is_initialized() or self.world_size == 1:
             return obj
+        # Not torch's `broadcast_object_list`, which unpickles what it receives.
         data = encode_plain(obj) if self.global_rank == src else b""
         with self.collective(f"a broadcast from rank {src}"):
             return decode_plain(self.gather_bytes(data)[src])

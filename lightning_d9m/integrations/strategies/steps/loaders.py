@@ -32,6 +32,8 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
     grouped = _check_loader(loader)
     drop_last = False
     sampler = grouped.batch_sampler.sampler
+    # The program has its own sampler, made for the number of processes: one of torch is made again
+    # for all samples, from the same seed. Nobody knows how to do so for another class.
     if sampler.num_replicas != 1:
         if type(sampler) is not DistributedSampler:
             raise SettingError(
@@ -52,6 +54,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
         )
 
     def group(batch_sampler: Any) -> BlockBatchSampler:
+        # A copy, as the program may iterate its loader elsewhere, too.
         whole = copy.copy(batch_sampler)
         whole.sampler = sampler
         block = blocks.of(process)
@@ -61,6 +64,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
 
     duplicate = copy.copy(grouped)
     for name, value in (
+        # The iterator of persistent workers loads for the old batch sampler.
         ("_iterator", None),
         ("sampler", sampler),
         ("batch_sampler", replace_batch_sampler(grouped.batch_sampler, group)),
@@ -94,6 +98,8 @@ def _check_loader(loader: object) -> Any:
             "would iterate whole: leave use_distributed_sampler=True, so that Lightning splits its "
             "samples among the logical ranks, or use torch's DistributedSampler."
         )
+    # Workers copy a dataset with its generators, and how often each copy draws depends on the
+    # number of batches that a worker loads.
     if kept := find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn}):
         raise SettingError(
             f"The loader of {name} draws from its own generators ({', '.join(kept)}), whose draws "
@@ -174,6 +180,8 @@ class BlockBatchSampler:
         return samples // ranks * ranks if self._drops_samples else -(-samples // ranks) * ranks
 
     def _batch(self, samples: Sequence[Any]) -> Any:
+        # A class of the program is kept, whatever its rules, and only its sampler is replaced by
+        # the samples of one logical rank.
         batch_sampler = copy.copy(self.batch_sampler)
         batch_sampler.sampler = samples
         return batch_sampler
