@@ -31,7 +31,7 @@ def check_exchanges(leaves, processes):
             it = RootExchange(blocks, process, group)
             if not shares:
                 it.opens_memory = False
-            wide = dtype.itemsize < 4 and not it.sends_leaves
+            wide = dtype.itemsize < 4 and processes < len(leaves)
             own = [leaves[rank].clone() for rank in block]
             merges = count_merges(block.start, [rank + 1 for rank in block], len(leaves))
             roots = hold_sums([leaf.float() for leaf in own] if wide else own, merges)

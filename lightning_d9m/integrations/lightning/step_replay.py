@@ -106,10 +106,9 @@ class Replay:
             @functools.wraps(step)
             def first_step(*args: Any, **kwargs: Any) -> Any:
                 # The second run calls the same method, and is compared instead of kept.
-                if self._repeating:
-                    return step(*args, **kwargs)
-                with silenced():
-                    self._begin(args, kwargs)
+                if not self._repeating:
+                    with silenced():
+                        self._begin(args, kwargs)
                 return step(*args, **kwargs)
 
             @functools.wraps(backward)

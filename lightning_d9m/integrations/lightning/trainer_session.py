@@ -91,18 +91,22 @@ class TrainerSession:
                 connect(self)
                 stack.callback(connect, None)
             check_loads(trainer, stack)
-            # Lightning has set the sampler when this method returns, and has not iterated the
-            # loader.
-            process = partial(self._process_dataloader, trainer.strategy.process_dataloader)
-            replace_method(stack, trainer.strategy, "process_dataloader", process)
-            if stage == "fit":
-                # Whenever Lightning calls `train_dataloader` or `val_dataloader`.
-                for stage_of, source in fit_data_sources(trainer).items():
-                    around = partial(self._loader_hook_seeded, stage_of)
-                    wrap_method(stack, source, "dataloader", around)
+            self._control_loading(stack)
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
+
+    def _control_loading(self, stack: ExitStack) -> None:
+        """Seed the hooks that make loaders, and control each loader, until a stack is closed."""
+        # Lightning has set the sampler when this method returns, and has not iterated the loader.
+        strategy = self._trainer.strategy
+        process = partial(self._process_dataloader, strategy.process_dataloader)
+        replace_method(stack, strategy, "process_dataloader", process)
+        if self.stage == "fit":
+            # Whenever Lightning calls `train_dataloader` or `val_dataloader`.
+            for stage, source in fit_data_sources(self._trainer).items():
+                around = partial(self._loader_hook_seeded, stage)
+                wrap_method(stack, source, "dataloader", around)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "TrainerSession":
         """Return this session: a program that copies the Trainer within a run opens no other."""

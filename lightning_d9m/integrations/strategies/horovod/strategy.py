@@ -28,8 +28,8 @@ from lightning_d9m.integrations.strategies.strategies import register_in_loaded_
 from lightning_d9m.integrations.strategies.sums.collectives import send_tensors, watch_function
 from lightning_d9m.integrations.strategies.sums.gradients import (
     BUCKET_BYTES,
+    SENT_AS,
     LogicalGradients,
-    check_options,
 )
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
@@ -138,7 +138,16 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
+        if op not in {"average", "sum"}:
+            raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+        if type(bucket_bytes) is not int or bucket_bytes < 0:
+            raise SettingError(
+                f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+            )
+        if compression not in SENT_AS:
+            raise SettingError(
+                f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+            )
         super().__init__(
             logical_ranks=logical_ranks,
             cluster_environment=HorovodEnvironment(),
@@ -243,7 +252,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 watch_function(self._patches, current, hvd, name, f"horovod.torch.{name}")
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
-            self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
+            self._sums = self.make_logical_gradients(blocks, on_stray=self._refuse_stray)
             # The hooks must exist before the first backward pass, so that a gradient outside
             # Lightning's backward is refused from the start.
             self._sums.prepare()

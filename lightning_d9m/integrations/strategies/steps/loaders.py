@@ -30,22 +30,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
         SettingError: If the samples cannot be split among logical ranks.
     """
     grouped = _check_loader(loader)
-    drop_last = False
-    sampler = grouped.batch_sampler.sampler
-    # The program has its own sampler, made for the number of processes: one of torch is made again
-    # for all samples, from the same seed. Nobody knows how to do so for another class.
-    if sampler.num_replicas != 1:
-        if type(sampler) is not DistributedSampler:
-            raise SettingError(
-                f"The sampler {type(sampler).__name__} splits the samples among "
-                f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and "
-                "rank=0, so that logical ranks split the whole order, or let Lightning add its "
-                "sampler."
-            )
-        drop_last = sampler.drop_last
-        words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
-        sampler = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
-
+    sampler, drop_last = _find_order(grouped.batch_sampler.sampler)
     if not padded and len(sampler) <= (first := blocks.of(blocks.processes - 1).start):
         raise SettingError(
             f"There are {len(sampler)} samples, and the last of {blocks.processes} processes "
@@ -72,6 +57,24 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
         # A DataLoader does not allow to set these after construction.
         object.__setattr__(duplicate, name, value)
     return duplicate
+
+
+def _find_order(sampler: Any) -> tuple[Any, bool]:
+    """Return a sampler of all samples, and whether the last ones are dropped."""
+    if sampler.num_replicas == 1:
+        return sampler, False
+    # The program has made it for the number of processes. One of torch is made again for all
+    # samples, from the same seed; nobody knows how to do so for another class.
+    if type(sampler) is not DistributedSampler:
+        raise SettingError(
+            f"The sampler {type(sampler).__name__} splits the samples among "
+            f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and "
+            "rank=0, so that logical ranks split the whole order, or let Lightning add its "
+            "sampler."
+        )
+    words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
+    whole = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
+    return whole, sampler.drop_last
 
 
 def _check_loader(loader: object) -> Any:

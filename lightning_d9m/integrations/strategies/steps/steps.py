@@ -183,24 +183,10 @@ class LogicalSteps:
         Raises:
             SettingError: If the optimizer runs its closure twice, or there is no loss.
         """
-        trainer = self._trainer
-        # The second run would begin from the gradients and buffers that the first one has left.
-        if self._ran:
-            raise SettingError(
-                "The optimizer ran the training step twice for one batch, as LBFGS does, which "
-                "logical ranks do not support: use an optimizer that runs its closure once, or "
-                "train without logical_ranks."
-            )
-        self._ran = True
-        # All that the seeds depend on besides the logical rank. It is the same in a resumed run.
-        self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
-        self._clear_gradients()
-        self._sandbox.begin()
-        self._output = None
-        self.losses = []
+        trainer, output = self._trainer, None
+        self._begin_training_step()
         forward = skips_backward(trainer)
         self._accumulates = not forward and accumulates_gradients(trainer)
-        output = None
         for rank, batch in self._pair(batches):
             self._clear_gradients()
             # After the gradients are cleared: it sets those of the earlier batches of this logical
@@ -223,6 +209,23 @@ class LogicalSteps:
             backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
             self.take_gradients(rank)
         return output
+
+    def _begin_training_step(self) -> None:
+        # The second run would begin from the gradients and buffers that the first one has left.
+        if self._ran:
+            raise SettingError(
+                "The optimizer ran the training step twice for one batch, as LBFGS does, which "
+                "logical ranks do not support: use an optimizer that runs its closure once, or "
+                "train without logical_ranks."
+            )
+        self._ran = True
+        # All that the seeds depend on besides the logical rank. It is the same in a resumed run.
+        batch = self._trainer.fit_loop.epoch_loop.batch_idx
+        self._place = ("train", self._trainer.current_epoch, batch)
+        self._clear_gradients()
+        self._sandbox.begin()
+        self._output = None
+        self.losses = []
 
     def take_gradients(self, rank: int) -> None:
         """Add the gradients of a logical rank to the sums, or keep them if later batches add."""

@@ -107,6 +107,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
+        logical_threads: The number of CPU threads of each process, if it is not set; None decides
+            nothing.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
         sums_always: Whether gradients are summed here also without logical ranks.
 
@@ -132,7 +134,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self.logical_ranks = logical_ranks
         self.logical_steps: LogicalSteps | None = None
         # Not torch's number, which Lightning's launcher sets by the number of processes.
-        self._threads = read_threads() or 1
+        self.logical_threads = None if logical_ranks is None else read_threads() or 1
         self._patches = AttributePatches()
         self._session: Any = None
         self._liveness: RankLiveness | None = None
@@ -177,11 +179,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self._session = session
         if session is None:
             self._end_logical_ranks()
-
-    @property
-    def logical_threads(self) -> int | None:
-        """The number of CPU threads of each process, if it is not set; None decides nothing."""
-        return None if self.logical_ranks is None else self._threads
 
     @property
     def blocks(self) -> Blocks:

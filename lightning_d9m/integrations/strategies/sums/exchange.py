@@ -72,11 +72,6 @@ class RootExchange:
         self.memory: SharedMemory | None = None
         self.opens_memory = True
 
-    @property
-    def sends_leaves(self) -> bool:
-        """True if every root is a leaf, so that half types can travel as they are."""
-        return self.blocks.processes == self.blocks.logical_ranks
-
     def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "LocalSum":
         """Start to write the sum of all processes' roots, divided by a number, to ``result``.
 
@@ -192,10 +187,10 @@ class MessageSum(LocalSum):
     A process receives the roots of its shards from the others, and sends them its roots of theirs.
     When the sum is finished it folds its shards, sends the results to all, and receives those of
     the others in their places: who sends a result has received all roots of that place.
-
-    `AllToAllSum` gives the same bits, but Gloo's all-to-all of 25 MiB between two processes takes
-    1.8 times the CPU time of these messages.
     """
+
+    # `AllToAllSum` gives the same bits, but Gloo's all-to-all of 25 MiB between two processes takes
+    # 1.8 times the CPU time of these messages.
 
     def __post_init__(self) -> None:
         self._works: list[Any] = []

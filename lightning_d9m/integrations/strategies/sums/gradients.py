@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import eq
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -39,24 +38,8 @@ _FIRST_BYTES = 2**20
 # The sums of a bucket start when its last gradient has arrived, and each start costs a wait: few
 # small buckets waste time, and one large one cannot overlap the backward pass.
 BUCKET_BYTES = 25 * 2**20  # as DDP
-_SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 Named = tuple[str, Parameter]
-
-
-@dataclass(frozen=True)
-class _SumOptions:
-    """The rules of a sum of gradients, as `LogicalGradients` takes them.
-
-    Attributes:
-        divisor: Divides the sum, once.
-        adds: Whether a gradient may be that of the last step, to which autograd has added.
-        sent_as: The dtype to which gradients of float32 and float64 are rounded before they are
-            sent; None rounds none.
-    """
-
-    divisor: int
-    adds: bool = False
-    sent_as: torch.dtype | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +62,6 @@ class _Slot:
         """Return the name and layout, which must be the same on every process."""
         return f"{self.name} {tuple(self.view.shape)} {self.view.dtype} {self.start}"
 
-    def refuse_stale(self) -> NoReturn:
-        """Raise an error about a gradient that is still that of the last step."""
-        raise SettingError(
-            f"The gradient of {self.name!r} was added to that of the last step: begin each step "
-            "with zero_grad(set_to_none=True)."
-        )
-
 
 class _LargePart(Part):
     """A gradient that is added as soon as it arrives."""
@@ -102,10 +78,6 @@ class _LargePart(Part):
             slot.bucket.missing.add(slot.position)
             return None
         gradient = _make_dense(parameter.grad)
-        # Autograd has added in place to the view of the last step, so that its sum would count once
-        # more for each logical rank.
-        if not slot.bucket.options.adds and gradient.data_ptr() == slot.view.data_ptr():
-            slot.refuse_stale()
         parameter.grad = None
         return as_real(gradient)
 
@@ -116,16 +88,10 @@ class _SmallPart(Part):
     def __init__(self, bucket: "_Bucket", slots: Sequence[_Slot], start: int, step: int) -> None:
         super().__init__([as_real(root[start:]).view(-1) for root in bucket.roots])
         self._bucket, self._slots = bucket, slots
-        # An empty gradient has no address.
-        views = [slot.view for slot in slots]
-        self._addresses = [view.data_ptr() if view.numel() else -1 for view in views]
-        # `_flatten_dense_tensors` takes elements in the order of their indices, and the view has
-        # them in that of its strides.
-        self._reordered = [n for n, view in enumerate(views) if not view.is_contiguous()]
         # The pieces of the buffer from there: gradients, the zeros between them, and the flags.
         self._pieces: list[Tensor] = []
         self._places: list[int] = []
-        for view in views:
+        for view in (slot.view for slot in slots):
             self._places.append(len(self._pieces))
             self._pieces.append(view)
             if gap := round_up(view.numel(), step) - view.numel():
@@ -133,25 +99,19 @@ class _SmallPart(Part):
         self._pieces.append(bucket.flat.new_ones(len(bucket.slots)))
 
     def take(self) -> Tensor:
-        bucket, slots = self._bucket, self._slots
+        bucket = self._bucket
         missing, bucket.missing = bucket.missing, set()
-        found: list[Any] = [slot.parameter.grad for slot in slots]
-        if not {None if each is None else each.layout for each in found} <= {torch.strided}:
-            for place, slot in enumerate(slots):
-                if found[place] is None:
-                    missing.add(slot.position)
-                    found[place] = torch.zeros_like(slot.view)
-                found[place] = _make_dense(found[place])
-        if bucket.lacking is None and not bucket.options.adds:  # the first ones of a step
-            stale = [*map(eq, [each.data_ptr() for each in found], self._addresses)]
-            if True in stale:
-                slots[stale.index(True)].refuse_stale()
-        for place in self._reordered:
-            found[place] = _put_in_order(found[place], slots[place].view)
-        # One call packs all of them, because a copy of a small gradient costs less than its call.
         pieces = [*self._pieces]
-        for slot, place, gradient in zip(slots, self._places, found, strict=True):
-            slot.parameter.grad = None
+        for slot, place in zip(self._slots, self._places, strict=True):
+            gradient, slot.parameter.grad = slot.parameter.grad, None
+            if gradient is None:
+                missing.add(slot.position)
+                gradient = torch.zeros_like(slot.view)
+            gradient = _make_dense(gradient)
+            # `_flatten_dense_tensors` takes elements in the order of their indices, and the view
+            # has them in that of its strides.
+            if not slot.view.is_contiguous():
+                gradient = _put_in_order(gradient, slot.view)
             pieces[place] = gradient
         if missing:
             # The ones are shared by all steps, so this step changes a copy.
@@ -159,6 +119,7 @@ class _SmallPart(Part):
             for position in missing:  # the copy of a list to the device would wait
                 flags[position].zero_()
         bucket.lacking = missing if bucket.lacking is None else bucket.lacking & missing
+        # One call packs all of them, because a copy of a small gradient costs less than its call.
         return as_real(_flatten_dense_tensors(pieces)).view(-1)
 
 
@@ -173,7 +134,6 @@ class _Bucket:
     Attributes:
         flat: The buffer, which receives the result.
         roots: The buffers of the roots.
-        options: The rules of the sum.
         slots: One slot per parameter, those of large ones first.
         parts: What adds the gradients: one for each large one, and one for all else.
         fired: Positions of the slots whose gradients have arrived.
@@ -184,18 +144,21 @@ class _Bucket:
     """
 
     def __init__(
-        self, members: Sequence[Named], exchange: RootExchange, options: _SumOptions
+        self,
+        members: Sequence[Named],
+        exchange: RootExchange,
+        divisor: int,
+        sent_as: torch.dtype | None,
     ) -> None:
         members = sorted(members, key=lambda member: not _is_large(member[1]))
         first = members[0][1]
         step = max(1, _ALIGNMENT_BYTES // first.element_size())
         sizes = (round_up(each.numel(), step) for _, each in members)
         starts = [*accumulate(sizes, initial=0)]
-        self.options = options
-        self._exchange = exchange
+        self._exchange, self._divisor = exchange, divisor
         size = starts[-1] + len(members)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self._make_roots()
+        self._make_roots(sent_as)
         self.slots = [
             _Slot(self, position, name, each, start, _view_like(self.flat, start, each))
             for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
@@ -212,12 +175,13 @@ class _Bucket:
         self.lacking: set[int] | None = None
         self.pending: LocalSum | None = None
 
-    def _make_roots(self) -> None:
+    def _make_roots(self, sent_as: torch.dtype | None) -> None:
         exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
-        is_rounded = self.options.sent_as is not None and dtype in (torch.float32, torch.float64)
-        if is_rounded:
-            dtype = cast("torch.dtype", self.options.sent_as)
-        if is_half(flat) and not exchange.sends_leaves:
+        is_rounded = sent_as is not None and dtype in (torch.float32, torch.float64)
+        if sent_as is not None and is_rounded:
+            dtype = sent_as
+        # Half types can travel as they are if every root is a leaf.
+        if is_half(flat) and exchange.blocks.processes < exchange.blocks.logical_ranks:
             dtype = torch.float32
         count = len(exchange.roots[exchange.process])
         self.roots = [torch.zeros_like(flat, dtype=dtype) for _ in range(count)]
@@ -231,7 +195,7 @@ class _Bucket:
         """Start the exchange of the packed roots."""
         roots = [as_real(root).view(-1) for root in self.roots]
         result = as_real(self._result).view(-1)
-        self.pending = self._exchange.start(roots, result, self.options.divisor)
+        self.pending = self._exchange.start(roots, result, self._divisor)
 
     def finish(self) -> list[tuple[_Slot, Tensor]]:
         """Wait for the result, and set the gradients to views of it, but not those that lack.
@@ -257,12 +221,11 @@ class _Bucket:
         return [(self.slots[position], flags[position]) for position in lacking]
 
 
-def _lay_out(
-    parameters: Sequence[Named], bucket_bytes: int, exchange: RootExchange, options: _SumOptions
-) -> list[_Bucket]:
-    """Lay out buckets in reverse order of registration, in which gradients tend to arrive.
+def _lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[list[Named]]:
+    """Return the members of buckets.
 
-    With ``bucket_bytes=0`` each parameter has its own bucket.
+    Their order is the reverse of the registration, in which gradients tend to arrive. With
+    ``bucket_bytes=0`` each parameter has its own bucket.
     """
     chunks: list[list[tuple[int, Named]]] = []
     open_chunks: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Named]], int]] = {}
@@ -279,7 +242,7 @@ def _lay_out(
         open_chunks[kind] = chunk, left - named[1].nbytes
     # Those come first whose last gradient tends to come first.
     chunks.sort(key=lambda chunk: -chunk[-1][0])
-    return [_Bucket([named for _, named in chunk], exchange, options) for chunk in chunks]
+    return [[named for _, named in chunk] for chunk in chunks]
 
 
 def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
@@ -320,8 +283,9 @@ class LogicalGradients:
     Inside `backward`, hooks add a large gradient as soon as it is there, and start to exchange a
     bucket while the last backward pass still runs. The bits do not depend on whether it is used.
 
-    ``parameter.grad`` is then a view of a buffer that the next step overwrites. So begin each step
-    with ``zero_grad(set_to_none=True)``. Sparse gradients are summed as dense ones.
+    ``parameter.grad`` is then a view of a buffer that the next step overwrites. What autograd adds
+    to the gradients of the last step is summed, too, as DDP does. Sparse gradients are summed as
+    dense ones.
 
     Args:
         named_parameters: All parameters in their order of registration. Which of them take part is
@@ -333,15 +297,10 @@ class LogicalGradients:
         bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB.
         compression: ``"fp16"`` or ``"bf16"`` rounds gradients of float32 and float64 before they
             are sent, and their sum. It needs a process for each logical rank.
-        adds: Sum also what autograd has added to the gradients of the last step, as DDP does.
-            Otherwise that is an error.
         on_stray: Called with the name of a parameter that gets a gradient outside `backward`.
-
-    Raises:
-        SettingError: A value is not allowed.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each setting
+    def __init__(
         self,
         named_parameters: Iterable[Named],
         blocks: Blocks,
@@ -351,10 +310,8 @@ class LogicalGradients:
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
-        adds: bool = False,
         on_stray: Callable[[str], None] | None = None,
     ) -> None:
-        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
         self._block = block = blocks.of(process)
         self._next = block.start  # the logical rank whose gradients come in now
         # The numbers of held sums to which those of each logical rank are added.
@@ -362,8 +319,8 @@ class LogicalGradients:
         merges = count_merges(block.start, [rank + 1 for rank in block], blocks.logical_ranks)
         self._merges = dict(zip(block, merges, strict=True))
         self._exchange = RootExchange(blocks, process, group)
-        divisor = blocks.logical_ranks if op == "average" else 1
-        self._options = _SumOptions(divisor, adds, _SENT_AS[compression])
+        self._divisor = blocks.logical_ranks if op == "average" else 1
+        self._sent_as = SENT_AS[compression]
         self._bucket_bytes = bucket_bytes
         self._on_stray = on_stray
         # A shared parameter has one gradient, and the first of its names.
@@ -484,11 +441,12 @@ class LogicalGradients:
             if named[1].requires_grad or key in self._slots
         ]
         self._forget()
-        buckets = _lay_out(trained, self._bucket_bytes, self._exchange, self._options)
+        members = _lay_out(trained, self._bucket_bytes)
+        buckets = [_Bucket(each, self._exchange, self._divisor, self._sent_as) for each in members]
         slots = [slot for bucket in buckets for slot in bucket.slots]
         # All that decides a bit or a message, so that processes with different options fail here
         # instead of hanging or differing.
-        settings = f"settings {self._options} {self._exchange.flushes}"
+        settings = f"settings {self._divisor} {self._sent_as} {self._exchange.flushes}"
         agree(
             ranks_of_group(self._exchange.group),
             f"the sum of the gradients of {len(trained)} parameters",
@@ -557,21 +515,3 @@ class LogicalGradients:
                 part.pack(self._merges[self._next])
         self._launched += 1
         bucket.start()
-
-
-def check_options(*, op: str, bucket_bytes: int, compression: str | None = None) -> None:
-    """Check the arguments of a sum of gradients.
-
-    Raises:
-        SettingError: A value is not allowed.
-    """
-    if op not in {"average", "sum"}:
-        raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
-    if type(bucket_bytes) is not int or bucket_bytes < 0:
-        raise SettingError(
-            f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
-        )
-    if compression not in _SENT_AS:
-        raise SettingError(
-            f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
-        )
