@@ -37,8 +37,6 @@ from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
-# A larger tensor is digested only if processes must agree on it.
-_SMALL = 1024
 _NUMBERS = (int, float, complex)
 _PAIR = 2
 _LARGEST = 8  # bytes of a number that torch has, too: not those of np.longdouble
@@ -269,8 +267,6 @@ class Sandbox:
             is_buffer = id(node.owner) in self._buffers
         if is_buffer:
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
-        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
-            token = str(value.dtype)
         else:
             token = digest_saved(value) or type(value).__qualname__
         return _Change(path, node, key, value, token)
