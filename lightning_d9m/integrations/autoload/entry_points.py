@@ -195,8 +195,8 @@ def _describe_error(error: Exception) -> str:
     """Return an error's message, with its type if another library raised it."""
     text = str(error) or "no reason is given"
     # By name: a broken installation may lack the module that defines ours.
-    own = type(error).__module__ == "lightning_d9m.errors"
-    text = text if own else f"{type(error).__name__}: {text}"
+    is_ours = type(error).__module__ == "lightning_d9m.errors"
+    text = text if is_ours else f"{type(error).__name__}: {text}"
     return text if text.endswith((".", "!", "?", ")")) else f"{text}."
 
 

@@ -85,8 +85,8 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
         """Look for gradients that are not finite, which a scaler of gradients expects."""
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             named = pl_module.named_parameters()
-            found = ((name, own.grad) for name, own in named if own.grad is not None)
-            self.interruption.check_finite(self._begun, "gradient", found)
+            gradients = ((name, weight.grad) for name, weight in named if weight.grad is not None)
+            self.interruption.check_finite(self._begun, "gradient", gradients)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

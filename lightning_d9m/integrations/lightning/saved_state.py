@@ -69,8 +69,8 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
     checkpoint = ranks.raise_on_all(load)
     place = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
     # Paths may differ between hosts; epoch, step and content may not.
-    own = [str(path) if checkpoint else "", place, digest_manifest(find_manifest(checkpoint))]
-    rows = ranks.gather_json(own)
+    facts = [str(path) if checkpoint else "", place, digest_manifest(find_manifest(checkpoint))]
+    rows = ranks.gather_json(facts)
     other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
     if other is None:
         return
@@ -141,7 +141,7 @@ def find_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
         # The first is of a sharded checkpoint that was written to one file.
         keys = ("current_model_state", "state_dict", "model")
         tables = (checkpoint.get(key) for key in keys)
-        weights = next((own for own in tables if isinstance(own, Mapping) and own), {})
+        weights = next((table for table in tables if isinstance(table, Mapping) and table), {})
     return {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
 
 

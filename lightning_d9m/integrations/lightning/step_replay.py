@@ -119,8 +119,10 @@ class Replay:
                 with silenced():
                     # Gradients of earlier batches are kept when batches accumulate, and the second
                     # run must add to the same ones.
-                    own = [parameter.grad for parameter in self._module.parameters()]
-                    gradients = [None if each is None else each.detach().clone() for each in own]
+                    present = [parameter.grad for parameter in self._module.parameters()]
+                    gradients = [
+                        None if each is None else each.detach().clone() for each in present
+                    ]
                 rng = capture_rng()
                 self.add_leaves("loss", [("loss", loss)])
                 result = backward(loss, optimizer, **kwargs)
@@ -166,8 +168,8 @@ class Replay:
 
     def _trace_weights(self) -> Trace:
         weights = Trace()
-        own = self._module.named_parameters()
-        weights.add_leaves("weight", [(plain_name(name), weight) for name, weight in own])
+        named = self._module.named_parameters()
+        weights.add_leaves("weight", [(plain_name(name), weight) for name, weight in named])
         return weights
 
     def _check_weights(self, before: Trace) -> None:

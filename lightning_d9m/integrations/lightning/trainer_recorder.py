@@ -423,11 +423,11 @@ def describe_end(trainer: Trainer, stage: str) -> str | None:
         return "=".join(map(str, limit))
     hooked = (*trainer.callbacks, trainer.lightning_module)
     names = [
-        type(own).__name__
-        for own in hooked
+        type(owner).__name__
+        for owner in hooked
         if any(
             "should_stop" in find_attributes(each, "STORE_ATTR")
-            for kind in type(own).__mro__
+            for kind in type(owner).__mro__
             for each in vars(kind).values()
             if inspect.isfunction(each)
         )
@@ -530,8 +530,8 @@ def _choose_parent(
 
 
 def _list_local(folders: Iterable[str | Path | None]) -> set[Path]:
-    found = [_find_local(folder) for folder in folders if folder is not None]
-    return {folder.absolute() for folder in found if folder is not None}
+    paths = [_find_local(folder) for folder in folders if folder is not None]
+    return {folder.absolute() for folder in paths if folder is not None}
 
 
 def _find_local(folder: str | Path) -> Path | None:

@@ -248,8 +248,8 @@ def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SettingError: If a value is not allowed.
     """
-    found = {name: arguments.get(name) for name in Settings.__dataclass_fields__}
-    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    values = {name: arguments.get(name) for name in Settings.__dataclass_fields__}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     for name in ("unpatched_ops", "varying_ops"):
         if names := given.get(name):
             given[name] = read_names(name, names)

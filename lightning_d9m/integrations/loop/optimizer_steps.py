@@ -66,7 +66,7 @@ class _Combined(nn.Module):
 
 def list_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
     """Return the tensors that optimizers change, in the order of their groups."""
-    return [p for own in optimizers for group in own.param_groups for p in group["params"]]
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
 
 
 def find_trained_module(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
@@ -115,14 +115,14 @@ def _list_holders(places: dict[int, int]) -> list[tuple[nn.Module, set[int]]]:
     modules = [m for m in modules if "_modules" in m.__dict__ and not isinstance(m, _Combined)]
     inner = {id(child) for module in modules for child in module.children()}
     outer = [module for module in modules if id(module) not in inner]
-    found = [(module, _list_ids(module) & places.keys()) for module in outer]
+    holders = [(module, _list_ids(module) & places.keys()) for module in outer]
 
     def order(pair: tuple[nn.Module, set[int]]) -> tuple[int, int, str]:
         kind, held = type(pair[0]), pair[1]
         path = f"{kind.__module__}.{kind.__qualname__}"
         return -len(held), min(map(places.__getitem__, held)), path
 
-    return sorted(filter(itemgetter(1), found), key=order)
+    return sorted(filter(itemgetter(1), holders), key=order)
 
 
 def _list_ids(module: nn.Module) -> set[int]:
@@ -340,8 +340,8 @@ class OptimizerSteps:
             digests = digest_many(leaves)
         except D9mError:  # tensors without memory, such as those of a transform
             return
-        found = zip(leaves, digests, strict=True)
-        if any(self._reached.get(leaf, digest) != digest for leaf, digest in found):
+        digested = zip(leaves, digests, strict=True)
+        if any(self._reached.get(leaf, digest) != digest for leaf, digest in digested):
             self._unknown = UnknownOptimizer(leaves)
             self._open_or_continue(self._unknown)
         self._reached.update(zip(leaves, digests, strict=True))
@@ -373,9 +373,9 @@ class OptimizerSteps:
         session = active_session()
         if self._stopped or session is None or session.in_trainer or torch.compiler.is_compiling():
             return True
-        own = None if self._run is None else self._run.run
+        own_run = None if self._run is None else self._run.run
         # A Trainer or a Recorder writes a ledger, which has these steps in it.
-        if any(run is not own for run in Run.open_runs):
+        if any(run is not own_run for run in Run.open_runs):
             return True
         # Reading a tensor in the capture of a CUDA graph is an error.
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -396,7 +396,7 @@ class OptimizerSteps:
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""
         self._made = [made for made in self._made if made() is not None]
-        return [own for made in self._made if (own := made()) is not None]
+        return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def _attempt(self, func: Callable[[], object]) -> None:
         """Call a function; without a reference its error only ends the recording, with a warning.

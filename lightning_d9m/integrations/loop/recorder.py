@@ -352,16 +352,16 @@ class Recorder:
             if isinstance(sampler, DistributedSampler) and sampler.rank != loaders.rank:
                 loaders.release()
                 loaders.rank = sampler.rank
-            words = {"fit": self._fit, "rank": loaders.rank, "epoch": epoch}
-            seed_all(derive_seed(loaders.seed, _STAGE, **words))
+            moment = {"fit": self._fit, "rank": loaders.rank, "epoch": epoch}
+            seed_all(derive_seed(loaders.seed, _STAGE, **moment))
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
         samplers = {} if resumed is None else resumed["samplers"]
-        found = self._start_loader(loader, inner, samplers)
+        batches = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
             # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
-        for batch in found:
+        for batch in batches:
             self.start_batch(batch)
             before = self.epoch_steps
             debugger = self.interruption.open_debugger(self.global_step, self.ledger)
@@ -422,17 +422,17 @@ class Recorder:
     def _save(self, path: Path) -> None:
         """Save all parts; each rank saves its own file."""
         saved = {name: part.state_dict() for name, part in self._name_parts().items()}
-        own = self._path_of_rank(path)
+        own_path = self._path_of_rank(path)
         save = unwrap(torch.save)  # it is not a file of the program, see ``saved_files.py``
-        self._ranks.raise_on_all(lambda: save(saved, own))
+        self._ranks.raise_on_all(lambda: save(saved, own_path))
         # After all ranks have saved, so that a checkpoint in the ledger is complete.
         self.note_checkpoint(path)
 
     def note_checkpoint(self, path: Path) -> None:
         """Record that a checkpoint is complete, on every rank."""
         step, batch = self.global_step, self._batch
-        own = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
-        self._run.note_checkpoint(own)
+        checkpoint = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
+        self._run.note_checkpoint(checkpoint)
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""
@@ -487,14 +487,14 @@ class Recorder:
 
     def _validate(self, loader: Iterable[T]) -> Iterator[T]:
         settings = self._open_session.settings
-        words = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
+        moment = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         self._validating.close()
         with ExitStack() as self._validating:
             # Leaving a loop closes this iterator; the training does so if the program has kept it.
             is_open = [True]
             self._validating.callback(is_open.clear)
             self._validating.enter_context(rng_restored())
-            seed_all(derive_seed(settings.seed, "validate", **words))
+            seed_all(derive_seed(settings.seed, "validate", **moment))
             for batch in loader:
                 self.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
@@ -676,9 +676,9 @@ def _check_state(state: object, **run: int) -> None:
     ``run`` has the facts of the run that must be those of the state.
     """
     if not isinstance(state, Mapping) or state.keys() != _STATE or state["format"] != _FORMAT:
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        content = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
-            f"The state for Recorder.load_state_dict has {found}, and this version of "
+            f"The state for Recorder.load_state_dict has {content}, and this version of "
             f"lightning_d9m reads format {_FORMAT} with {sorted(_STATE)}. Pass what "
             "Recorder.state_dict() returned."
         )
@@ -722,10 +722,10 @@ def unwrap_model(model: Any) -> torch.nn.Module:
     # By name, because importing Fabric takes seconds. Wrappers may be nested: Fabric wraps DDP.
     while type(model).__name__ in _WRAPPERS:
         model = model.module
-    found: torch.nn.Module = model
-    if _is_of_deepspeed(found) or any(hasattr(own, "ds_id") for own in found.parameters()):
-        raise SettingError(_describe_deepspeed("model", found))
-    return found
+    inner: torch.nn.Module = model
+    if _is_of_deepspeed(inner) or any(hasattr(weight, "ds_id") for weight in inner.parameters()):
+        raise SettingError(_describe_deepspeed("model", inner))
+    return inner
 
 
 def _is_of_deepspeed(made: object) -> bool:
@@ -749,5 +749,7 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if _is_of_deepspeed(optimizer):
         raise SettingError(_describe_deepspeed("optimizer", optimizer))
     inner = getattr(optimizer, "optimizer", None)
-    found: torch.optim.Optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-    return found
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    unwrapped: torch.optim.Optimizer = optimizer
+    return unwrapped

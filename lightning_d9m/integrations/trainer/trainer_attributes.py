@@ -93,10 +93,10 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
 
 def name_program(trainer: Trainer) -> dict[str, Any]:
     """Return the objects that a program may change in a fit, by name, besides the module."""
-    callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
+    callbacks = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
     owners = {"datamodule": trainer.datamodule, "trainer": trainer} | name_callbacks(callbacks)
-    owners |= {f"{OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
-    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+    owners |= {f"{OPTIMIZERS}{n}]": each for n, each in enumerate(trainer.optimizers)}
+    owners |= {f"schedulers[{n}]": each for n, each in enumerate(list_schedulers(trainer))}
     return owners
 
 
@@ -108,14 +108,16 @@ def list_stored(kind: Any) -> frozenset[str]:
     ``__init__`` sets, Lightning sets most attributes later, in hooks and through properties, and a
     list of names would have holes with each release.
     """
-    own = [
+    members = [
         part
         for base in kind.__mro__
         if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
         for part in vars(base).values()
     ]
-    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
-    functions = filter(inspect.isfunction, own)
+    members += [
+        each for part in members if isinstance(part, property) for each in (part.fget, part.fset)
+    ]
+    functions = filter(inspect.isfunction, members)
     return frozenset[str]().union(*(find_attributes(each, "STORE_ATTR") for each in functions))
 
 

@@ -152,10 +152,10 @@ def _find_cuda_home(target: Target, path: str, environment: Mapping[str, str]) -
     # missing.
     for home in sorted(fitting, key=lambda home: versions[home] != wanted):
         return home
-    found = ", ".join(f"CUDA {version} in {home}" for home, version in versions.items())
+    described = ", ".join(f"CUDA {version} in {home}" for home, version in versions.items())
     raise CommandError(
         f"torch {target.torch} is a CUDA build, and Horovod's NCCL operations need the compiler "
-        f"nvcc of torch's CUDA version {wanted}, but there is {found or 'no CUDA toolkit'} "
+        f"nvcc of torch's CUDA version {wanted}, but there is {described or 'no CUDA toolkit'} "
         f"(searched: {', '.join(homes)}): install the toolkit, set HOROVOD_CUDA_HOME to its "
         "folder, or pass `--gpu none` for CPU training only."
     )
@@ -167,8 +167,8 @@ def _read_cuda_version(home: str) -> str | None:
     if not (nvcc.exists() and Path(home, "include", "cuda_runtime.h").exists()):
         return None
     reply = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+\.\d+)", reply)
-    return found[1] if found else None
+    release = re.search(r"release (\d+\.\d+)", reply)
+    return release[1] if release else None
 
 
 def build_wheel(

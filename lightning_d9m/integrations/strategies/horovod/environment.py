@@ -77,10 +77,10 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
         )
     wanted = {**PINNED, **{name: os.environ.get(name) or value for name, value in CHOSEN.items()}}
     for name, value in PINNED.items():
-        found = os.environ.get(name)
-        if found is not None and found.strip() != value:
+        actual = os.environ.get(name)
+        if actual is not None and actual.strip() != value:
             raise SettingError(
-                f"The variable {name} is {found!r}, but deterministic training needs {value!r}: "
+                f"The variable {name} is {actual!r}, but deterministic training needs {value!r}: "
                 "unset it, and remove it from horovodrun's options."
             )
     if allows_nvls(wanted["NCCL_ALGO"]):
@@ -172,8 +172,10 @@ def compare_ranks(
         StackDifferenceError: A rank differs from rank 0; the message names rank and field.
     """
     variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
-    own = capture_stack({f"strategy.{name}": value for name, value in options.items()} | variables)
-    described = gather(own)
+    stack = capture_stack(
+        {f"strategy.{name}": value for name, value in options.items()} | variables
+    )
+    described = gather(stack)
     for rank, actual in enumerate(described):
         differences = stack_differences(described[0], actual)
         if differences:
@@ -204,12 +206,12 @@ def import_horovod() -> Any:
 def check_installation() -> Iterator[CheckResult]:
     """Check Lightning, and Horovod if it is installed."""
     versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
-    found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     yield judge(
-        not found,
+        not packages,
         "Lightning",
         "note",
-        found or "not installed",
+        packages or "not installed",
         "The callback needs it; `lightning_d9m.deterministic` does not.",
         "pip install lightning",
     )

@@ -172,8 +172,8 @@ class BlockBatchSampler:
                     f"{type(self.batch_sampler).__name__}, and a step needs one of each: make as "
                     "many batches of any equally long list of samples."
                 )
-            if found := made[self.block.start : self.block.stop]:
-                yield MicroBatchIndices(found, self.block.start)
+            if own_parts := made[self.block.start : self.block.stop]:
+                yield MicroBatchIndices(own_parts, self.block.start)
 
     def _count_used(self, samples: int) -> int:
         """Return the number of samples that the logical ranks share."""

@@ -79,8 +79,8 @@ class LoggedValue:
         for number in partials:
             if self._is_extreme:
                 choose = max if self.result.meta.is_max_reduction else min
-                found = [*self.partials, number]
-                self.partials = [math.nan if any(map(math.isnan, found)) else choose(found)]
+                extremes = [*self.partials, number]
+                self.partials = [math.nan if any(map(math.isnan, extremes)) else choose(extremes)]
             else:
                 self.partials = add_exactly(self.partials, number)
 

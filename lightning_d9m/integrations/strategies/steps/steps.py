@@ -196,8 +196,10 @@ class LogicalSteps:
             loss = _find_loss(output)
             self.losses.append(loss.detach())
             if rank == self.block.start != self.block[-1]:
-                found = loss.detach()
-                self._output = {**output, "loss": found} if isinstance(output, Mapping) else found
+                detached = loss.detach()
+                self._output = (
+                    {**output, "loss": detached} if isinstance(output, Mapping) else detached
+                )
             self._sandbox.start_backward()
             if forward:
                 self._end_rank(rank)
@@ -259,9 +261,9 @@ class LogicalSteps:
         whatever the number of processes.
         """
         self._ran = False
-        found = run(*args)
+        outputs = run(*args)
         if self._output is None:
-            return found
+            return outputs
         output, self._output = self._output, None
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls

@@ -385,8 +385,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Return the mean of the losses of the last step, over all logical ranks."""
         if self.logical_steps is None:
             return None
-        own = [float(loss) for loss in self.logical_steps.losses]
-        losses = [loss for part in self.gather_values(own) for loss in part]
+        own_losses = [float(loss) for loss in self.logical_steps.losses]
+        losses = [loss for part in self.gather_values(own_losses) for loss in part]
         return sum_exactly(losses) / len(losses) if losses else None
 
     # Errors

@@ -92,18 +92,18 @@ def send_tensors(tensors: list[Tensor], processes: Any) -> None:
         return
     dense: list[Tensor] = []
     others: list[Tensor] = []
-    for one in tensors:
-        is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
-        (dense if one.layout is torch.strided and not is_expanded else others).append(one)
+    for tensor in tensors:
+        is_expanded = tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride()
+        (dense if tensor.layout is torch.strided and not is_expanded else others).append(tensor)
     if dense:
         # The usual case: one message for all dense tensors of a device.
         broadcast_tensors(dense)
     if others:
-        for own, first in zip(others, processes.gather_values(others)[0], strict=True):
+        for tensor, first in zip(others, processes.gather_values(others)[0], strict=True):
             # Only where it differs: torch refuses to write to a tensor of which several elements
             # have one address.
-            if not TENSOR.matches(own.cpu(), first):
-                TENSOR.write(own, first.to(own.device))
+            if not TENSOR.matches(tensor.cpu(), first):
+                TENSOR.write(tensor, first.to(tensor.device))
 
 
 def move_tensors(value: Any, module: nn.Module) -> Any:

@@ -114,18 +114,18 @@ class MetricStates:
         """Update a metric; between steps that of each logical rank, as each process of DDP does."""
         if self._active() is not None:
             return update(*args, **kwargs)
-        found = None
+        result = None
         for rank in self._block:
             self._updated = rank
             try:
                 # The metric itself is left in the state of the last rank; `compute` synchronizes
                 # all of them.
                 self.enter(rank, [metric])
-                found = update(*args, **kwargs)
+                result = update(*args, **kwargs)
                 self.leave(rank, [metric])
             finally:
                 self._updated = None
-        return found
+        return result
 
     def _active(self) -> int | None:
         """Return the logical rank of the step that runs now, or whose metric is updated."""
@@ -162,8 +162,8 @@ class MetricStates:
             for rank in self._block:
                 if metric is not None and rank in by_rank:
                     state = decode_plain(unpack_bytes(by_rank[rank]), metric.device)
-                    own = _make_default(metric).keys()  # no other attribute is set
-                    self._states[id(metric), rank] = {name: state[name] for name in own}
+                    names = _make_default(metric).keys()  # no other attribute is set
+                    self._states[id(metric), rank] = {name: state[name] for name in names}
 
     def _reset(self, metric: Any, reset: Callable[[], None]) -> None:
         if self._active() is None:
@@ -182,9 +182,9 @@ class MetricStates:
                 f"logical rank {rank}, and the logical ranks of a process run one after the other: "
                 "log the metric object itself, or compute it in a hook at the end of the epoch."
             )
-        own = {rank: self._get(metric, rank) for rank in self._block}
+        own_states = {rank: self._get(metric, rank) for rank in self._block}
         by_rank: dict[int, dict[str, Any]] = {}
-        for part in self._gather(encode_plain(own)):
+        for part in self._gather(encode_plain(own_states)):
             by_rank |= decode_plain(part, metric.device)
         # In the order of ranks, so that a float sum has one order of additions on any number of
         # processes.
