@@ -433,11 +433,10 @@ def _launch(
 ) -> object:
     """Launch a run in new processes, which a callback of this package may serve.
 
-    Lightning calls no hook in the process that starts the others, and the others end with the run.
-
     ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
     argument, and returns what it returned on rank 0.
     """
+    # Lightning calls no hook in the process that starts the others, and these end with the run.
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)

@@ -117,12 +117,7 @@ class Replay:
                 if first is None:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
-                    # Gradients of earlier batches are kept when batches accumulate, and the second
-                    # run must add to the same ones.
-                    present = [parameter.grad for parameter in self._module.parameters()]
-                    gradients = [
-                        None if each is None else each.detach().clone() for each in present
-                    ]
+                    gradients = self._copy_gradients()
                 rng = capture_rng()
                 self.add_leaves("loss", [("loss", loss)])
                 result = backward(loss, optimizer, **kwargs)
@@ -161,6 +156,11 @@ class Replay:
         self._trace = Trace()
         state, weights = _capture(self._module, (args, kwargs)), self._trace_weights()
         self._step = _Step((args, kwargs), state, weights, self._trace)
+
+    def _copy_gradients(self) -> list[Tensor | None]:
+        # When batches accumulate, the second run must add to the same gradients as the first.
+        gradients = [parameter.grad for parameter in self._module.parameters()]
+        return [None if each is None else each.detach().clone() for each in gradients]
 
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()

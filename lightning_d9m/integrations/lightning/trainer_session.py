@@ -180,17 +180,16 @@ class TrainerSession:
 
     @contextmanager
     def validation_isolated(self) -> Iterator[None]:
-        """Give the whole validation of a fit its own random stream.
-
-        Lightning makes the iterators, which may draw, before ``on_validation_start``, and hooks of
-        the module and of other callbacks may draw after our ``on_validation_end``. Sharded modules
-        hold their shards again afterwards, as without a validation.
-        """
+        """Give the whole validation of a fit its own random stream."""
+        # Around the loop, and not in hooks: Lightning makes the iterators, which may draw, before
+        # `on_validation_start`, and hooks of the module and of other callbacks may draw after our
+        # `on_validation_end`.
         self.start_evaluation()
         try:
             yield
         finally:
             self.end_evaluation()
+            # As without a validation, which gathers the shards of modules.
             reshard(self._trainer.lightning_module)
 
     @contextmanager

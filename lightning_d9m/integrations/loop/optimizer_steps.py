@@ -306,13 +306,11 @@ class OptimizerSteps:
             self._attempt(lambda: run.__exit__(None, getattr(sys, "last_value", None), None))
 
     def _finish_process(self) -> None:
-        """Finish the ledger at the end of the process; a difference there is its exit status.
-
-        Python ignores the errors of functions that it calls at exit.
-        """
+        """Finish the ledger at the end of the process; a difference there is its exit status."""
         try:
             self.finish()
         except D9mError:
+            # Python ignores the errors of functions that it calls at exit.
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -399,10 +397,8 @@ class OptimizerSteps:
         return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def _attempt(self, func: Callable[[], object]) -> None:
-        """Call a function; without a reference its error only ends the recording, with a warning.
-
-        The program did not ask for a ledger itself, and must not fail for lack of one.
-        """
+        """Call a function, whose error only ends the recording, unless there is a reference."""
+        # The program did not ask for a ledger itself, and must not fail for lack of one.
         try:
             func()
         except Exception as error:

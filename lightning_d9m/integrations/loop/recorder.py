@@ -410,11 +410,9 @@ class Recorder:
         return iter(loader)
 
     def _reach(self, kind: str, epoch: int) -> None:
-        """Save what the recorder knows, or end the loop, if the request says so.
-
-        This is where the loop asks for its next batch, after all that follows ``step`` and
-        ``epoch`` in the program.
-        """
+        """Save what the recorder knows, or end the loop, if the request says so."""
+        # Called where the loop asks for its next batch, after all that follows `step` and `epoch`
+        # in the program.
         path = self.interruption.reach(kind, epoch)
         if path is not None:
             self._save(path)

@@ -24,15 +24,13 @@ from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, find_
 
 
 def prepare_first_training(callback: "TransformersCallback") -> None:
-    """Let the first training in this process resume, if a variable names a checkpoint.
-
-    The Trainer asks no callback from where it resumes, and does not show itself to callbacks, so
-    its method ``train`` is replaced until a Trainer with this callback calls it.
-    """
+    """Let the first training in this process resume, if a variable names a checkpoint."""
     if find_checkpoint() is None and not os.environ.get(INTERRUPT):
         return
     from transformers import Trainer
 
+    # The Trainer asks no callback from where it resumes, and does not show itself to callbacks, so
+    # its method is replaced until a Trainer with this callback calls it.
     original = Trainer.train
 
     @functools.wraps(original)
@@ -193,16 +191,14 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._reach(args, control, "epoch", self._recorder.next_epoch - 1)
 
     def _reach(self, args: Any, control: Any, kind: str, epoch: int) -> None:
-        """Let the Trainer save a checkpoint, if the request names this point.
-
-        One that the program does not want goes to the folder of the request: in the program's own,
-        others would be removed for it, and the program could take it for the best or the last one.
-        """
+        """Let the Trainer save a checkpoint, if the request names this point."""
         self._restore_folder()
         self._target = self._recorder.interruption.reach(kind, epoch)
         # The evaluation that follows decides whether a training that keeps the best one saves.
         is_open = control.should_evaluate and args.save_strategy == "best"
         if self._target is not None and not control.should_save and not is_open:
+            # To the folder of the request: in the program's own, others would be removed for it,
+            # and the program could take it for the best or the last one.
             control.should_save = True
             self._redirected.append((args, args.output_dir))
             # The Trainer has no argument for the folder of one checkpoint; it reads this one when

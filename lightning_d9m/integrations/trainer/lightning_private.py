@@ -99,8 +99,7 @@ def can_stop_early(trainer: Trainer) -> bool:
 def wrap_launches(package: str, around: Callable[..., Any], patches: AttributePatches) -> None:
     """Call a function instead of each launch that forks or spawns processes.
 
-    Lightning calls no hook of a callback in the process that starts the others. A second call for a
-    package does nothing.
+    A second call for a package does nothing.
 
     Args:
         package: The Lightning package.

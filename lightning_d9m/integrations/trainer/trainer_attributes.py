@@ -104,10 +104,11 @@ def name_program(trainer: Trainer) -> dict[str, Any]:
 def list_stored(kind: Any) -> frozenset[str]:
     """Return the attributes that Lightning and torch.optim set in objects of a class.
 
-    Their other attributes are the program's. The code says it: a new object has only what
-    ``__init__`` sets, Lightning sets most attributes later, in hooks and through properties, and a
-    list of names would have holes with each release.
+    Their other attributes are the program's.
     """
+    # The code is read, because a new object has only what `__init__` sets, Lightning sets most
+    # attributes later, in hooks and through properties, and a list of names would have holes with
+    # each release.
     members = [
         part
         for base in kind.__mro__
@@ -132,10 +133,8 @@ def find_attributes(function: Any, operation: str) -> frozenset[str]:
 
 
 def get_logical_steps(trainer: Trainer) -> Any:
-    """Return the ``LogicalSteps`` of a run, which hold the state of its logical ranks, or None.
-
-    Their module is not imported here: a training without logical ranks does not load it.
-    """
+    """Return the ``LogicalSteps`` of a run, which hold the state of its logical ranks, or None."""
+    # Without an import of their module, which a training without logical ranks does not load.
     return getattr(trainer.strategy, "logical_steps", None)
 
 

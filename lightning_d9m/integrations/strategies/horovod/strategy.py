@@ -50,10 +50,9 @@ _VARIABLES = (
 
 
 class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loaded
-    """The processes that ``horovodrun`` or ``mpirun`` started.
+    """The processes that ``horovodrun`` or ``mpirun`` started."""
 
-    The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
-    """
+    # The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
 
     creates_processes_externally = True
 
