@@ -170,8 +170,6 @@ class StepRecorder(Recorder):
         run: What writes the ledger.
     """
 
-    _is_hosted = True
-
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
         request = self.read_request(os.environ)
         super().__init__("", find_trained_module(optimizers), optimizers)
