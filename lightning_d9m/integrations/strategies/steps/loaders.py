@@ -73,7 +73,7 @@ def _find_order(sampler: Any) -> tuple[Any, bool]:
             "sampler."
         )
     words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
-    whole = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
+    whole: Any = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
     return whole, sampler.drop_last
 
 

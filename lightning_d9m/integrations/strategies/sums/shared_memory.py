@@ -38,11 +38,11 @@ class SharedMemory:
     """
 
     def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], timeout: timedelta) -> None:
+        self._sockets = sockets
         for each in sockets:
             each.settimeout(timeout.total_seconds())
-        self._sockets = sockets
-        # Not before: a thread may still wait, and another file could get the number of a socket.
-        weakref.finalize(self, lambda sockets: [each.close() for each in sockets], sockets)
+            # Not before: a thread may still wait, and another file could get the socket's number.
+            weakref.finalize(self, each.close)
         # The tensor keeps the mapping alive, and the mapping needs no file.
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.slot_bytes = len(memory) // (_SLOTS * (len(sockets) + 1))
