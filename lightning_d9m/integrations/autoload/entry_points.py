@@ -230,7 +230,7 @@ class _Finder:
             load = spec.loader.exec_module
 
             def load_and_call(module: "ModuleType") -> None:
-                # The loader is then as it was, also if the module raises.
+                # The loader is then as it was, even if the module raises.
                 del vars(spec.loader)["exec_module"]
                 load(module)
                 self._func()
