@@ -5,7 +5,7 @@ python docs/draw_logical_ranks.py writes docs/images/logical-ranks.svg.
 
 from pathlib import Path
 
-from lightning_d9m.integrations.strategies.sums.tree import Blocks, Node, find_roots
+from lightning_d9m.integrations.strategies.sums.tree import Blocks, find_roots
 
 LEAVES = 8
 STEP = 36
@@ -22,14 +22,14 @@ path { stroke: #8c959f; } circle { stroke: #8c959f; } .shared { fill: #fff; }
 </style>"""
 
 
-def list_nodes() -> list[Node]:
+def list_nodes() -> list[range]:
     """Return all nodes of the tree, level by level from the leaves."""
     return [
-        Node(start, start + width) for width in (1, 2, 4, 8) for start in range(0, LEAVES, width)
+        range(start, start + width) for width in (1, 2, 4, 8) for start in range(0, LEAVES, width)
     ]
 
 
-def place(node: Node, left: float) -> tuple[float, float]:
+def place(node: range, left: float) -> tuple[float, float]:
     """Return the center of a node."""
     level = (node.stop - node.start).bit_length() - 1
     return left + STEP * (node.start + node.stop) / 2, TOP + ROW * (3 - level)
@@ -47,7 +47,7 @@ def draw_panel(processes: int, left: float) -> list[str]:
         if width > 1:
             x, y = place(node, left)
             for start in (node.start, node.start + width // 2):
-                cx, cy = place(Node(start, start + width // 2), left)
+                cx, cy = place(range(start, start + width // 2), left)
                 parts.append(f'<path d="M{x} {y}L{cx} {cy}" fill="none"/>')
     for node in nodes:
         x, y = place(node, left)

@@ -195,7 +195,7 @@ def work(setting, rounds, folder):
     # The flat buckets are counted, too: they live on between the steps.
     buffers = sum(bucket.flat.nbytes for bucket in logical.sums._buckets)  # noqa: SLF001 - as above
     memory = exchange.memory if setting.processes > 1 else None
-    shared = 0 if memory is None else memory.own_bytes
+    shared = 0 if memory is None else 3 * memory.slot_bytes
     if setting.model == "large":
         bare = measure_peak(Dropped(*arguments), folder)
         peak = measure_peak(logical, folder) + buffers + shared - bare

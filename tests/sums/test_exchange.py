@@ -7,10 +7,17 @@ import torch
 from logical_sums import average_leaves, bits, hold_sums, make_leaf
 from rank_threads import run_processes
 
+from lightning_d9m.integrations.strategies.sums import exchange, shared_memory
 from lightning_d9m.integrations.strategies.sums.exchange import AllToAllSum, RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 
 PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5), (8, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 2**12)
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**12)
 
 
 def check_exchanges(leaves, processes):
@@ -18,12 +25,13 @@ def check_exchanges(leaves, processes):
     blocks, dtype = Blocks(len(leaves), processes), leaves[0].dtype
     expected = bits(average_leaves(leaves))
 
-    def exchange(process, group):
+    def run(process, group):
         block = blocks.of(process)
         for shares in (True, False, None):  # None: that of devices
-            words = {"message_bytes": 2**12, "shares_memory": bool(shares)}
-            it = RootExchange(blocks, process, group, **words)
-            wide = dtype.itemsize < 4 and not it.sends_leaves
+            it = RootExchange(blocks, process, group)
+            if not shares:
+                it.opens_memory = False
+            wide = dtype.itemsize < 4 and processes < len(leaves)
             own = [leaves[rank].clone() for rank in block]
             merges = count_merges(block.start, [rank + 1 for rank in block], len(leaves))
             roots = hold_sums([leaf.float() for leaf in own] if wide else own, merges)
@@ -32,7 +40,7 @@ def check_exchanges(leaves, processes):
             start(roots, result, len(leaves)).finish()
             assert bits(result) == expected
 
-    run_processes(processes, exchange)
+    run_processes(processes, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -58,7 +66,8 @@ def test_a_sum_in_the_order_of_a_ring_differs():
 @pytest.mark.parametrize("processes", [2, 4])
 def test_as_many_bytes_as_those_of_a_ring_are_sent_for_powers_of_two(processes):
     def send(process, group):
-        it = RootExchange(Blocks(8, processes), process, group, shares_memory=False)
+        it = RootExchange(Blocks(8, processes), process, group)
+        it.opens_memory = False
         root = torch.randn(4096)
         it.start([root], root).finish()
         return it.bytes_sent
@@ -73,9 +82,11 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
     blocks = Blocks(2, 2)
     leaves = [torch.full([300_000], value) for value in (2.0**-126, -(2.0**-127) * 1.5)]
 
-    def exchange(process, group):
+    def run(process, group):
         torch.set_flush_denormal(flushes)  # of this thread
-        it = RootExchange(blocks, process, group, shares_memory=shares_memory)
+        it = RootExchange(blocks, process, group)
+        if not shares_memory:
+            it.opens_memory = False
         root = leaves[process].clone()
         pending = it.start([root], root)
         pending.finish()
@@ -83,4 +94,4 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
 
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
     name = "SharedSum" if shares_memory else "MessageSum"
-    assert run_processes(2, exchange) == [([expected], name)] * 2
+    assert run_processes(2, run) == [([expected], name)] * 2

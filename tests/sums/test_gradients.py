@@ -126,24 +126,16 @@ def test_discard_forgets_what_was_set_aside():
     assert run_step(sums, named, rows, range(4)) == expect(rows)
 
 
-def test_gradients_that_were_not_set_to_none_are_refused():
-    named, rows = make_parameters(), make_gradients(1)
-    sums = LogicalGradients(named, Blocks(1, 1), 0)
-    run_step(sums, named, rows, range(1))
-    with pytest.raises(SettingError, match=r"'p\d' was added .* zero_grad\(set_to_none=True\)"):
-        sums.finish(0)
-
-
 def run_alone(sums, loss):
     with sums.backward():
         loss.backward()
     sums.finish(0)
 
 
-def test_gradients_of_the_last_step_are_added_if_that_is_allowed():
+def test_gradients_of_the_last_step_are_added():
     """As DDP does: zeroed in place, or added to by a second backward pass."""
     model = nn.Linear(200, 200)
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, adds=True)
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
     inputs = torch.randn(2, 200)
     for _ in range(2):
         run_alone(sums, model(inputs).sum())
@@ -158,7 +150,7 @@ def test_gradients_of_the_last_step_are_added_if_that_is_allowed():
 def test_a_gradient_of_a_frozen_parameter_stays_and_it_keeps_its_place(shape):
     """Two optimizers that alternate need no new buckets."""
     (_, first), (_, second) = named = make_parameters(shapes=[shape, shape])
-    sums = LogicalGradients(named, Blocks(1, 1), 0, adds=True)
+    sums = LogicalGradients(named, Blocks(1, 1), 0)
     run_alone(sums, first.sum() + second.sum())
     buckets = sums._buckets
     second.requires_grad_(requires_grad=False)

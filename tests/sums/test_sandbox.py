@@ -86,14 +86,15 @@ def grow(state):
     state["n"] += 1
 
 
+@pytest.mark.parametrize("length", [4, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int8])
-def test_what_logical_ranks_write_to_different_elements_is_kept(step, dtype):
+def test_what_logical_ranks_write_to_different_elements_is_kept(step, dtype, length):
     def change(module, rank):
         module.bank[2 * rank] = 5 + rank
         module.bank[3] = 1
 
-    found = step(change, bank=torch.zeros(4, dtype=dtype))
-    assert found.bank.tolist() == [5, 0, 6, 1]
+    found = step(change, bank=torch.zeros(length, dtype=dtype))
+    assert found.bank[:4].tolist() == [5, 0, 6, 1]
 
 
 def test_different_values_of_one_element_are_refused(step):

@@ -15,7 +15,7 @@ import torch
 from logical_sums import average_leaves, bits, make_leaf
 from rank_threads import run_processes
 
-from lightning_d9m.integrations.strategies.sums import shared_memory
+from lightning_d9m.integrations.strategies.sums import exchange, shared_memory
 from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
 from lightning_d9m.integrations.strategies.sums.shared_memory import SharedMemory
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
@@ -23,9 +23,9 @@ from lightning_d9m.integrations.strategies.sums.tree import Blocks
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def sum_ones(process, group, processes, **words):
+def sum_ones(process, group, processes):
     """Return the kinds of the exchange of a small and a large sum, which must be right."""
-    it = RootExchange(Blocks(processes, processes), process, group, **words)
+    it = RootExchange(Blocks(processes, processes), process, group)
     kinds = []
     for length in (10, 300_000):
         root = torch.ones(length)
@@ -125,15 +125,18 @@ def test_strangers_get_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_sums_of_any_sizes_are_started_before_others_end(shares_memory):
+def test_sums_of_any_sizes_are_started_before_others_end(monkeypatch, shares_memory):
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 2**12)
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**12)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 9000, (40,), generator=generator).tolist()
     sums = [[make_leaf([n], torch.float32, generator) for _ in range(5)] for n in lengths]
     blocks = Blocks(5, 3)
 
     def run(process, group):
-        words = {"message_bytes": 2**12, "shares_memory": shares_memory}
-        it = RootExchange(blocks, process, group, **words)
+        it = RootExchange(blocks, process, group)
+        if not shares_memory:
+            it.opens_memory = False
         waits, results = [], []
         for leaves in sums:
             roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
@@ -169,6 +172,6 @@ def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
 
 def test_a_process_that_does_not_come_is_an_error():
     ours, theirs = socket.socketpair()
-    memory = SharedMemory(mmap.mmap(-1, 6 * 4096), [ours], 4096, timedelta(milliseconds=5))
+    memory = SharedMemory(mmap.mmap(-1, 6 * 4096), [ours], timedelta(milliseconds=5))
     with theirs, pytest.raises(RuntimeError, match="timed out"):
         memory.meet()

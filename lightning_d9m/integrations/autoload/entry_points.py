@@ -73,6 +73,8 @@ def _attempt(func: Callable[[], None]) -> None:
 
 def _say(reason: str) -> None:
     value = os.environ.get("LIGHTNING_D9M")
+    # Logging is not configured while torch is imported, and a warning could be an error by `-W
+    # error`.
     print(f"lightning_d9m: LIGHTNING_D9M={value} has no effect: {reason}", file=sys.stderr)
 
 
@@ -94,6 +96,7 @@ def _start() -> None:
         return
     for package in PACKAGES:
         register = partial(_attempt, partial(_register, package))
+        # To import Lightning here would take seconds in programs without it.
         call_after_import(f"{package}.strategies", register)
     # Nothing can be imported from a module of ours that is importing torch before it is complete.
     # The session is then opened when Lightning is imported, before a LightningModule can be built.
@@ -126,6 +129,7 @@ def _open_session() -> None:
     settings = read_settings(Settings, os.environ)
     if active_session() is None:  # else the program has called `enable` itself
         _AutoloadState.session = enable(build_from_variables(Settings, settings))
+        # `PL_GLOBAL_SEED` then takes precedence over the default, see `resolve_seed`.
         _AutoloadState.session.seed_is_default = "seed" not in settings
     _AutoloadState.started = True
 
@@ -191,8 +195,8 @@ def _describe_error(error: Exception) -> str:
     """Return an error's message, with its type if another library raised it."""
     text = str(error) or "no reason is given"
     # By name: a broken installation may lack the module that defines ours.
-    own = type(error).__module__ == "lightning_d9m.errors"
-    text = text if own else f"{type(error).__name__}: {text}"
+    is_ours = type(error).__module__ == "lightning_d9m.errors"
+    text = text if is_ours else f"{type(error).__name__}: {text}"
     return text if text.endswith((".", "!", "?", ")")) else f"{text}."
 
 
@@ -204,6 +208,7 @@ def call_after_import(name: str, func: Callable[[], None]) -> None:
     if name in sys.modules:
         func()
     else:
+        # First, because the finder that loads the module ends the search.
         sys.meta_path.insert(0, _Finder(name, func))
 
 
@@ -217,6 +222,7 @@ class _Finder:
     def find_spec(self, fullname: str, *_: object) -> "ModuleSpec | None":
         if fullname != self._name:
             return None
+        # Before the search continues, or it would find this finder again.
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
@@ -224,6 +230,7 @@ class _Finder:
             load = spec.loader.exec_module
 
             def load_and_call(module: "ModuleType") -> None:
+                # The loader is then as it was, even if the module raises.
                 del vars(spec.loader)["exec_module"]
                 load(module)
                 self._func()

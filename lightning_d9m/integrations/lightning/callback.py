@@ -166,6 +166,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         arguments = dict(locals())
         _serve_packages()
         _serve_launches(self)
+        # In the constructor: whether two fits draw the same numbers depends on the seeds that the
+        # program sets between them.
         note_seeds()
         super().__init__()
         read_path("ledger_dir", ledger_dir)  # a URL passes, too
@@ -230,6 +232,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             from lightning_d9m.engine.ranks.groups import close_group_at_exit, connect_liveness
 
             close_group_at_exit()
+        # An error of one rank alone would let the others wait for it in the first collective.
         ranks_of(trainer).raise_on_all(lambda: self._open(trainer, stage))
         self._liveness = connect_liveness(ranks_of(trainer)) if has_group else None
 
@@ -237,6 +240,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         """Restore everything."""
         module = find_interruption()
         for callback in trainer.callbacks if module is not None and stage == "fit" else ():
+            # A segment ends its process here, because the program would next write files that the
+            # earlier run has written.
             if isinstance(callback, module.InterruptingCallback):
                 callback.interruption.stop()
         self._close(End(status="finished", reason=describe_end(trainer, stage)))
@@ -250,6 +255,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
                 self._recorder.run.probes.collector.close()
                 if self._fit is not None:
                     self._fit.keep(ended=False)
+            # Without a comparison of ranks, as some may be lost.
             self._recorder.record_exception(trainer)
             if isinstance(exception, Exception):  # not Ctrl-C
                 with suppress(Exception):
@@ -259,6 +265,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Verify the switches, open the ledger and record the initial weights."""
         self._open_session.has_trained = True
+        # It continues the ledger of an interrupted run, which `begin` of the recorder would
+        # otherwise make.
         self._fit.begin()
         self._recorder.begin(trainer, self._open_session)
 
@@ -292,6 +300,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the final weights, after averaging callbacks have rewritten them."""
         self._recorder.record(trainer, self._open_session, "final")
+        # After the last record, because rank 0 gathers the state now: other ranks may have exited
+        # by the next save.
         self._fit.keep(ended=True)
         session = self._open_session
         if self._shows_summary:
@@ -378,6 +388,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def _close(self, end: End) -> None:
         try:
+            # The ledger is closed while the session is still open, and its errors do not keep the
+            # session from closing.
             self._recorder.end(end)
         finally:
             session, self._session = self._session, None
@@ -421,14 +433,14 @@ def _launch(
 ) -> object:
     """Launch a run in new processes, which a callback of this package may serve.
 
-    Lightning calls no hook in the process that starts the others, and the others end with the run.
-
     ``run`` is the method of the Trainer that runs. ``start`` starts processes that call its
     argument, and returns what it returned on rank 0.
     """
+    # Lightning calls no hook in the process that starts the others, and these end with the run.
     callbacks = [c for c in trainer.callbacks if isinstance(c, DeterminismCallback)]
     if not callbacks:
         return start(run)
+    # That of the program, to which the added one yields.
     first = min(callbacks, key=lambda callback: callback._auto_added)  # noqa: SLF001 - our own class
     session = capture_session()
     fits = session.fits + (trainer.state.fn == "fit")  # a fit that fails counts
@@ -440,6 +452,8 @@ def _launch(
             launched = start(partial(_run_launched, trainer, first, session, run))
             result, fits, first._recorder.summary = launched  # noqa: SLF001 - our own class
         finally:
+            # The number of fits grew in the other processes only, and a second fit must not draw
+            # the numbers of the first.
             set_fits(fits)
     return result
 
@@ -567,6 +581,7 @@ def make_callback(package: str) -> AddedCallback:
         # Lightning logs for each Trainer that it adds our callback.
         lambda record: "entry point 'lightning_d9m'" not in record.getMessage()
     )
+    # A misspelled variable would otherwise be ignored in silence.
     reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)

@@ -1,7 +1,6 @@
 """Interruptions of a Trainer that variables ask for. No other training loads it."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -18,15 +17,12 @@ from lightning_d9m.integrations.trainer.lightning_private import (
 from lightning_d9m.integrations.trainer.packages import combined_base
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
 
+# Lightning runs checkpoint callbacks last, so that those before them have changed what they change.
 _Checkpoint: Any = combined_base("callbacks.Checkpoint")
 
 
 def apply_interrupt_variables(
-    trainer: Trainer,
-    stage: str,
-    run: Run,
-    end: Callable[[End], None],
-    environment: Mapping[str, str] = os.environ,
+    trainer: Trainer, stage: str, run: Run, end: Callable[[End], None]
 ) -> None:
     """Let variables interrupt a run that begins; see ``recording/interruption.py``.
 
@@ -37,10 +33,13 @@ def apply_interrupt_variables(
     """
     # A Trainer that fits again still has that of its first fit.
     callbacks = [c for c in trainer.callbacks if not isinstance(c, InterruptingCallback)]
+    # A new list, because the program may hold the old one.
     trainer.callbacks, run.stop = callbacks, None
+    # Searches for a learning rate or batch size are fits, too, but not the one that the variables
+    # mean.
     if stage != "fit" or is_search(trainer):
         return
-    request = read_request(environment)
+    request = read_request()
     run.stop = request.stop
     if request.debugger is not None:
         request.debugger.check_terminal(trainer.global_rank)
@@ -65,6 +64,8 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Let the next call of ``training_step`` run in a debugger, if it is that of the step."""
+        # `global_step` grows within the batch, and a value that is not finite belongs to the step
+        # that began.
         self._begun = trainer.global_step
         debugger = self.interruption.open_debugger(self._begun, self._run.folder)
         if debugger is None:
@@ -84,14 +85,15 @@ class InterruptingCallback(_Checkpoint):  # type: ignore[misc] # as DeterminismC
         """Look for gradients that are not finite, which a scaler of gradients expects."""
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             named = pl_module.named_parameters()
-            found = ((name, own.grad) for name, own in named if own.grad is not None)
-            self.interruption.check_finite(self._begun, "gradient", found)
+            gradients = ((name, weight.grad) for name, weight in named if weight.grad is not None)
+            self.interruption.check_finite(self._begun, "gradient", gradients)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Interrupt after a batch of training."""
         self.interruption.check_finite(self._begun, "weight", pl_module.named_parameters())
+        # With accumulated gradients, or without an optimizer step, a batch ends no step.
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             self._reach(trainer, "step")

@@ -51,6 +51,7 @@ def check_loads(trainer: Trainer, stack: ExitStack) -> None:
         try:
             checkpoint = original(checkpoint_path, *args, **kwargs)
         except Exception:
+            # Only after an error, because it reads the whole file again.
             explain_damage(checkpoint_path)
             raise
         if not is_sharded(strategy):
@@ -67,8 +68,9 @@ def _load_on_all_ranks(trainer: Trainer, path: Any, load: Callable[[], Mapping[s
     ranks = ranks_of(trainer)
     checkpoint = ranks.raise_on_all(load)
     place = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-    own = [str(path) if checkpoint else "", place, digest_manifest(find_manifest(checkpoint))]
-    rows = ranks.gather_json(own)
+    # Paths may differ between hosts; epoch, step and content may not.
+    facts = [str(path) if checkpoint else "", place, digest_manifest(find_manifest(checkpoint))]
+    rows = ranks.gather_json(facts)
     other = next((rank for rank, row in enumerate(rows) if row[1:] != rows[0][1:]), None)
     if other is None:
         return
@@ -98,6 +100,8 @@ def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
     save = strategy.save_checkpoint
 
     def save_and_record(checkpoint: dict[str, Any], filepath: Any, *args: Any, **words: Any) -> Any:
+        # Recorded when the file is complete: a process that is killed while it saves leaves no
+        # record of it.
         saved = save(checkpoint, filepath, *args, **words)
         # From weights alone no fit resumes.
         if run.is_open and find_state(checkpoint) is not None:
@@ -120,6 +124,8 @@ def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
         patches.replace(strategy, "save_checkpoint", save_and_record)
     else:
         patches.replace(strategy, "save_checkpoint", leave)
+        # Otherwise a ModelCheckpoint would remove the files of the earlier run, to keep its
+        # `save_top_k`.
         patches.replace(strategy, "remove_checkpoint", leave)
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "save_last", None) == "link":
@@ -135,7 +141,7 @@ def find_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
         # The first is of a sharded checkpoint that was written to one file.
         keys = ("current_model_state", "state_dict", "model")
         tables = (checkpoint.get(key) for key in keys)
-        weights = next((own for own in tables if isinstance(own, Mapping) and own), {})
+        weights = next((table for table in tables if isinstance(table, Mapping) and table), {})
     return {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
 
 
@@ -150,6 +156,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
             be.
     """
     with suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
+        # `explain_damage` would call a text file a damaged checkpoint.
         head = file.read(_HEAD)
         if head.decode() and b"\0" not in head:
             raise SettingError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
@@ -158,6 +165,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
     except Exception as error:
         is_pickle, objects = explain_damage(path), list[str]()
         with suppress(Exception):  # not a file that torch saved: the first error says why
+            # It reads the names in the pickle without running it.
             objects = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         if objects:
             listed = describe_names(objects[:8], len(objects), 8)
@@ -196,6 +204,8 @@ def explain_damage(path: Any) -> bool:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as stream:
+                    # `zipfile` compares the checksum of an entry when the entry ends; torch never
+                    # does.
                     while stream.read(2**20):
                         pass
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as damage:
@@ -219,6 +229,7 @@ def check_checkpoint(checkpoint: Any, path: Any) -> bool:
     """
     if (manifest := find_manifest(checkpoint)) is None:
         return False
+    # The manifest was taken before it was added.
     rest = {name: own for name, own in find_state(checkpoint).items() if own is not manifest}
     saved = {**checkpoint, CALLBACKS: {**checkpoint[CALLBACKS], KEY: rest}}
     problems, changed = check_manifest(saved, manifest)

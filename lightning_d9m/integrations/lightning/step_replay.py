@@ -32,6 +32,8 @@ from lightning_d9m.integrations.trainer.lightning_private import is_compiled
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer, ranks_of
 from lightning_d9m.text import describe_pair
 
+# What a step computes. Weights, optimizers and generators are the input of both runs, and are
+# checked or restored.
 _COMPARED = frozenset({"input", "output", "grad_output", "local_gradient"})
 
 
@@ -98,14 +100,15 @@ class Replay:
                     self._module, ProbeSettings(), _COMPARED, self.add_leaves, is_compiled=compiled
                 )
             )
+            # The method of the module, which a wrapper such as DDP's calls in the end.
             step, backward = self._module.training_step, strategy.backward
 
             @functools.wraps(step)
             def first_step(*args: Any, **kwargs: Any) -> Any:
-                if self._repeating:
-                    return step(*args, **kwargs)
-                with silenced():
-                    self._begin(args, kwargs)
+                # The second run calls the same method, and is compared instead of kept.
+                if not self._repeating:
+                    with silenced():
+                        self._begin(args, kwargs)
                 return step(*args, **kwargs)
 
             @functools.wraps(backward)
@@ -114,8 +117,7 @@ class Replay:
                 if first is None:
                     return backward(loss, optimizer, **kwargs)
                 with silenced():
-                    own = [parameter.grad for parameter in self._module.parameters()]
-                    gradients = [None if each is None else each.detach().clone() for each in own]
+                    gradients = self._copy_gradients()
                 rng = capture_rng()
                 self.add_leaves("loss", [("loss", loss)])
                 result = backward(loss, optimizer, **kwargs)
@@ -155,14 +157,19 @@ class Replay:
         state, weights = _capture(self._module, (args, kwargs)), self._trace_weights()
         self._step = _Step((args, kwargs), state, weights, self._trace)
 
+    def _copy_gradients(self) -> list[Tensor | None]:
+        # When batches accumulate, the second run must add to the same gradients as the first.
+        gradients = [parameter.grad for parameter in self._module.parameters()]
+        return [None if each is None else each.detach().clone() for each in gradients]
+
     def _take_buffers(self) -> None:
         buffers = self._module.named_buffers()
         self.add_leaves("buffer", [(plain_name(name), buffer) for name, buffer in buffers])
 
     def _trace_weights(self) -> Trace:
         weights = Trace()
-        own = self._module.named_parameters()
-        weights.add_leaves("weight", [(plain_name(name), weight) for name, weight in own])
+        named = self._module.named_parameters()
+        weights.add_leaves("weight", [(plain_name(name), weight) for name, weight in named])
         return weights
 
     def _check_weights(self, before: Trace) -> None:
@@ -185,6 +192,8 @@ class Replay:
     ) -> Trace:
         """Run a step again, and leave everything as it was before this."""
         (args, kwargs), trainer, module = first.call, self._trainer, self._module
+        # What the first run has left is put back afterwards: a deterministic step leaves the same,
+        # and one that is not must not change the training by being examined.
         left = _capture(module, first.call)
         left_gradients = [parameter.grad for parameter in module.parameters()]
         self._trace = trace = Trace()
@@ -203,6 +212,8 @@ class Replay:
                 kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
                 result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
                 loss: Tensor = result.closure_loss  # the first run of the step had one
+                # A callback may have drawn between the forward and the backward pass of the first
+                # run.
                 restore_rng(rng)
                 self.add_leaves("loss", [("loss", loss)])
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -222,30 +233,30 @@ class Replay:
     ) -> None:
         """Record a difference, and raise it on all ranks or warn of it."""
         ranks = ranks_of(self._trainer)
-        errors: list[DriftError] = []
-        if difference is not None:
-            place, *digests, count = difference
+
+        def report() -> None:
+            if difference is None:
+                return
+            place, expected, actual, count = difference
             record = ReplayDrift(
                 epoch=point.epoch,
                 step=point.step,
                 batch=point.batch,
                 place=place,
-                expected=digests[0],
-                actual=digests[1],
+                expected=expected,
+                actual=actual,
                 count=count,
                 total=total,
             )
             self._run.probes.collector.catch_up()  # those of the batches before
             self._run.append(record)
-            errors.append(_make_error(record, ranks.rank))
-        if errors and self._run.options.on_drift == "warn":
-            warnings.warn(str(errors.pop()), stacklevel=2)
-
-        def raise_error() -> None:
-            for error in errors:
+            error = _make_error(record, ranks.rank)
+            if self._run.options.on_drift != "warn":
                 raise error
+            warnings.warn(str(error), stacklevel=2)
 
-        ranks.raise_on_all(raise_error)
+        # Ranks that found nothing must not continue alone to the next collective.
+        ranks.raise_on_all(report)
 
 
 def _make_error(drift: ReplayDrift, rank: int) -> DriftError:

@@ -136,6 +136,8 @@ class TrainerRecorder:
         self._epoch, self._step = trainer.current_epoch, None
 
         def wrap_steps(stack: ExitStack, recorded: Recorded) -> None:
+            # The methods of the strategy: within them, operations are those of the program and not
+            # of callbacks or loggers.
             for name in ("training_step", "backward", "validation_step"):
                 wrap_method(stack, trainer.strategy, name, recorded)
 
@@ -162,6 +164,7 @@ class TrainerRecorder:
         )
         if run.probes.dump is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer)
+        # A resumed run continues its ledger, in which the state is recorded already.
         if is_new:
             self.record(trainer, session, "initial")
 
@@ -197,6 +200,7 @@ class TrainerRecorder:
         """Probe the state at the start of a batch, and run its step twice if that is due."""
         self._step = trainer.global_step
         self.run.take_data(batch)
+        # This runs before every batch of every training, most of which record no probes.
         if self._replay is None and self.run.probes.are_idle:
             return
         self._replayed.close()
@@ -351,6 +355,7 @@ class TrainerRecorder:
         number of processes. Every rank must call this.
         """
         scalars = {
+            # Hexadecimal, because a decimal text may round.
             name: float(value).hex()
             for name, value in sorted(trainer.callback_metrics.items())
             if torch.numel(value) == 1 and self._takes(name)
@@ -382,6 +387,8 @@ def _describe_run(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - module.compile() leaves no other trace
         for module in model.modules()
     ):
+        # Compiled code depends on the compiler and its settings, which other trainings need not
+        # agree on.
         layout |= capture_compiler()
     if (logical_ranks := get_logical_ranks(trainer)) is not None:
         layout[LOGICAL_RANKS] = logical_ranks
@@ -416,11 +423,11 @@ def describe_end(trainer: Trainer, stage: str) -> str | None:
         return "=".join(map(str, limit))
     hooked = (*trainer.callbacks, trainer.lightning_module)
     names = [
-        type(own).__name__
-        for own in hooked
+        type(owner).__name__
+        for owner in hooked
         if any(
             "should_stop" in find_attributes(each, "STORE_ATTR")
-            for kind in type(own).__mro__
+            for kind in type(owner).__mro__
             for each in vars(kind).values()
             if inspect.isfunction(each)
         )
@@ -440,6 +447,8 @@ def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
     none: it may keep only what its last call of ``log_hyperparams`` had.
     """
     for logger in loggers:
+        # By what the object can do, because importing the loggers would load packages that the
+        # program does not use.
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "add_text"):
             experiment.add_text(_WEIGHTS, digest, step)
@@ -482,6 +491,7 @@ def make_ledger_folder(
 def _choose_parent(
     trainer: Trainer, log_dir: str | None, ledger_dir: str | Path | None, *, spare_cwd: bool
 ) -> Path:
+    # The variable comes first: commands that run the program set it to find the ledger.
     if chosen := os.environ.get(LEDGER_VARIABLE) or ledger_dir:
         if (local := _find_local(chosen)) is None:
             raise LedgerError(
@@ -520,8 +530,8 @@ def _choose_parent(
 
 
 def _list_local(folders: Iterable[str | Path | None]) -> set[Path]:
-    found = [_find_local(folder) for folder in folders if folder is not None]
-    return {folder.absolute() for folder in found if folder is not None}
+    paths = [_find_local(folder) for folder in folders if folder is not None]
+    return {folder.absolute() for folder in paths if folder is not None}
 
 
 def _find_local(folder: str | Path) -> Path | None:

@@ -72,8 +72,11 @@ class TrainerSession:
             # Counted in the session around the run, before the run opens its own.
             self.fit = counted = next_fit() if stage == "fit" else 0
             if stage == "fit":
+                # A fit that has not begun to train does not count, so that the next one draws its
+                # numbers.
                 stack.callback(lambda: None if self.has_trained else give_back_fit(counted))
             session = stack.enter_context(deterministic(settings))
+            # The recorder of optimizer steps records nothing then: the run has a ledger.
             session.in_trainer = True
             self.verify = session.verify
             self.loaders = LoaderControl(
@@ -88,16 +91,22 @@ class TrainerSession:
                 connect(self)
                 stack.callback(connect, None)
             check_loads(trainer, stack)
-            process = partial(self._process_dataloader, trainer.strategy.process_dataloader)
-            replace_method(stack, trainer.strategy, "process_dataloader", process)
-            if stage == "fit":
-                # Whenever Lightning calls `train_dataloader` or `val_dataloader`.
-                for stage_of, source in fit_data_sources(trainer).items():
-                    around = partial(self._loader_hook_seeded, stage_of)
-                    wrap_method(stack, source, "dataloader", around)
+            self._control_loading(stack)
             # The same seed on every rank, so that weights made in `configure_model` agree.
             seed_all(derive_seed(settings.seed, "setup", fit=self.fit))
             self._stack = stack.pop_all()
+
+    def _control_loading(self, stack: ExitStack) -> None:
+        """Seed the hooks that make loaders, and control each loader, until a stack is closed."""
+        # Lightning has set the sampler when this method returns, and has not iterated the loader.
+        strategy = self._trainer.strategy
+        process = partial(self._process_dataloader, strategy.process_dataloader)
+        replace_method(stack, strategy, "process_dataloader", process)
+        if self.stage == "fit":
+            # Whenever Lightning calls `train_dataloader` or `val_dataloader`.
+            for stage, source in fit_data_sources(self._trainer).items():
+                around = partial(self._loader_hook_seeded, stage)
+                wrap_method(stack, source, "dataloader", around)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "TrainerSession":
         """Return this session: a program that copies the Trainer within a run opens no other."""
@@ -136,6 +145,8 @@ class TrainerSession:
         """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
+            # The epoch of an evaluation is the number of batches trained, which two validations may
+            # share.
             self.loaders.restart(self.evaluated)
             self.loaders.start_epoch(self.evaluated, self.evaluation)
         seed_all(self._seed(self.evaluated, self.evaluation))
@@ -169,17 +180,16 @@ class TrainerSession:
 
     @contextmanager
     def validation_isolated(self) -> Iterator[None]:
-        """Give the whole validation of a fit its own random stream.
-
-        Lightning makes the iterators, which may draw, before ``on_validation_start``, and hooks of
-        the module and of other callbacks may draw after our ``on_validation_end``. Sharded modules
-        hold their shards again afterwards, as without a validation.
-        """
+        """Give the whole validation of a fit its own random stream."""
+        # Around the loop, and not in hooks: Lightning makes the iterators, which may draw, before
+        # `on_validation_start`, and hooks of the module and of other callbacks may draw after our
+        # `on_validation_end`.
         self.start_evaluation()
         try:
             yield
         finally:
             self.end_evaluation()
+            # As without a validation, which gathers the shards of modules.
             reshard(self._trainer.lightning_module)
 
     @contextmanager
@@ -193,6 +203,8 @@ class TrainerSession:
             epoch = epoch if loaded is None or epoch - loaded >= every else loaded
         # With overfit_batches Lightning shows training and validation the same batches.
         alike = trainer.overfit_batches > 0
+        # Loading data within a fit, such as every n epochs, must not change what the training draws
+        # next.
         with rng_restored():
             purpose = f"{'train' if alike else stage} dataloader"
             seed_all(derive_seed(self.settings.seed, purpose, fit=self.fit, epoch=epoch))
@@ -235,8 +247,8 @@ def select_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SettingError: If a value is not allowed.
     """
-    found = {name: arguments.get(name) for name in Settings.__dataclass_fields__}
-    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    values = {name: arguments.get(name) for name in Settings.__dataclass_fields__}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     for name in ("unpatched_ops", "varying_ops"):
         if names := given.get(name):
             given[name] = read_names(name, names)

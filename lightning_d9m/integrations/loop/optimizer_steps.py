@@ -66,7 +66,7 @@ class _Combined(nn.Module):
 
 def list_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
     """Return the tensors that optimizers change, in the order of their groups."""
-    return [p for own in optimizers for group in own.param_groups for p in group["params"]]
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
 
 
 def find_trained_module(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
@@ -108,19 +108,21 @@ def _list_holders(places: dict[int, int]) -> list[tuple[nn.Module, set[int]]]:
 
     Those that hold the most come first, and of equal ones the one whose first tensor comes first.
     """
+    # An optimizer has tensors without names, and nothing links it to the module that names them.
+    # `isinstance` would read `__class__` of each object, which runs the code of proxies.
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     # A module whose constructor has not called that of nn.Module yet has no tables.
     modules = [m for m in modules if "_modules" in m.__dict__ and not isinstance(m, _Combined)]
     inner = {id(child) for module in modules for child in module.children()}
     outer = [module for module in modules if id(module) not in inner]
-    found = [(module, _list_ids(module) & places.keys()) for module in outer]
+    holders = [(module, _list_ids(module) & places.keys()) for module in outer]
 
     def order(pair: tuple[nn.Module, set[int]]) -> tuple[int, int, str]:
         kind, held = type(pair[0]), pair[1]
         path = f"{kind.__module__}.{kind.__qualname__}"
         return -len(held), min(map(places.__getitem__, held)), path
 
-    return sorted(filter(itemgetter(1), found), key=order)
+    return sorted(filter(itemgetter(1), holders), key=order)
 
 
 def _list_ids(module: nn.Module) -> set[int]:
@@ -136,6 +138,7 @@ class UnknownOptimizer(Optimizer):
 
 def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in which a backward pass accumulates gradients, in the graph's order."""
+    # A loop with a list: a graph is deeper than Python may recurse.
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen, leaves = set(nodes), []
     for node in nodes:  # which grows
@@ -166,8 +169,6 @@ class StepRecorder(Recorder):
     Attributes:
         run: What writes the ledger.
     """
-
-    _is_hosted = True
 
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
         request = self.read_request(os.environ)
@@ -210,11 +211,6 @@ class StepRecorder(Recorder):
             )
         return request
 
-    def open(self) -> None:
-        """Open the ledger, before the first step."""
-        self.begin()
-        self.start_batch()
-
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
         if _count(optimizer) in self._covered:
@@ -223,6 +219,7 @@ class StepRecorder(Recorder):
             return False
         if optimizer not in self._optimizers:
             self._optimizers = (*self._optimizers, optimizer)
+            # The probes of this batch have begun without the new optimizer.
             self._run.probes.unhook()
             self._batch -= 1
             self.start_batch()
@@ -285,6 +282,7 @@ class OptimizerSteps:
         patches.replace(Optimizer, "__init__", note)
         patches.replace(torch.autograd, "backward", note_backward)
         self._hooks.callback(patches.undo)
+        # Hooks of all optimizers are public in torch, so that no method is replaced for a step.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         if read_settings(ProbeSettings, os.environ):
@@ -306,13 +304,11 @@ class OptimizerSteps:
             self._attempt(lambda: run.__exit__(None, getattr(sys, "last_value", None), None))
 
     def _finish_process(self) -> None:
-        """Finish the ledger at the end of the process; a difference there is its exit status.
-
-        Python ignores the errors of functions that it calls at exit.
-        """
+        """Finish the ledger at the end of the process; a difference there is its exit status."""
         try:
             self.finish()
         except D9mError:
+            # Python ignores the errors of functions that it calls at exit.
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -340,14 +336,16 @@ class OptimizerSteps:
             digests = digest_many(leaves)
         except D9mError:  # tensors without memory, such as those of a transform
             return
-        found = zip(leaves, digests, strict=True)
-        if any(self._reached.get(leaf, digest) != digest for leaf, digest in found):
+        digested = zip(leaves, digests, strict=True)
+        if any(self._reached.get(leaf, digest) != digest for leaf, digest in digested):
             self._unknown = UnknownOptimizer(leaves)
             self._open_or_continue(self._unknown)
         self._reached.update(zip(leaves, digests, strict=True))
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_idle():
+            # An optimizer of torch makes the steps of this program, so that backward passes need
+            # not be looked at.
             self._passes_left = 0
             self._open_or_continue(optimizer)
 
@@ -355,6 +353,7 @@ class OptimizerSteps:
         with self._lock:
             if self._process != os.getpid():  # forked: the ledger belongs to the parent process
                 self._process, self._run, self._ledgers = os.getpid(), None, 0
+            # Another model is trained now, and has a ledger to itself.
             if self._run is not None and not self._run.covers(optimizer):
                 self.finish()
             if self._run is None:
@@ -370,9 +369,11 @@ class OptimizerSteps:
         session = active_session()
         if self._stopped or session is None or session.in_trainer or torch.compiler.is_compiling():
             return True
-        own = None if self._run is None else self._run.run
-        if any(run is not own for run in Run.open_runs):
+        own_run = None if self._run is None else self._run.run
+        # A Trainer or a Recorder writes a ledger, which has these steps in it.
+        if any(run is not own_run for run in Run.open_runs):
             return True
+        # Reading a tensor in the capture of a CUDA graph is an error.
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def _open(self, optimizer: Optimizer) -> None:
@@ -385,21 +386,21 @@ class OptimizerSteps:
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
         self._run = StepRecorder(session, optimizers, number)
-        self._run.open()
+        self._run.begin()
+        self._run.start_batch()
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""
         self._made = [made for made in self._made if made() is not None]
-        return [own for made in self._made if (own := made()) is not None]
+        return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def _attempt(self, func: Callable[[], object]) -> None:
-        """Call a function; without a reference its error only ends the recording, with a warning.
-
-        The program did not ask for a ledger itself, and must not fail for lack of one.
-        """
+        """Call a function, whose error only ends the recording, unless there is a reference."""
+        # The program did not ask for a ledger itself, and must not fail for lack of one.
         try:
             func()
         except Exception as error:
+            # Stopped for good: the next step would fail likewise, with another warning.
             self._stopped, run, self._run = True, self._run, None
             if run is not None:
                 run.__exit__(None, error, None)

@@ -31,31 +31,17 @@ from lightning_d9m.engine.control.seeding import (
 )
 from lightning_d9m.engine.control.session import Session, active_session, next_fit
 from lightning_d9m.engine.control.settings import Settings
-from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
+from lightning_d9m.engine.hashing.shards import find_hybrid_sharding, has_base
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, Scalar
 from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.description import describe_training
-from lightning_d9m.engine.recording.interruption import (
-    Interruption,
-    InterruptRequest,
-    read_request,
-)
-from lightning_d9m.engine.recording.run import (
-    OptionArguments,
-    Run,
-    RunOptions,
-    share_new_folder,
-)
+from lightning_d9m.engine.recording.interruption import Interruption, InterruptRequest, read_request
+from lightning_d9m.engine.recording.run import OptionArguments, Run, RunOptions, share_new_folder
 from lightning_d9m.engine.state.changes import describe_unsaved
-from lightning_d9m.errors import (
-    CheckpointError,
-    DriftError,
-    InexactResumeError,
-    SettingError,
-)
+from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError, SettingError
 from lightning_d9m.integrations.trainer.lightning_private import (
     find_fabric_loader,
     set_fabric_epoch,
@@ -143,6 +129,18 @@ def record_final(
     """
     if find_ranks()[0].rank:
         return None
+    run = open_alone(model, Path(ledger_dir), "final")
+    run.record("final", epoch=0, step=0, scalars=_to_hex(scalars))
+    run.end(End(status="finished"))
+    return run.folder
+
+
+def open_alone(model: torch.nn.Module, ledger_dir: Path, kind: str) -> Run:
+    """Open the ledger of one process that is not that of a training.
+
+    Raises:
+        LedgerError: If it cannot be made.
+    """
     session, alone, training = active_session(), Ranks(0), Training(model)
     settings = Settings() if session is None else session.settings
     run = Run(RunOptions())
@@ -150,11 +148,9 @@ def record_final(
         alone,
         training,
         lambda: describe_training(alone, settings, {"world.size": 1}, training, fit=0),
-        partial(_make_folder, alone, Path(ledger_dir), kind="final"),
+        partial(_make_folder, alone, ledger_dir, kind=kind),
     )
-    run.record("final", epoch=0, step=0, scalars=_to_hex(scalars))
-    run.end(End(status="finished"))
-    return run.folder
+    return run
 
 
 def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
@@ -271,6 +267,7 @@ class Recorder:
             try:
                 if error is None and self._run.is_open:
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
+                    # After the last record, because it ends the process of a segment.
                     self.interruption.stop()
                 elif error is not None:
                     self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
@@ -279,6 +276,7 @@ class Recorder:
                     if isinstance(error, Exception) and step >= 0:  # not Ctrl-C
                         self._run.log_return(step)
             except BaseException as failure:
+                # The final record itself may raise, for example if it differs from the reference.
                 end = End.failed(failure)
                 raise
             finally:
@@ -344,6 +342,8 @@ class Recorder:
         self.begin(loader)
         loaders, epoch, inner = self._loaders, self.next_epoch, _find_controllable(loader)
         resumed, self._resumed = self._resumed, None
+        # Once an epoch: a second loader in it continues the streams, as the program would without a
+        # recorder.
         if self._iterated == 0:
             if epoch:
                 self._reach("epoch", epoch - 1)
@@ -352,15 +352,16 @@ class Recorder:
             if isinstance(sampler, DistributedSampler) and sampler.rank != loaders.rank:
                 loaders.release()
                 loaders.rank = sampler.rank
-            words = {"fit": self._fit, "rank": loaders.rank, "epoch": epoch}
-            seed_all(derive_seed(loaders.seed, _STAGE, **words))
+            moment = {"fit": self._fit, "rank": loaders.rank, "epoch": epoch}
+            seed_all(derive_seed(loaders.seed, _STAGE, **moment))
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
         samplers = {} if resumed is None else resumed["samplers"]
-        found = self._start_loader(loader, inner, samplers)
+        batches = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
+            # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
-        for batch in found:
+        for batch in batches:
             self.start_batch(batch)
             before = self.epoch_steps
             debugger = self.interruption.open_debugger(self.global_step, self.ledger)
@@ -409,11 +410,9 @@ class Recorder:
         return iter(loader)
 
     def _reach(self, kind: str, epoch: int) -> None:
-        """Save what the recorder knows, or end the loop, if the request says so.
-
-        This is where the loop asks for its next batch, after all that follows ``step`` and
-        ``epoch`` in the program.
-        """
+        """Save what the recorder knows, or end the loop, if the request says so."""
+        # Called where the loop asks for its next batch, after all that follows `step` and `epoch`
+        # in the program.
         path = self.interruption.reach(kind, epoch)
         if path is not None:
             self._save(path)
@@ -421,16 +420,17 @@ class Recorder:
     def _save(self, path: Path) -> None:
         """Save all parts; each rank saves its own file."""
         saved = {name: part.state_dict() for name, part in self._name_parts().items()}
-        own = self._path_of_rank(path)
+        own_path = self._path_of_rank(path)
         save = unwrap(torch.save)  # it is not a file of the program, see ``saved_files.py``
-        self._ranks.raise_on_all(lambda: save(saved, own))
+        self._ranks.raise_on_all(lambda: save(saved, own_path))
+        # After all ranks have saved, so that a checkpoint in the ledger is complete.
         self.note_checkpoint(path)
 
     def note_checkpoint(self, path: Path) -> None:
         """Record that a checkpoint is complete, on every rank."""
         step, batch = self.global_step, self._batch
-        own = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
-        self._run.note_checkpoint(own)
+        checkpoint = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
+        self._run.note_checkpoint(checkpoint)
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""
@@ -485,14 +485,14 @@ class Recorder:
 
     def _validate(self, loader: Iterable[T]) -> Iterator[T]:
         settings = self._open_session.settings
-        words = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
+        moment = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         self._validating.close()
         with ExitStack() as self._validating:
             # Leaving a loop closes this iterator; the training does so if the program has kept it.
             is_open = [True]
             self._validating.callback(is_open.clear)
             self._validating.enter_context(rng_restored())
-            seed_all(derive_seed(settings.seed, "validate", **words))
+            seed_all(derive_seed(settings.seed, "validate", **moment))
             for batch in loader:
                 self.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
@@ -514,6 +514,7 @@ class Recorder:
         self._validating.close()
         self.log(loss, **scalars)
         losses = [] if loss is None or self._run.loss is None else [("step", self._run.loss)]
+        # Before the step is counted: what is not finite belongs to this one.
         self.interruption.check_finite(self.global_step, "loss", losses)
         weights = self._training.model.named_parameters()
         self.interruption.check_finite(self.global_step, "weight", weights)
@@ -578,6 +579,7 @@ class Recorder:
                 "Save checkpoints after epoch()."
             )
         self._run.probes.collector.close()
+        # The digests of the next steps are recorded, and a run that resumes is compared with them.
         self._run.note_save(self.global_step)
         return {
             "format": _FORMAT,
@@ -672,9 +674,9 @@ def _check_state(state: object, **run: int) -> None:
     ``run`` has the facts of the run that must be those of the state.
     """
     if not isinstance(state, Mapping) or state.keys() != _STATE or state["format"] != _FORMAT:
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        content = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
-            f"The state for Recorder.load_state_dict has {found}, and this version of "
+            f"The state for Recorder.load_state_dict has {content}, and this version of "
             f"lightning_d9m reads format {_FORMAT} with {sorted(_STATE)}. Pass what "
             "Recorder.state_dict() returned."
         )
@@ -693,22 +695,15 @@ def _find_controllable(loader: object) -> DataLoader[Any] | None:
     Loaders of Fabric and Accelerate move the batches of a loader that they hold.
     """
     inner = loader
-    if _is_made_by(loader, "accelerate", "DataLoaderShard"):
+    if has_base(loader, "DataLoaderShard"):
         inner = getattr(loader, "base_dataloader", None)
-    elif _is_made_by(loader, "lightning", "_FabricDataLoader"):
+    elif has_base(loader, "_FabricDataLoader"):
         inner = find_fabric_loader(loader)
     elif type(loader).__module__.partition(".")[0] in _WRAPPING:
         return None
     if not isinstance(inner, DataLoader) or isinstance(inner.dataset, IterableDataset):
         return None
     return inner
-
-
-def _is_made_by(made: object, package: str, name: str) -> bool:
-    """Return whether an object is of a package's class, without importing the package."""
-    return any(
-        kind.__name__ == name and kind.__module__.startswith(package) for kind in type(made).__mro__
-    )
 
 
 def unwrap_model(model: Any) -> torch.nn.Module:
@@ -722,12 +717,13 @@ def unwrap_model(model: Any) -> torch.nn.Module:
             f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
             "models as one torch.nn.ModuleList or ModuleDict."
         )
+    # By name, because importing Fabric takes seconds. Wrappers may be nested: Fabric wraps DDP.
     while type(model).__name__ in _WRAPPERS:
         model = model.module
-    found: torch.nn.Module = model
-    if _is_of_deepspeed(found) or any(hasattr(own, "ds_id") for own in found.parameters()):
-        raise SettingError(_describe_deepspeed("model", found))
-    return found
+    inner: torch.nn.Module = model
+    if _is_of_deepspeed(inner) or any(hasattr(weight, "ds_id") for weight in inner.parameters()):
+        raise SettingError(_describe_deepspeed("model", inner))
+    return inner
 
 
 def _is_of_deepspeed(made: object) -> bool:
@@ -751,5 +747,7 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if _is_of_deepspeed(optimizer):
         raise SettingError(_describe_deepspeed("optimizer", optimizer))
     inner = getattr(optimizer, "optimizer", None)
-    found: torch.optim.Optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-    return found
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    unwrapped: torch.optim.Optimizer = optimizer
+    return unwrapped

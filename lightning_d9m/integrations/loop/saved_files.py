@@ -29,19 +29,14 @@ import numpy as np
 import torch
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.engine.control.session import active_session
-from lightning_d9m.engine.control.settings import Settings
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
-from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
+from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED
-from lightning_d9m.engine.probes.training import Training
-from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.recording.description import describe_training
 from lightning_d9m.engine.recording.interruption import is_segment
-from lightning_d9m.engine.recording.run import Run, RunOptions
-from lightning_d9m.integrations.loop.recorder import find_ranks
+from lightning_d9m.engine.recording.run import Run
+from lightning_d9m.integrations.loop.recorder import find_ranks, open_alone
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
 _VARIES = re.compile(r"[0-9a-f]{6,}|\d+")
@@ -61,7 +56,9 @@ class SavedFiles:
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
         """Wrap what saves, in modules that are imported later, too; ``remove`` restores it."""
         patches = AttributePatches()
+        # First, so that it is undone last, after the ledger is finished.
         self._hooks.callback(patches.undo)
+        # A program may call it by either name, and libraries do.
         for owner in (torch, torch.serialization):
             patches.replace(owner, "save", self._wrap(torch.serialization.save))
 
@@ -80,6 +77,7 @@ class SavedFiles:
             self._finish()
 
     def _wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        # A second installation in a process would record each file twice.
         if hasattr(save, "_records_saves"):
             return save
 
@@ -98,6 +96,7 @@ class SavedFiles:
         return save_and_record
 
     def _record(self, value: Any, name: str) -> None:
+        # The variable tells before a process group exists.
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
@@ -108,7 +107,8 @@ class SavedFiles:
         queue.add_leaves(data.values())
         named = dict(zip(data, queue.fetch(), strict=True))
         if self._run is None:  # after all that may fail: an empty ledger would prove nothing
-            self._run = _open()
+            self._run = open_alone(torch.nn.Module(), state_folder(), SAVED)
+            Run.open_runs.discard(self._run)  # it records no training
         totals = {SAVED: digest_value(sorted(named.items()))}
         number = self._numbers[moment]
         self._numbers[moment] += 1
@@ -120,20 +120,6 @@ class SavedFiles:
         run, self._run = self._run, None
         if run is not None and self._process == os.getpid():
             run.end(End(status="finished"))
-
-
-def _open() -> Run:
-    session, alone, training = active_session(), Ranks(0), Training(torch.nn.Module())
-    settings = Settings() if session is None else session.settings
-    run, parent = Run(RunOptions()), Path(os.environ.get(LEDGER_VARIABLE) or state_folder())
-    run.begin(
-        alone,
-        training,
-        lambda: describe_training(alone, settings, {"world.size": 1}, training, fit=0),
-        partial(create_ledger_folder, parent, SAVED),
-    )
-    Run.open_runs.discard(run)  # it records no training
-    return run
 
 
 def _list_data(value: Any) -> Iterator[tuple[str, object]]:

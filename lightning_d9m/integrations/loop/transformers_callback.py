@@ -17,26 +17,20 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_d9m.engine.control.settings import read_names
-from lightning_d9m.engine.recording.interruption import (
-    INTERRUPT,
-    RESUME,
-    find_checkpoint,
-)
+from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME, find_checkpoint
 from lightning_d9m.engine.recording.run import OptionArguments
 from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, find_session
 
 
 def prepare_first_training(callback: "TransformersCallback") -> None:
-    """Let the first training in this process resume, if a variable names a checkpoint.
-
-    The Trainer asks no callback from where it resumes, and does not show itself to callbacks, so
-    its method ``train`` is replaced until a Trainer with this callback calls it.
-    """
+    """Let the first training in this process resume, if a variable names a checkpoint."""
     if find_checkpoint() is None and not os.environ.get(INTERRUPT):
         return
     from transformers import Trainer
 
+    # The Trainer asks no callback from where it resumes, and does not show itself to callbacks, so
+    # its method is replaced until a Trainer with this callback calls it.
     original = Trainer.train
 
     @functools.wraps(original)
@@ -148,15 +142,12 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         ranks, _ = find_ranks()
         chosen = ranks.raise_on_all(find_checkpoint)
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
-        self.recorder = TransformersRecorder(
-            folder,
-            kwargs["model"],
-            kwargs["optimizer"],
-            kwargs["lr_scheduler"],
-            **self._options,
-        )
+        trained = (kwargs[name] for name in ("model", "optimizer", "lr_scheduler"))
+        self.recorder = TransformersRecorder(folder, *trained, **self._options)
         self.recorder.__enter__()
         self._is_open = True
+        # An error in a training calls no callback, so that the ledger is closed with the session,
+        # or by the next training.
         find_session().call_on_close(self._give_up)
         self._loss = None
         # The Trainer tells its callbacks only a mean over some steps.
@@ -167,6 +158,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         try:
             saved = ranks.raise_on_all(lambda: self._read_checkpoint(args, state, chosen))
             if saved is not None:
+                # Before `begin`, which opens the ledger or continues that of the saved run.
                 self.recorder.load_state_dict(saved)
             self.recorder.begin(kwargs.get("train_dataloader"))
         except Exception as error:
@@ -199,19 +191,20 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._reach(args, control, "epoch", self._recorder.next_epoch - 1)
 
     def _reach(self, args: Any, control: Any, kind: str, epoch: int) -> None:
-        """Let the Trainer save a checkpoint, if the request names this point.
-
-        One that the program does not want goes to the folder of the request: in the program's own,
-        others would be removed for it, and the program could take it for the best or the last one.
-        """
+        """Let the Trainer save a checkpoint, if the request names this point."""
         self._restore_folder()
         self._target = self._recorder.interruption.reach(kind, epoch)
         # The evaluation that follows decides whether a training that keeps the best one saves.
         is_open = control.should_evaluate and args.save_strategy == "best"
         if self._target is not None and not control.should_save and not is_open:
+            # To the folder of the request: in the program's own, others would be removed for it,
+            # and the program could take it for the best or the last one.
             control.should_save = True
             self._redirected.append((args, args.output_dir))
+            # The Trainer has no argument for the folder of one checkpoint; it reads this one when
+            # it saves.
             args.output_dir = str(self._target.parent)
+        # The earlier run has written a checkpoint of this name.
         if self._recorder.interruption.is_segment:
             control.should_save = False
 

@@ -77,10 +77,14 @@ def register_strategies(package: str) -> None:
     """Add our strategies to the registry of one Lightning package; a class loads on first use."""
     registry = import_module(f"{package}.strategies").StrategyRegistry
 
+    # A function of the path, and not of the class: importing it would load Horovod's strategy, or
+    # that of logical ranks, in every program.
     def make(path: str, **options: Any) -> Any:
         return resolve_name(path)(**options)
 
     for name, (path, description) in _STRATEGIES.items():
+        # Each import of a strategy and each callback registers, and the registry refuses a name
+        # that it has.
         if name not in registry:
             registry.register(name, partial(make, path), description=description)
 

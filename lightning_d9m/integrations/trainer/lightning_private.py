@@ -56,6 +56,7 @@ def resume_next_fit(trainer: Trainer, path: Path) -> None:
     original = connector.resume_start
 
     def resume_start(_: object = None, **options: Any) -> None:
+        # For one call: a second fit of the Trainer must not resume.
         del connector.resume_start
         original(path, **options)
 
@@ -98,8 +99,7 @@ def can_stop_early(trainer: Trainer) -> bool:
 def wrap_launches(package: str, around: Callable[..., Any], patches: AttributePatches) -> None:
     """Call a function instead of each launch that forks or spawns processes.
 
-    Lightning calls no hook of a callback in the process that starts the others. A second call for a
-    package does nothing.
+    A second call for a package does nothing.
 
     Args:
         package: The Lightning package.
@@ -109,6 +109,7 @@ def wrap_launches(package: str, around: Callable[..., Any], patches: AttributePa
     """
     launcher = import_module(f"{package}.strategies.launchers")._MultiProcessingLauncher
     original = launcher.launch
+    # Every callback calls this, and its process would otherwise launch through several wrappers.
     if hasattr(original, "__wrapped__"):
         return
 
@@ -117,6 +118,7 @@ def wrap_launches(package: str, around: Callable[..., Any], patches: AttributePa
         def start(called: Any) -> Any:
             return original(self, called, *args, trainer=trainer, **kwargs)
 
+        # Lightning allows a launch without a Trainer, which has no callbacks.
         return start(function) if trainer is None else around(trainer, function, start)
 
     patches.replace(launcher, "launch", launch)
@@ -256,6 +258,7 @@ def create_result(
     ``meta`` has the arguments with which a tensor or else a metric object was logged. If
     ``synced``, the ranks reduce the result.
     """
+    # The module of the package that the Trainer is from.
     module = sys.modules[type(trainer.fit_loop.epoch_loop._results).__module__]
     metadata = module._Metadata(**meta)
     metadata.sync = module._Sync(
@@ -290,6 +293,7 @@ def set_logged_batch(trainer: Trainer, batch: Any) -> None:
     results: Any = trainer._results
     if results is not None:
         results.batch = batch
+        # Lightning computes the size once for each batch and keeps it here.
         results.batch_size = None
 
 

@@ -45,6 +45,7 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
     def exchange(data: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        # Through the strategy, which knows its ranks also where torch.distributed has no group.
         gathered = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
         if gathered.numel() != trainer.world_size * len(local):
             raise SettingError(
@@ -82,6 +83,8 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     counts: Counter[str] = Counter()
     for callback in callbacks:
+        # By class and not by place, so that a callback that is added or removed does not rename the
+        # others.
         base = f"callbacks.{type(callback).__name__}"
         named[f"{base}#{counts[base]}" if counts[base] else base] = callback
         counts[base] += 1
@@ -90,10 +93,10 @@ def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
 
 def name_program(trainer: Trainer) -> dict[str, Any]:
     """Return the objects that a program may change in a fit, by name, besides the module."""
-    callbacks = [own for own in trainer.callbacks if getattr(own, "state_key", None) != KEY]
+    callbacks = [each for each in trainer.callbacks if getattr(each, "state_key", None) != KEY]
     owners = {"datamodule": trainer.datamodule, "trainer": trainer} | name_callbacks(callbacks)
-    owners |= {f"{OPTIMIZERS}{n}]": own for n, own in enumerate(trainer.optimizers)}
-    owners |= {f"schedulers[{n}]": own for n, own in enumerate(list_schedulers(trainer))}
+    owners |= {f"{OPTIMIZERS}{n}]": each for n, each in enumerate(trainer.optimizers)}
+    owners |= {f"schedulers[{n}]": each for n, each in enumerate(list_schedulers(trainer))}
     return owners
 
 
@@ -101,18 +104,21 @@ def name_program(trainer: Trainer) -> dict[str, Any]:
 def list_stored(kind: Any) -> frozenset[str]:
     """Return the attributes that Lightning and torch.optim set in objects of a class.
 
-    Their other attributes are the program's. The code says it: a new object has only what
-    ``__init__`` sets, Lightning sets most attributes later, in hooks and through properties, and a
-    list of names would have holes with each release.
+    Their other attributes are the program's.
     """
-    own = [
+    # The code is read, because a new object has only what `__init__` sets, Lightning sets most
+    # attributes later, in hooks and through properties, and a list of names would have holes with
+    # each release.
+    members = [
         part
         for base in kind.__mro__
         if is_of_lightning(base) or base.__module__.startswith("torch.optim.")
         for part in vars(base).values()
     ]
-    own += [each for part in own if isinstance(part, property) for each in (part.fget, part.fset)]
-    functions = filter(inspect.isfunction, own)
+    members += [
+        each for part in members if isinstance(part, property) for each in (part.fget, part.fset)
+    ]
+    functions = filter(inspect.isfunction, members)
     return frozenset[str]().union(*(find_attributes(each, "STORE_ATTR") for each in functions))
 
 
@@ -127,10 +133,8 @@ def find_attributes(function: Any, operation: str) -> frozenset[str]:
 
 
 def get_logical_steps(trainer: Trainer) -> Any:
-    """Return the ``LogicalSteps`` of a run, which hold the state of its logical ranks, or None.
-
-    Their module is not imported here: a training without logical ranks does not load it.
-    """
+    """Return the ``LogicalSteps`` of a run, which hold the state of its logical ranks, or None."""
+    # Without an import of their module, which a training without logical ranks does not load.
     return getattr(trainer.strategy, "logical_steps", None)
 
 

@@ -51,6 +51,7 @@ class Target:
         """The name of the cache folder, made of all that the wheel's contents depend on."""
         names = ["gloo", *["mpi"] * self.mpi, *["nccl"] * (self.cuda is not None)]
         backends = "-".join([*names, *(f"cc{each}" for each in self.capabilities)])
+        # The wheel links this Python's ABI, too, and the cache may be shared by several.
         abi = sysconfig.get_config_var("SOABI") or sysconfig.get_platform()
         return f"horovod-{HOROVOD_VERSION}-recipe{RECIPE}-torch{self.torch}-{abi}-{backends}"
 
@@ -82,6 +83,7 @@ def build_environment(target: Target, work: Path, environment: Mapping[str, str]
     wrapper = work / "c++"
     wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@" -std=c++20\n')
     wrapper.chmod(0o755)
+    # A compiler that runs out of memory is killed, and the build fails.
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     jobs = min(len(os.sched_getaffinity(0)), memory // _MEGABYTES_PER_JOB)
     return {
@@ -98,6 +100,7 @@ def build_environment(target: Target, work: Path, environment: Mapping[str, str]
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
+        # Either must be set: Horovod builds with MPI if it happens to find one.
         ("HOROVOD_WITH_MPI" if target.mpi else "HOROVOD_WITHOUT_MPI"): "1",
     }
 
@@ -145,12 +148,14 @@ def _find_cuda_home(target: Target, path: str, environment: Mapping[str, str]) -
         homes.append(str(Path(sysconfig.get_path("purelib"), "nvidia", f"cu{major}")))
     versions = {home: version for home in homes if (version := _read_cuda_version(home))}
     fitting = [home for home, version in versions.items() if version.partition(".")[0] == major]
+    # CUDA is compatible within a major version, so another minor one serves if the exact one is
+    # missing.
     for home in sorted(fitting, key=lambda home: versions[home] != wanted):
         return home
-    found = ", ".join(f"CUDA {version} in {home}" for home, version in versions.items())
+    described = ", ".join(f"CUDA {version} in {home}" for home, version in versions.items())
     raise CommandError(
         f"torch {target.torch} is a CUDA build, and Horovod's NCCL operations need the compiler "
-        f"nvcc of torch's CUDA version {wanted}, but there is {found or 'no CUDA toolkit'} "
+        f"nvcc of torch's CUDA version {wanted}, but there is {described or 'no CUDA toolkit'} "
         f"(searched: {', '.join(homes)}): install the toolkit, set HOROVOD_CUDA_HOME to its "
         "folder, or pass `--gpu none` for CPU training only."
     )
@@ -162,8 +167,8 @@ def _read_cuda_version(home: str) -> str | None:
     if not (nvcc.exists() and Path(home, "include", "cuda_runtime.h").exists()):
         return None
     reply = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+\.\d+)", reply)
-    return found[1] if found else None
+    release = re.search(r"release (\d+\.\d+)", reply)
+    return release[1] if release else None
 
 
 def build_wheel(
@@ -194,6 +199,8 @@ def build_wheel(
                 if line := data.decode(errors="replace").strip():
                     show(line)
                     last = line
+                    # Later errors follow from the first one, and `make -j` mixes the output of
+                    # several compilers.
                     if not first_error and re.search(r"\berror:", line, re.IGNORECASE):
                         first_error = line
         except BaseException:

@@ -77,10 +77,10 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
         )
     wanted = {**PINNED, **{name: os.environ.get(name) or value for name, value in CHOSEN.items()}}
     for name, value in PINNED.items():
-        found = os.environ.get(name)
-        if found is not None and found.strip() != value:
+        actual = os.environ.get(name)
+        if actual is not None and actual.strip() != value:
             raise SettingError(
-                f"The variable {name} is {found!r}, but deterministic training needs {value!r}: "
+                f"The variable {name} is {actual!r}, but deterministic training needs {value!r}: "
                 "unset it, and remove it from horovodrun's options."
             )
     if allows_nvls(wanted["NCCL_ALGO"]):
@@ -88,6 +88,8 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
             f"The variable NCCL_ALGO is {wanted['NCCL_ALGO']!r}, which lets NCCL reduce by NVLS, "
             f"in an order that differs between calls: unset it, or set {CHOSEN['NCCL_ALGO']!r}."
         )
+    # A running Horovod has read its variables; whether this package has set them is known only if
+    # it started Horovod.
     if initialized:
         _check_running(wanted)
     else:
@@ -100,6 +102,7 @@ def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
         added["GLOO_SOCKET_IFNAME"] = interface
     missing = {n: v for n, v in {**wanted, **added}.items() if n not in os.environ}
+    # Variables of the user stay, and `teardown` of the strategy removes only these.
     os.environ.update(missing)
     return [*missing]
 
@@ -130,9 +133,12 @@ def connect_store(hvd: Any, timeout: timedelta) -> Any:
     options = {"timeout": timeout, "wait_for_workers": False}
     store, sent = None, torch.zeros(_STORE_BYTES, dtype=torch.uint8, device="cpu")
     if hvd.rank() == 0:
+        # Port 0 lets the system choose a free one: several trainings may start on one host at once.
         store = make("127.0.0.1", 0, is_master=True, **options)
         text = f"{_find_address()} {store.port}".encode()
         sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    # The only collective of Horovod that is used. Its launcher gives ranks no address of a store
+    # that torch could use, as torchrun does.
     received = hvd.broadcast(sent, 0, name="d9m.store")
     host, port = bytes(received.tolist()).rstrip(b"\0").decode().split()
     try:
@@ -146,6 +152,8 @@ def connect_store(hvd: Any, timeout: timedelta) -> Any:
 
 def _find_address() -> str:
     """Return the IPv4 address by which other hosts reach this one."""
+    # The interface that Gloo uses connects the hosts; the host name may resolve to a loopback
+    # address.
     for address in psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), []):
         if address.family == socket.AF_INET:
             return str(address.address)
@@ -164,8 +172,10 @@ def compare_ranks(
         StackDifferenceError: A rank differs from rank 0; the message names rank and field.
     """
     variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
-    own = capture_stack({f"strategy.{name}": value for name, value in options.items()} | variables)
-    described = gather(own)
+    stack = capture_stack(
+        {f"strategy.{name}": value for name, value in options.items()} | variables
+    )
+    described = gather(stack)
     for rank, actual in enumerate(described):
         differences = stack_differences(described[0], actual)
         if differences:
@@ -196,12 +206,12 @@ def import_horovod() -> Any:
 def check_installation() -> Iterator[CheckResult]:
     """Check Lightning, and Horovod if it is installed."""
     versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
-    found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     yield judge(
-        not found,
+        not packages,
         "Lightning",
         "note",
-        found or "not installed",
+        packages or "not installed",
         "The callback needs it; `lightning_d9m.deterministic` does not.",
         "pip install lightning",
     )

@@ -28,8 +28,8 @@ from lightning_d9m.integrations.strategies.strategies import register_in_loaded_
 from lightning_d9m.integrations.strategies.sums.collectives import send_tensors, watch_function
 from lightning_d9m.integrations.strategies.sums.gradients import (
     BUCKET_BYTES,
+    SENT_AS,
     LogicalGradients,
-    check_options,
 )
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
@@ -50,16 +50,17 @@ _VARIABLES = (
 
 
 class HorovodEnvironment(_Environment):  # type: ignore[misc] # of what is loaded
-    """The processes that ``horovodrun`` or ``mpirun`` started.
+    """The processes that ``horovodrun`` or ``mpirun`` started."""
 
-    The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
-    """
+    # The strategy passes it to Lightning, which would otherwise detect SLURM, MPI or torchrun.
 
     creates_processes_externally = True
 
     def __init__(self) -> None:
         super().__init__()
         self._ranks: tuple[int, ...] = (0, 1, 0, 0)  # without a launcher
+        # The first of the table that is set wins, because one launcher may start another, which
+        # then sets its variables, too.
         for names in reversed(_VARIABLES):
             if names[0] in os.environ:
                 rank, size, *places = (int(os.environ.get(name, "0")) for name in names)
@@ -136,7 +137,16 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        check_options(op=op, bucket_bytes=bucket_bytes, compression=compression)
+        if op not in {"average", "sum"}:
+            raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+        if type(bucket_bytes) is not int or bucket_bytes < 0:
+            raise SettingError(
+                f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+            )
+        if compression not in SENT_AS:
+            raise SettingError(
+                f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+            )
         super().__init__(
             logical_ranks=logical_ranks,
             cluster_environment=HorovodEnvironment(),
@@ -169,6 +179,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if devices[0].type != "cuda":
             return devices[0]
         if len(devices) == 1:
+            # Lightning chooses one device for one process, and each rank is one; the local rank
+            # decides which.
             devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         if len(devices) == 1:  # a launcher that makes one device visible to each process
             return devices[0]
@@ -201,6 +213,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             "device": self.root_device.type,
             "precision": str(self.precision_plugin.precision),
         }
+        # Before the model is set up: what differs would otherwise show only as a drift after an
+        # epoch.
         compare_ranks(options, self.gather_values)
 
     def setup_distributed(self) -> None:
@@ -237,7 +251,9 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 watch_function(self._patches, current, hvd, name, f"horovod.torch.{name}")
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
-            self._sums = self.make_logical_gradients(blocks, adds=True, on_stray=self._refuse_stray)
+            self._sums = self.make_logical_gradients(blocks, on_stray=self._refuse_stray)
+            # The hooks must exist before the first backward pass, so that a gradient outside
+            # Lightning's backward is refused from the start.
             self._sums.prepare()
 
     # Gradients
@@ -254,6 +270,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self.logical_ranks is not None:
             super().finish_gradients()
             return
+        # A rank with fewer batches is elsewhere by now, and is named here instead of hanging in the
+        # sum.
         self.agree("the backward pass")
         with self.naming_lost("the sum of gradients"):
             self.sums.finish(self.global_rank)
@@ -305,6 +323,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         """Return the object of rank ``src``, which must be plain data (see `encode_plain`)."""
         if not distributed.is_initialized() or self.world_size == 1:
             return obj
+        # Not torch's `broadcast_object_list`, which unpickles what it receives.
         data = encode_plain(obj) if self.global_rank == src else b""
         with self.collective(f"a broadcast from rank {src}"):
             return decode_plain(self.gather_bytes(data)[src])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import MicroBatchIndices
@@ -30,20 +30,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
         SettingError: If the samples cannot be split among logical ranks.
     """
     grouped = _check_loader(loader)
-    drop_last = False
-    sampler = grouped.batch_sampler.sampler
-    if sampler.num_replicas != 1:
-        if type(sampler) is not DistributedSampler:
-            raise SettingError(
-                f"The sampler {type(sampler).__name__} splits the samples among "
-                f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and "
-                "rank=0, so that logical ranks split the whole order, or let Lightning add its "
-                "sampler."
-            )
-        drop_last = sampler.drop_last
-        words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
-        sampler = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
-
+    sampler, drop_last = _find_order(grouped.batch_sampler.sampler)
     if not padded and len(sampler) <= (first := blocks.of(blocks.processes - 1).start):
         raise SettingError(
             f"There are {len(sampler)} samples, and the last of {blocks.processes} processes "
@@ -52,6 +39,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
         )
 
     def group(batch_sampler: Any) -> BlockBatchSampler:
+        # A copy, as the program may iterate its loader elsewhere, too.
         whole = copy.copy(batch_sampler)
         whole.sampler = sampler
         block = blocks.of(process)
@@ -61,6 +49,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
 
     duplicate = copy.copy(grouped)
     for name, value in (
+        # The iterator of persistent workers loads for the old batch sampler.
         ("_iterator", None),
         ("sampler", sampler),
         ("batch_sampler", replace_batch_sampler(grouped.batch_sampler, group)),
@@ -68,6 +57,24 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
         # A DataLoader does not allow to set these after construction.
         object.__setattr__(duplicate, name, value)
     return duplicate
+
+
+def _find_order(sampler: Any) -> tuple[Any, bool]:
+    """Return a sampler of all samples, and whether the last ones are dropped."""
+    if sampler.num_replicas == 1:
+        return sampler, False
+    # The program has made it for the number of processes. One of torch is made again for all
+    # samples, from the same seed; nobody knows how to do so for another class.
+    if type(sampler) is not DistributedSampler:
+        raise SettingError(
+            f"The sampler {type(sampler).__name__} splits the samples among "
+            f"{sampler.num_replicas} processes itself: build it with num_replicas=1 and "
+            "rank=0, so that logical ranks split the whole order, or let Lightning add its "
+            "sampler."
+        )
+    words: Any = {"shuffle": sampler.shuffle, "seed": sampler.seed}
+    whole: Any = DistributedSampler(sampler.dataset, num_replicas=1, rank=0, **words)
+    return whole, sampler.drop_last
 
 
 def _check_loader(loader: object) -> Any:
@@ -94,6 +101,8 @@ def _check_loader(loader: object) -> Any:
             "would iterate whole: leave use_distributed_sampler=True, so that Lightning splits its "
             "samples among the logical ranks, or use torch's DistributedSampler."
         )
+    # Workers copy a dataset with its generators, and how often each copy draws depends on the
+    # number of batches that a worker loads.
     if kept := find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn}):
         raise SettingError(
             f"The loader of {name} draws from its own generators ({', '.join(kept)}), whose draws "
@@ -151,27 +160,20 @@ class BlockBatchSampler:
         # The numbers of batches of a user's class may depend on the samples, and its draws on the
         # batches that it makes. So every process makes those of all logical ranks: it finds the
         # same draws, and the same error at the same step.
-        known = type(self.batch_sampler) is BatchSampler
-        ranks = self.block if known else range(self._logical_ranks)
+        ranks = range(self._logical_ranks)
         batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
         for parts in zip_longest(*batches, fillvalue=_END):
-            count = next((at for at, part in enumerate(parts) if part is _END), len(parts))
+            made = [part for part in parts if part is not _END]
             # Without padding the first ranks have one batch more.
-            if any(part is not _END for part in parts[count:]) or (
-                self._padded and count < len(parts)
-            ):
+            is_cut = any(part is _END for part in parts[: len(made)])
+            if is_cut or (self._padded and len(made) < len(parts)):
                 raise SettingError(
-                    f"The logical ranks {ranks.start} to {ranks.stop - 1} have different "
-                    f"numbers of batches of {type(self.batch_sampler).__name__}, and a step needs "
-                    "one of each: make as many batches of any equally long list of samples."
+                    "The logical ranks have different numbers of batches of "
+                    f"{type(self.batch_sampler).__name__}, and a step needs one of each: make as "
+                    "many batches of any equally long list of samples."
                 )
-            found = [
-                part
-                for rank, part in zip(ranks, parts, strict=True)
-                if rank in self.block and part is not _END
-            ]
-            if found:
-                yield MicroBatchIndices(found, self.block.start)
+            if own_parts := made[self.block.start : self.block.stop]:
+                yield MicroBatchIndices(own_parts, self.block.start)
 
     def _count_used(self, samples: int) -> int:
         """Return the number of samples that the logical ranks share."""
@@ -181,6 +183,8 @@ class BlockBatchSampler:
         return samples // ranks * ranks if self._drops_samples else -(-samples // ranks) * ranks
 
     def _batch(self, samples: Sequence[Any]) -> Any:
+        # A class of the program is kept, whatever its rules, and only its sampler is replaced by
+        # the samples of one logical rank.
         batch_sampler = copy.copy(self.batch_sampler)
         batch_sampler.sampler = samples
         return batch_sampler

@@ -23,6 +23,7 @@ def sum_exactly(values: Sequence[float]) -> float:
     >>> sum_exactly([1e100, 1.0, -1e100])
     1.0
     """
+    # A fraction holds no such values.
     special = {value for value in values if not math.isfinite(value)}
     if special:
         return special.pop() if len(special) == 1 else math.nan
@@ -30,6 +31,7 @@ def sum_exactly(values: Sequence[float]) -> float:
     try:
         return float(total)
     except OverflowError:
+        # As IEEE 754 rounds what is above the largest number.
         return math.inf if total > 0 else -math.inf
 
 
@@ -39,6 +41,7 @@ def add_exactly(partials: list[float], number: float) -> list[float]:
     As in Shewchuk (1997), "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
     Predicates". So merging the sums of two processes gives the bits that one would have got.
     """
+    # The error terms below would be NaNs that no logged value was.
     if not all(map(math.isfinite, (number, *partials))):
         return [*partials, number]  # no sum of it is finite
     kept = []
@@ -76,8 +79,8 @@ class LoggedValue:
         for number in partials:
             if self._is_extreme:
                 choose = max if self.result.meta.is_max_reduction else min
-                found = [*self.partials, number]
-                self.partials = [math.nan if any(map(math.isnan, found)) else choose(found)]
+                extremes = [*self.partials, number]
+                self.partials = [math.nan if any(map(math.isnan, extremes)) else choose(extremes)]
             else:
                 self.partials = add_exactly(self.partials, number)
 
@@ -152,16 +155,21 @@ class LoggedValues:
                 update(key, value, batch_size)
             return
         if rank is None:
+            # What a hook logs between steps is seen once by each process, so its weight would
+            # depend on their number.
             self._check_hook(result)
             update(key, value, batch_size)
             if not result.meta.on_epoch or self._is_epoch_over:
                 return
         self._keep(results, key)
         if not torch.is_floating_point(value):
+            # As Lightning does with integers and booleans, so that the result has the dtype that a
+            # program expects.
             value = value.to(torch.get_default_dtype())
         if value.dtype not in (torch.float32, torch.float64):
             value = value.float()  # in which Lightning keeps it
         sync = result.meta.sync
+        # Between steps no logical rank runs; process 0 counts then for the first.
         first = (self._block.start if rank is None else rank) == 0
         counts = first or not (rank is None or sync.rank_zero_only)
         if counts and rank is not None:
@@ -171,6 +179,8 @@ class LoggedValues:
         if counts:
             synced = sync.should and not sync.rank_zero_only
             number = value.detach().to(torch.float64, copy=True).reshape(())
+            # Without `sync_dist` a step shows the value of logical rank 0 alone, as rank 0 of DDP
+            # logs its own.
             entry = key, number, batch_size, rank is not None and (synced or first)
             self._pending.setdefault(id(results), []).append(entry)
 
@@ -196,6 +206,8 @@ class LoggedValues:
         """Return the sums of the training epoch so far, as plain values; from process 0 alone."""
         results = lightning_private.list_result_collections(self._trainer)[0]
         found: dict[str, Any] = {}
+        # Every process has added the values of all, so that one of them is enough, and a resume on
+        # more processes does not add them twice.
         for key, value in self._values.get(id(results), {}).items() if 0 in self._block else ():
             if value.result is results.get(key) and not value.result.has_reset:
                 whole = LoggedValue(value.result)
@@ -244,6 +256,7 @@ class LoggedValues:
 
     def finish_epoch(self) -> None:
         """Reduce what was logged for an epoch."""
+        # What was logged after the last step, such as in `on_validation_epoch_end`.
         self.add(self._gather(self.take()), with_step=False)
         self._is_epoch_over = True
         results = lightning_private.get_current_results(self._trainer)
@@ -252,5 +265,6 @@ class LoggedValues:
             value = known.get(key)
             if value is None or value.result is not result or not result.meta.on_epoch:
                 continue
+            # Lightning reduces a result when it is read first, and then keeps what it has computed.
             if result._computed is None:  # noqa: SLF001 - of torchmetrics
                 result._computed = value.reduce()  # noqa: SLF001 - of torchmetrics

@@ -99,6 +99,8 @@ class LogicalSteps:
         self._module: Any = trainer.lightning_module
         self._entered: set[int] = set()
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
+        # The class of the package that the program uses; its instance has what a module has before
+        # the program adds to it.
         kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
         self._hidden: Collection[str] = vars(
             kinds["LightningModule"]()
@@ -120,6 +122,8 @@ class LogicalSteps:
         for name, callback in name_callbacks(self._trainer.callbacks).items():
             if is_of_lightning(type(callback)):  # a thread may draw its bar
                 owners.pop(name, None)
+        # States of optimizers are as large as the weights, and no step changes them: only their
+        # groups are watched, whose learning rates a step may set.
         for name in [name for name in owners if name.startswith(OPTIMIZERS)]:
             groups = enumerate(owners.pop(name).param_groups)
             owners |= {f"{name}.param_groups[{n}]": group for n, group in groups}
@@ -151,6 +155,8 @@ class LogicalSteps:
 
     def attach(self, patches: AttributePatches) -> None:
         """Take part in the Trainer's run, until the patches are undone."""
+        # Lightning calls the hook for a whole batch. It may draw, so it must run when the
+        # generators have the seed of a micro-batch.
         patches.replace(self._module, BEFORE_BATCH_TRANSFER, self._before_transfer_later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
@@ -177,31 +183,23 @@ class LogicalSteps:
         Raises:
             SettingError: If the optimizer runs its closure twice, or there is no loss.
         """
-        trainer = self._trainer
-        if self._ran:
-            raise SettingError(
-                "The optimizer ran the training step twice for one batch, as LBFGS does, which "
-                "logical ranks do not support: use an optimizer that runs its closure once, or "
-                "train without logical_ranks."
-            )
-        self._ran = True
-        self._place = ("train", trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
-        self._clear_gradients()
-        self._sandbox.begin()
-        self._output = None
-        self.losses = []
+        trainer, output = self._trainer, None
+        self._begin_training_step()
         forward = skips_backward(trainer)
         self._accumulates = not forward and accumulates_gradients(trainer)
-        output = None
         for rank, batch in self._pair(batches):
             self._clear_gradients()
+            # After the gradients are cleared: it sets those of the earlier batches of this logical
+            # rank.
             self.kept.put_back(rank)
             output = self._run(step, rank, batch, args)
             loss = _find_loss(output)
             self.losses.append(loss.detach())
             if rank == self.block.start != self.block[-1]:
-                found = loss.detach()
-                self._output = {**output, "loss": found} if isinstance(output, Mapping) else found
+                detached = loss.detach()
+                self._output = (
+                    {**output, "loss": detached} if isinstance(output, Mapping) else detached
+                )
             self._sandbox.start_backward()
             if forward:
                 self._end_rank(rank)
@@ -213,6 +211,23 @@ class LogicalSteps:
             backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
             self.take_gradients(rank)
         return output
+
+    def _begin_training_step(self) -> None:
+        # The second run would begin from the gradients and buffers that the first one has left.
+        if self._ran:
+            raise SettingError(
+                "The optimizer ran the training step twice for one batch, as LBFGS does, which "
+                "logical ranks do not support: use an optimizer that runs its closure once, or "
+                "train without logical_ranks."
+            )
+        self._ran = True
+        # All that the seeds depend on besides the logical rank. It is the same in a resumed run.
+        batch = self._trainer.fit_loop.epoch_loop.batch_idx
+        self._place = ("train", self._trainer.current_epoch, batch)
+        self._clear_gradients()
+        self._sandbox.begin()
+        self._output = None
+        self.losses = []
 
     def take_gradients(self, rank: int) -> None:
         """Add the gradients of a logical rank to the sums, or keep them if later batches add."""
@@ -230,6 +245,8 @@ class LogicalSteps:
             self._end("train")
 
     def _clear_gradients(self) -> None:
+        # Not the `zero_grad` of an optimizer: parameters of other optimizers get gradients, too,
+        # and None tells that there is none.
         for parameter in self._module.parameters():
             parameter.grad = None
 
@@ -244,12 +261,14 @@ class LogicalSteps:
         whatever the number of processes.
         """
         self._ran = False
-        found = run(*args)
+        outputs = run(*args)
         if self._output is None:
-            return found
+            return outputs
         output, self._output = self._output, None
         trainer = self._trainer
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        # As Lightning makes the output of the last micro-batch, so that hooks find a dict with the
+        # divided loss.
         result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
         return dict(result.asdict())
 
@@ -270,6 +289,8 @@ class LogicalSteps:
         number = int(loop.batch_progress.current.ready - sum(loop.max_batches[: self._loader]))
         self._place = (f"{stage} {self._loader}" if self._loader else stage, epoch, number)
         self._sandbox.begin()
+        # A class, so that hooks after the batch can tell the outputs of logical ranks from a list
+        # that the program returns.
         outputs = MicroBatches()
         for rank, batch in self._pair(batches):
             outputs.append(self._run(step, rank, batch, args))
@@ -280,6 +301,7 @@ class LogicalSteps:
     def discard(self) -> None:
         """Forget the step after an exception."""
         self.logical_rank = None
+        # A later fit begins without the gradients of a batch whose step failed.
         self.kept.clear()
         if self.sums is not None:
             self.sums.discard()
@@ -306,7 +328,10 @@ class LogicalSteps:
         self._leave()
         self.logical_rank = rank
         self.metrics.enter(rank)
+        # Directly before code of the program runs, so that what this class does draws nothing of
+        # the micro-batch.
         self._seeds.start(*self._place, rank)
+        # Until now collectives are those of this class.
         self.step_rank = rank
         try:
             batch = self._before_transfer(batch, dataloader_idx=self._loader)
@@ -323,7 +348,10 @@ class LogicalSteps:
 
     def _end(self, stage: str) -> None:
         self._leave()
+        # The logged values travel with the changes, so that a step needs one exchange of values.
         self.logged.add(self._sandbox.finish(stage, self.logged.take()))
+        # Otherwise a hook would continue the stream of the last logical rank of this process, which
+        # depends on the number of processes.
         self._seeds.start(*self._place, _BETWEEN_STEPS)
 
 
@@ -349,6 +377,8 @@ class BatchHooks:
             for names, call in ((_EVALUATED, self._call_evaluated), (_TRAINED, self._call_trained)):
                 for name in names:
                     hook = getattr(owner, name, None)
+                    # Hooks of Lightning's own classes do not look at outputs; to gather for them
+                    # would cost an exchange in each batch.
                     if hook is not None and not is_of_lightning(hook):
                         patches.replace(owner, name, wraps(hook)(partial(call, hook)))
 
@@ -372,6 +402,7 @@ class BatchHooks:
     def _gather_all(self, outputs: MicroBatches, batch: Any) -> list[Any]:
         plain = [list(outputs), list(batch)]
         try:
+            # Tensors can always be sent, and to encode them would copy them only to find that out.
             encode_plain(tree_map_only(Tensor, lambda _: None, plain))
         except SettingError as error:
             raise SettingError(
@@ -417,6 +448,7 @@ class MicroBatchSeeds:
         for name, module in trainer.lightning_module.named_modules():
             owners[f"model.{name}"] = module
             if is_of_program(module.__class__) or module is trainer.lightning_module:
+                # A generator may also be a global of the module that defines the class.
                 source = type(module).__module__
                 variables = vars(sys.modules[source]).items()
                 owners[source] = {n: own for n, own in variables if find_kind(own) is GENERATOR}
@@ -445,10 +477,13 @@ class MicroBatchSeeds:
             )
             if isinstance(generator, np.random.Generator):
                 kind: Any = type(generator.bit_generator)
+                # A new bit generator of the same kind gives the state; the object itself stays, as
+                # the program refers to it.
                 generator.bit_generator.state = kind(seed).state
             elif isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             elif isinstance(generator, np.random.RandomState):
+                # A RandomState takes seeds of 32 bits only.
                 generator.seed(seed & 0xFFFFFFFF)
             else:
                 generator.seed(seed)

@@ -107,6 +107,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     Attributes:
         logical_ranks: Their number; None trains as Lightning does.
+        logical_threads: The number of CPU threads of each process, if it is not set; None decides
+            nothing.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
         sums_always: Whether gradients are summed here also without logical ranks.
 
@@ -121,6 +123,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         if logical_ranks is None:
             logical_ranks = read_variable(variable_of("logical_ranks"), os.environ, int)
         if logical_ranks is not None:
+            # It checks the number at once; that of the processes is known at setup.
             Blocks(logical_ranks, 1)
             for name in sorted(options.keys() - {*_OPTIONS}):
                 raise SettingError(
@@ -131,7 +134,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self.logical_ranks = logical_ranks
         self.logical_steps: LogicalSteps | None = None
         # Not torch's number, which Lightning's launcher sets by the number of processes.
-        self._threads = read_threads() or 1
+        self.logical_threads = None if logical_ranks is None else read_threads() or 1
         self._patches = AttributePatches()
         self._session: Any = None
         self._liveness: RankLiveness | None = None
@@ -141,6 +144,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def setup_distributed(self) -> None:
         """Connect the processes, again if an error has closed their connections."""
+        # An error has closed the connections, see `on_exception`, and torch keeps the group:
+        # without this a second fit in the process would fail.
         reopen_default_group(**self._group_options)
         super().setup_distributed()
         self._liveness = connect_liveness(ranks_of_group())
@@ -176,11 +181,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             self._end_logical_ranks()
 
     @property
-    def logical_threads(self) -> int | None:
-        """The number of CPU threads of each process, if it is not set; None decides nothing."""
-        return None if self.logical_ranks is None else self._threads
-
-    @property
     def blocks(self) -> Blocks:
         """The logical ranks of all processes.
 
@@ -207,11 +207,13 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self._end_logical_ranks()
         blocks = self.blocks
         check_trainer(trainer, self, self._session)
+        # Devices of different types round differently.
         self.agree(f"a training on devices of type {self.root_device.type}")
         fitting = trainer.state.fn == "fit"
         if fitting:
             if self.root_device.type == "cpu":
                 disable_malloc_trim()
+            # torch's DDP, which does this otherwise, does not wrap the model.
             self.broadcast_model()
         sums = self.make_logical_gradients(blocks) if fitting else None
         to_device = super().batch_to_device
@@ -220,6 +222,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         watch_collectives(self._patches, lambda: steps.step_rank)
 
     def _end_logical_ranks(self) -> None:
+        # First, so that no hook of the Trainer reaches steps that are closed.
         self._patches.undo()
         if self.logical_steps is not None:
             self.logical_steps.close()
@@ -310,6 +313,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         # Lightning hands over an empty list of loaders as if it were a loader.
         if self.logical_ranks is None or dataloader in ([], (), {}):
             return dataloader
+        # Lightning's own sampler for predictions repeats no sample either.
         padded = self.lightning_module.trainer.state.fn != "predict"
         return group_loader(dataloader, self.blocks, self.global_rank, padded=padded)
 
@@ -332,6 +336,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         if self.sums is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
+        # Before `post_backward`, which calls `on_after_backward`.
         self.finish_gradients()
         loss = self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(loss)
@@ -380,8 +385,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Return the mean of the losses of the last step, over all logical ranks."""
         if self.logical_steps is None:
             return None
-        own = [float(loss) for loss in self.logical_steps.losses]
-        losses = [loss for part in self.gather_values(own) for loss in part]
+        own_losses = [float(loss) for loss in self.logical_steps.losses]
+        losses = [loss for part in self.gather_values(own_losses) for loss in part]
         return sum_exactly(losses) / len(losses) if losses else None
 
     # Errors
@@ -391,6 +396,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         # A drift is raised on all ranks together, so none waits, and they may train again.
         closes = self.sums_always or self.logical_ranks is not None
         if closes and not isinstance(exception, DriftError):
+            # Only the rank that failed first reports its error; the others name it.
             if self._liveness is not None and not isinstance(exception, _OF_OTHERS):
                 self._liveness.report_error(exception)
             if self.world_size > 1:

@@ -1,7 +1,7 @@
 """The gradients of a process's logical ranks, added along the tree as they come in."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 from lightning_d9m.integrations.trainer.trainer_attributes import like_parameter
 
+# Sums of these are taken in float32 and rounded once: folded in bfloat16, half of the sums of eight
+# logical ranks are not correctly rounded.
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_CHUNK = 2**18  # elements; several such chunks fit in the second cache of a core
 Gradients = list[Tensor | None]
 """Gradients, or sums of them; None is a missing one, which counts as +0.0."""
 
@@ -24,16 +25,14 @@ class Part(ABC):
 
     Args:
         views: Where each root of this process is packed.
-        end: Called with parts of the last root to change them.
 
     Attributes:
         is_taken: Whether the gradient of the next logical rank has been added.
     """
 
-    def __init__(self, views: list[Tensor], end: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, views: list[Tensor]) -> None:
         self.is_taken = False
         self._views = views
-        self._end = end
         self._held: Gradients = []
 
     @abstractmethod
@@ -46,6 +45,8 @@ class Part(ABC):
         One that is held itself is copied if others have its memory, see `separate`.
         """
         gradient = self.take()
+        # A gradient with merges is a right operand, which no addition changes. Only one that is
+        # held becomes a left operand later, which is added to in place.
         if storages is not None and not merges:
             gradient = separate(gradient, storages)
         self._held.append(self._add(gradient, merges))
@@ -53,8 +54,10 @@ class Part(ABC):
 
     def pack(self, merges: int) -> None:
         """Add the gradient of the last logical rank, and write the roots to their places."""
-        last = self._add(self.take(), merges, self._views[-1], self._end)
+        last = self._add(self.take(), merges, self._views[-1])
         for view, value in zip(self._views, [*self._held, last], strict=True):
+            # The place is sent in any case, so that all processes send equally much; a missing
+            # gradient counts as +0.0.
             if value is None:
                 view.zero_()
             elif value is not view:
@@ -62,29 +65,16 @@ class Part(ABC):
         self._held.clear()
         self.is_taken = True
 
-    def _add(
-        self,
-        gradient: Tensor | None,
-        merges: int,
-        out: Tensor | None = None,
-        end: Callable[[Tensor], None] | None = None,
-    ) -> Tensor | None:
+    def _add(self, gradient: Tensor | None, merges: int, out: Tensor | None = None) -> Any:
         """Return the sum of a gradient and those held sums to which it is added.
 
         The gradient is not changed unless others lack theirs. The result is written to ``out`` if
         their dtypes agree.
         """
-        lefts = [self._held.pop() for _ in range(merges)]
-        is_owned = bool(lefts) or out is not None
-        if is_owned and (end or len(lefts) > 1) and _are_alike([*lefts, gradient, out]):
-            return add_in_chunks(lefts, gradient, out, end)
-        value = gradient
-        for left in lefts:
-            value = add_pair(left, value, out if left is lefts[-1] else None)
-        if end is not None and value is not None:
-            value = value if out is None or value is out else out.copy_(value)
-            end(value)
-        return value
+        total = gradient
+        for left in range(merges, 0, -1):
+            total = add_pair(self._held.pop(), total, out if left == 1 else None)
+        return total
 
 
 def add_pair(left: Tensor | None, right: Tensor | None, out: Tensor | None = None) -> Tensor | None:
@@ -105,52 +95,12 @@ def add_wide(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     if is_half(left):
         if is_half(right):
             return left.float().add_(right)
+        # A node of one logical rank has a half type where the other has been added to already. The
+        # wide one is scratch: it is a sum, and never a gradient.
         return torch.add(left, right, out=right)
     if out is None or out.dtype != left.dtype:
         return left.add_(right)
     return torch.add(left, right, out=out)
-
-
-def _are_alike(tensors: Gradients) -> bool:
-    """Return whether sums can be taken in chunks; the last tensor may be None."""
-    *inputs, out = tensors
-    first = inputs[-1]
-    if first is None or is_half(first) or (out is None and not first.is_contiguous()):
-        return False
-    return all(
-        each is not None and each.dtype == first.dtype and each.stride() == first.stride()
-        for each in (*inputs, first if out is None else out)
-    )
-
-
-def add_in_chunks(
-    lefts: Any, right: Any, out: Tensor | None, end: Callable[[Tensor], None] | None
-) -> Tensor:
-    """Add tensors of the same layout, in chunks that stay in the cache from one sum to the next.
-
-    Args:
-        lefts: What is added to the left of the sum so far, one after the other. They are scratch.
-        right: The first right operand, which is not changed.
-        out: The result; without it, that is the last of ``lefts``.
-        end: Called with each chunk of the result.
-    """
-    total: Tensor = lefts[-1] if out is None else out
-    targets = [*lefts[:-1], total] if lefts else [total]
-    for parts in zip(*map(split_in_chunks, (right, *lefts, *targets)), strict=True):
-        value = parts[0]
-        for left, target in zip(parts[1 : 1 + len(lefts)], parts[1 + len(lefts) :], strict=False):
-            value = torch.add(left, value, out=target)
-        if not lefts:
-            parts[-1].copy_(value)
-        if end is not None:
-            end(parts[-1])
-    return total
-
-
-def split_in_chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return parts that fit in a cache of the processor, in the order of memory."""
-    count = -(-tensor.numel() // _CHUNK) if tensor.device.type == "cpu" else 1
-    return tensor.as_strided((tensor.numel(),), (1,)).chunk(max(1, count))
 
 
 def is_half(tensor: Tensor) -> bool:
@@ -173,6 +123,8 @@ def separate(gradient: Tensor | None, storages: set[int]) -> Tensor | None:
     """
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
+    # Addresses of storages, not of tensors: two views of one storage may begin at different places
+    # and still overlap.
     storage = gradient.untyped_storage().data_ptr()
     if storage in storages:
         return gradient.clone()
@@ -201,6 +153,7 @@ class KeptGradients:
 
     def put_back(self, logical_rank: int) -> None:
         """Set ``grad`` to what was kept of a logical rank, before its next backward pass."""
+        # None means that this is the first batch, and not that every gradient is missing.
         gradients = self._kept.pop(logical_rank, None)
         if gradients is not None:
             for (_, parameter), gradient in zip(self._named, gradients, strict=True):
@@ -216,6 +169,7 @@ class KeptGradients:
         for rank, gradients in self._kept.items():
             for (name, _), gradient in zip(self._named, gradients, strict=True):
                 if gradient is not None:
+                    # A copy, because autograd adds the next batch to the gradient in place.
                     found.setdefault(name, {})[rank] = gradient.detach().to("cpu", copy=True)
         return found
 

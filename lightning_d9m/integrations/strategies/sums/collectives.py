@@ -47,10 +47,14 @@ def watch_collectives(patches: AttributePatches, current: Callable[[], int | Non
         rank = current()
         if rank is not None:
             caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - no other is as fast
+            # `get_rank` and `get_world_size` communicate with nobody, and many programs call them
+            # in a step, for example to print on rank 0 alone.
             if not caller.startswith(_QUERIES):
                 refuse_collective(f"torch.distributed.{caller}", rank)
         return first(*args, **kwargs)
 
+    # The private function is replaced, and not each collective: `from torch.distributed import
+    # all_reduce` in the program has made a name that no replacement of the module would reach.
     patches.replace(module, _FIRST_CALL, check_group)
     # These first check the other rank, of which there may be none.
     for name in ("send", "recv"):
@@ -83,24 +87,30 @@ def watch_function(
 @torch.no_grad()
 def send_tensors(tensors: list[Tensor], processes: Any) -> None:
     """Overwrite tensors with those of process 0, also sparse and expanded ones."""
+    # A single process has no process group, in which a broadcast would fail.
     if processes.world_size == 1:
         return
     dense: list[Tensor] = []
     others: list[Tensor] = []
-    for one in tensors:
-        is_expanded = one.layout is torch.strided and one.numel() > 1 and 0 in one.stride()
-        (dense if one.layout is torch.strided and not is_expanded else others).append(one)
+    for tensor in tensors:
+        is_expanded = tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride()
+        (dense if tensor.layout is torch.strided and not is_expanded else others).append(tensor)
     if dense:
+        # The usual case: one message for all dense tensors of a device.
         broadcast_tensors(dense)
     if others:
-        for own, first in zip(others, processes.gather_values(others)[0], strict=True):
-            if not TENSOR.matches(own.cpu(), first):
-                TENSOR.write(own, first.to(own.device))
+        for tensor, first in zip(others, processes.gather_values(others)[0], strict=True):
+            # Only where it differs: torch refuses to write to a tensor of which several elements
+            # have one address.
+            if not TENSOR.matches(tensor.cpu(), first):
+                TENSOR.write(tensor, first.to(tensor.device))
 
 
 def move_tensors(value: Any, module: nn.Module) -> Any:
     """Return a value whose tensors are on the device of a module, if that is an accelerator."""
     device: Any = getattr(module, "device", torch.device("cpu"))
+    # The value itself, and not a copy: `tree_map_only` would make new lists and dicts, and the
+    # program may have kept a reference to its own.
     if device.type == "cpu":
         return value
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

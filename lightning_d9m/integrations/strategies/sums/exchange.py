@@ -18,13 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.integrations.strategies.sums.accumulation import (
-    add_wide,
-    is_half,
-    split_in_chunks,
-)
+from lightning_d9m.integrations.strategies.sums.accumulation import add_wide, is_half
 from lightning_d9m.integrations.strategies.sums.shared_memory import (
-    SLOT_BYTES,
     SharedMemory,
     open_shared_memory,
 )
@@ -33,6 +28,8 @@ from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 # A send waits for what is being received, so few messages are fast; small ones overlap more.
 MESSAGE_BYTES = 6 * 2**20
 # The tags of messages: those of one tag arrive in their order, however long others take.
+# Any numbers serve that torch does not use for its own messages in the group, whose tag is 0 by
+# default.
 _ROOTS, _RESULTS = 0x0D9A, 0x0D9B
 STEP = 16  # shards begin at multiples of 64 bytes of float32
 
@@ -47,35 +44,23 @@ class RootExchange:
         process: This process.
         group: The process group of torch.distributed whose ranks are the processes; None is the
             default group. One process needs none.
-        message_bytes: Size of what each process sends to another at once.
-        shares_memory: Whether processes on one host share memory.
 
     Attributes:
-        message_bytes: The argument.
         roots: The nodes of every process, whose values it sends.
         bytes_sent: The bytes that this process has sent so far, or written to shared memory.
+        memory: What all processes share; None before the first sum, and unless on one host.
+        opens_memory: Whether the next sum tries to open that memory.
         flushes: Whether additions of this thread return zero for subnormal numbers.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        process: int,
-        group: Any = None,
-        *,
-        message_bytes: int = MESSAGE_BYTES,
-        shares_memory: bool = True,
-    ) -> None:
+    def __init__(self, blocks: Blocks, process: int, group: Any = None) -> None:
         self.blocks = blocks
         self.process = process
         leaves = blocks.logical_ranks
         self.roots = [find_roots(blocks.of(each), leaves) for each in range(blocks.processes)]
-        stops = [stop for nodes in self.roots for _, stop in nodes]
+        stops = [node.stop for nodes in self.roots for node in nodes]
         self._merges = count_merges(0, stops, leaves)
         self.bytes_sent = 0
-        self.message_bytes = message_bytes
-        self._shares_memory = shares_memory
-        self._memory: SharedMemory | None = None
         self.group: Any = None
         if blocks.processes > 1:
             self.group = distributed.group.WORLD if group is None else group
@@ -84,12 +69,8 @@ class RootExchange:
             assert place == (blocks.processes, process), "it is not a group of all processes"
         # Processes must agree on this flag of the processor, which changes bits.
         self.flushes = torch.tensor([2.0**-149], device="cpu").add(0.0).item() == 0.0
-        self.close()
-
-    @property
-    def sends_leaves(self) -> bool:
-        """True if every root is a leaf, so that half types can travel as they are."""
-        return self.blocks.processes == self.blocks.logical_ranks
+        self.memory: SharedMemory | None = None
+        self.opens_memory = True
 
     def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "LocalSum":
         """Start to write the sum of all processes' roots, divided by a number, to ``result``.
@@ -105,28 +86,24 @@ class RootExchange:
         assert len(roots) == len(self.roots[self.process])
         kind = LocalSum
         if self.blocks.processes > 1 and result.device.type != "cpu":
+            # NCCL does not support tags, by which `MessageSum` tells its messages apart.
             kind = AllToAllSum
         elif self.blocks.processes > 1:
+            # Only when it is needed, because opening it is a collective call, and devices need
+            # none. If it fails once, it is not tried again.
+            if self.opens_memory:
+                self.opens_memory = False
+                self.memory = open_shared_memory(self.process, self.blocks.processes, self.group)
+            # On two cores a step with messages takes 1.0 to 1.5 times the CPU time of DDP's, and
+            # with shared memory 0.75 to 0.9 times.
             kind = MessageSum if self.memory is None else SharedSum
         return kind(self, roots, result, divisor)
 
     def close(self) -> None:
         """Forget the sums that were started, when Gloo does not use their memory any more."""
-        if self._memory is not None:
-            self._memory.disconnect()
-            self._memory = None
-        self._is_asked = not self._shares_memory  # whether the processes have tried
-
-    @property
-    def memory(self) -> SharedMemory | None:
-        """The memory that all processes share; None unless they are on one host."""
-        if not self._is_asked:
-            self._is_asked = True
-            slot_bytes = min(self.message_bytes, SLOT_BYTES)
-            self._memory = open_shared_memory(
-                self.process, self.blocks.processes, self.group, slot_bytes
-            )
-        return self._memory
+        if self.memory is not None:
+            self.memory.disconnect()
+        self.memory, self.opens_memory = None, True
 
     def chunks(self, length: int, most: int) -> list[slice]:
         """Return parts of a sum, of nearly equal size and of at most so many elements."""
@@ -150,16 +127,17 @@ class RootExchange:
 
     def fold(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' roots to the result; the roots are scratch."""
-        for *parts, out in zip(*map(split_in_chunks, (*values, result)), strict=True):
-            held: list[Tensor] = []
-            for place, (value, merges) in enumerate(zip(parts, self._merges, strict=True), 1):
-                total = value
-                for left in range(merges, 0, -1):
-                    is_last = place == len(parts) and left == 1
-                    total = add_wide(held.pop(), total, out if is_last else None)
-                held.append(total)
-            (total,) = held
-            end_sum(total.float() if is_half(total) else total, divisor, out)
+        held: list[Tensor] = []
+        for place, (value, merges) in enumerate(zip(values, self._merges, strict=True), 1):
+            total = value
+            for left in range(merges, 0, -1):
+                is_last = place == len(values) and left == 1
+                total = add_wide(held.pop(), total, result if is_last else None)
+            held.append(total)
+        # The merges add all roots to one sum, whatever the numbers of logical ranks and of
+        # processes.
+        (total,) = held
+        end_sum(total.float() if is_half(total) else total, divisor, result)
 
 
 def end_sum(total: Tensor, divisor: int, result: Tensor | None = None) -> None:
@@ -167,10 +145,8 @@ def end_sum(total: Tensor, divisor: int, result: Tensor | None = None) -> None:
 
     Every NaN is replaced by torch's: an addition of two NaNs, or a copy, returns any.
     """
-    if divisor & (divisor - 1):
+    if divisor != 1:
         total.div_(divisor)
-    elif divisor != 1:  # the same bits, as the reciprocal is exact, and a product takes less time
-        total.mul_(1.0 / divisor)
     if result is not None:
         if total.data_ptr() != result.data_ptr() or total.dtype != result.dtype:
             result.copy_(total)  # the only rounding of a half type
@@ -211,15 +187,17 @@ class MessageSum(LocalSum):
     A process receives the roots of its shards from the others, and sends them its roots of theirs.
     When the sum is finished it folds its shards, sends the results to all, and receives those of
     the others in their places: who sends a result has received all roots of that place.
-
-    `AllToAllSum` gives the same bits, but Gloo's all-to-all of 25 MiB between two processes takes
-    1.8 times the CPU time of these messages.
     """
+
+    # `AllToAllSum` gives the same bits, but Gloo's all-to-all of 25 MiB between two processes takes
+    # 1.8 times the CPU time of these messages.
 
     def __post_init__(self) -> None:
         self._works: list[Any] = []
         exchange, result = self.exchange, self.result
-        most = exchange.message_bytes * exchange.blocks.processes // result.element_size()
+        most = MESSAGE_BYTES * exchange.blocks.processes // result.element_size()
+        # All chunks start at once. Their messages are matched by peer, tag and order, so that no
+        # chunk waits for one before it.
         shards = map(exchange.shards, exchange.chunks(len(result), most))
         self._chunks = [(each, *self._start(each)) for each in shards]
 
@@ -234,6 +212,8 @@ class MessageSum(LocalSum):
             waits += [exchange.group.recv([row], peer, _ROOTS) for row in rows if len(row)]
             for root in self.roots:
                 self._send(root[shards[peer]], peer, _ROOTS)
+        # In the order of processes, which is that of logical ranks and so of the leaves of the
+        # tree.
         return [root for process in sorted(values) for root in values[process]], waits
 
     def _send(self, values: Tensor, peer: int, tag: int) -> None:
@@ -248,6 +228,8 @@ class MessageSum(LocalSum):
             for peer in exchange.peers:
                 if len(result := self.result[shards[peer]]):
                     self._works.append(exchange.group.recv([result], peer, _RESULTS))
+            # The receives of results are posted before this wait, so that a faster process need not
+            # wait for this one.
             for work in waits:
                 work.wait()
             mine = self.result[shards[exchange.process]]
@@ -255,6 +237,7 @@ class MessageSum(LocalSum):
                 exchange.fold(values, mine, self.divisor)
             for peer in exchange.peers:
                 self._send(mine, peer, _RESULTS)
+        # `finish` calls this again; a second call must not send twice.
         self._chunks.clear()
 
     def finish(self) -> None:
@@ -279,6 +262,8 @@ class AllToAllSum(LocalSum):
         self._received: Tensor | None = roots[0].new_empty(sum(self._counts))
         sent = roots[0]
         if len(roots) > 1:
+            # An all-to-all sends one contiguous part to each process: all roots of its shard. With
+            # one root that is the root itself, and nothing is copied.
             sent = torch.cat([root[shard] for shard in shards for root in roots])
         counts = [len(roots) * each for each in self._sizes]
         self._send(sent, counts, self._received, self._counts)
@@ -305,6 +290,8 @@ class AllToAllSum(LocalSum):
         exchange.fold(values, mine, self.divisor)
         self._received = None
         processes = exchange.blocks.processes
+        # An all-gather would need shards of equal size. Those of the last processes may be shorter,
+        # or empty.
         self._send(mine.repeat(processes), [size] * processes, self.result, self._sizes)
 
     def finish(self) -> None:
@@ -329,6 +316,8 @@ class SharedSum(LocalSum):
         most = max(map(len, exchange.roots))
         room = self._memory.slot_bytes // (most * self._dtype.itemsize)
         self._chunks = exchange.chunks(len(self.result), room)
+        # Chunks are numbered across all sums, so that a process that is already in the next sum
+        # writes to another slot than one from which others still read.
         self._first = self._memory.taken
         self._memory.taken += len(self._chunks)
 
@@ -342,6 +331,8 @@ class SharedSum(LocalSum):
                 self._fold_shard(index - 1)
             if index >= 2:  # noqa: PLR2004 - the chunk before the one before
                 self._collect(index - 2)
+            # One wait for each chunk: it separates the packing of this chunk from its fold in the
+            # next round, and the fold of the one before from its collection.
             self._memory.meet()
         self._collect(last)
 
@@ -351,6 +342,8 @@ class SharedSum(LocalSum):
         mine = self.exchange.shards(chunk)[self.exchange.process]
         rows = self._view(self.exchange.process, index)
         for row, root in zip(rows, self.roots, strict=True):
+            # This process folds its own shard from its own roots. There is its result later, where
+            # others read it.
             for part in (slice(chunk.start, mine.start), slice(mine.stop, chunk.stop)):
                 row[part.start - chunk.start : part.stop - chunk.start] = root[part]
                 self.exchange.bytes_sent += (part.stop - part.start) * root.element_size()
@@ -388,6 +381,7 @@ class SharedSum(LocalSum):
 
     def _find_result(self, process: int, index: int, shard: slice) -> Tensor:
         """Return the place of a result: where its process would pack the shard for itself."""
+        # Roots may be float32 where the result has a half type, so the place is counted in bytes.
         start = (shard.start - self._chunks[index].start) * self._dtype.itemsize
         slot = self._memory.slot(process, self._first + index, self.result.dtype)
         start //= self.result.element_size()

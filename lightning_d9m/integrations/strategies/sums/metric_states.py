@@ -18,6 +18,7 @@ from lightning_d9m.engine.state.plain_data import (
 )
 from lightning_d9m.errors import SettingError
 
+# torchmetrics keeps it beside the states: `compute` warns, and some reductions divide, by it.
 _COUNT = "_update_count"
 # The attribute of a metric that has its states by logical rank between two runs of a Trainer.
 _KEPT = "_d9m_states"
@@ -71,6 +72,7 @@ class MetricStates:
         """Keep the states with the metrics, for the next run."""
         for metric in self._metrics:
             states = {rank: self._get(metric, rank) for rank in self._block}
+            # By `vars`, because a metric is a module whose `__setattr__` looks at every value.
             vars(metric)[_KEPT] = (_read(metric), states)
 
     def _get(self, metric: Any, rank: int) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class MetricStates:
         # It continues from the states of the last run, or from that which it has now.
         live = _read(metric)
         before, states = vars(metric).pop(_KEPT, ({}, {}))
+        # The program has reset or updated the metric between the runs, so what was kept is stale.
         if any(live[name] is not before.get(name) for name in live):
             states = {}
         for rank in self._block if live[_COUNT] else ():
@@ -90,6 +93,8 @@ class MetricStates:
         for name, call in (
             ("reset", partial(self._reset, metric, metric.reset)),
             ("_sync_dist", partial(self._synchronize, metric)),
+            # torchmetrics looks for a process group, which a single process lacks: it would never
+            # ask for the states of its other logical ranks.
             ("distributed_available_fn", lambda: True),
             ("update", partial(self._update, metric, metric.update)),
             ("forward", partial(self._update, metric, metric.forward)),
@@ -109,16 +114,18 @@ class MetricStates:
         """Update a metric; between steps that of each logical rank, as each process of DDP does."""
         if self._active() is not None:
             return update(*args, **kwargs)
-        found = None
+        result = None
         for rank in self._block:
             self._updated = rank
             try:
+                # The metric itself is left in the state of the last rank; `compute` synchronizes
+                # all of them.
                 self.enter(rank, [metric])
-                found = update(*args, **kwargs)
+                result = update(*args, **kwargs)
                 self.leave(rank, [metric])
             finally:
                 self._updated = None
-        return found
+        return result
 
     def _active(self) -> int | None:
         """Return the logical rank of the step that runs now, or whose metric is updated."""
@@ -155,8 +162,8 @@ class MetricStates:
             for rank in self._block:
                 if metric is not None and rank in by_rank:
                     state = decode_plain(unpack_bytes(by_rank[rank]), metric.device)
-                    own = _make_default(metric).keys()  # no other attribute is set
-                    self._states[id(metric), rank] = {name: state[name] for name in own}
+                    names = _make_default(metric).keys()  # no other attribute is set
+                    self._states[id(metric), rank] = {name: state[name] for name in names}
 
     def _reset(self, metric: Any, reset: Callable[[], None]) -> None:
         if self._active() is None:
@@ -175,10 +182,12 @@ class MetricStates:
                 f"logical rank {rank}, and the logical ranks of a process run one after the other: "
                 "log the metric object itself, or compute it in a hook at the end of the epoch."
             )
-        own = {rank: self._get(metric, rank) for rank in self._block}
+        own_states = {rank: self._get(metric, rank) for rank in self._block}
         by_rank: dict[int, dict[str, Any]] = {}
-        for part in self._gather(encode_plain(own)):
+        for part in self._gather(encode_plain(own_states)):
             by_rank |= decode_plain(part, metric.device)
+        # In the order of ranks, so that a float sum has one order of additions on any number of
+        # processes.
         states = [by_rank[rank] for rank in sorted(by_rank)]
         for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
             setattr(metric, name, _reduce([state[name] for state in states], reduction))

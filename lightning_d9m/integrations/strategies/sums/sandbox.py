@@ -37,8 +37,6 @@ from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
 _COMPARED_STEPS = 2
-# A larger tensor is digested only if processes must agree on it.
-_SMALL = 1024
 _NUMBERS = (int, float, complex)
 _PAIR = 2
 _LARGEST = 8  # bytes of a number that torch has, too: not those of np.longdouble
@@ -193,10 +191,10 @@ class Sandbox:
     # The state
 
     def _leave_out(self, path: str, value: object) -> bool:
-        found = self._given_leave_out(path, value)
+        is_left_out = self._given_leave_out(path, value)
         # The id of a freed object may be that of another now.
-        (self._left_out.add if found else self._left_out.discard)(id(value))
-        return found
+        (self._left_out.add if is_left_out else self._left_out.discard)(id(value))
+        return is_left_out
 
     def _choose_kind(self, path: str, value: Any, kind: Kind) -> Kind:
         if id(value) in self._left_out:
@@ -269,8 +267,6 @@ class Sandbox:
             is_buffer = id(node.owner) in self._buffers
         if is_buffer:
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
-        elif isinstance(value, Tensor) and value.numel() > _SMALL and not self._shared:
-            token = str(value.dtype)
         else:
             token = digest_saved(value) or type(value).__qualname__
         return _Change(path, node, key, value, token)
@@ -313,8 +309,8 @@ class Sandbox:
             rank: {path: items for path, (_, items) in record.added.items()}
             for rank, record in records.items()
         }
-        own = [tokens, added, extra]
-        parts = self._processes.gather_values(own) if self._shared else [own]
+        sent = [tokens, added, extra]
+        parts = self._processes.gather_values(sent) if self._shared else [sent]
         self._merge(records, parts, stage)
         return [part[-1] for part in parts]
 
@@ -353,12 +349,12 @@ class Sandbox:
 
         Those whose values cannot be sent are left out.
         """
-        found = dict[str, list[Any]]()
+        entries = dict[str, list[Any]]()
         for record in records.values():
             for path, change in record.changes.items():
                 if path in paths and change.node.kind is DICT:
-                    found |= _make_plain([change])[1]
-        parts = self._processes.gather_values(found) if self._shared else [found]
+                    entries |= _make_plain([change])[1]
+        parts = self._processes.gather_values(entries) if self._shared else [entries]
         for path, content in (entry for part in parts for entry in part.items()):
             self._apply(path, content)
         return {path for part in parts for path in part}
@@ -372,7 +368,7 @@ class Sandbox:
 
     def _keep_first(self, records: dict[int, _Record], paths: list[str], stage: str) -> None:
         """Set values that differ to those of logical rank 0, or to those before the step."""
-        own = {
+        changes = {
             path: change for record in records.values() for path, change in record.changes.items()
         }
         paths = self._gather_written(records, paths)
@@ -387,14 +383,14 @@ class Sandbox:
                 "arrays and containers of these that can be sent: keep the parts of the object."
             )
         for path in paths:
-            change = own.get(path)
+            change = changes.get(path)
             if change is None or not change.token.startswith("buffer"):
                 self._report(path, change, stage)
         for path in paths if self._block.start else ():
             if path in received:
                 self._apply(path, received[path])
-            elif path in own:
-                own[path].put_back()
+            elif path in changes:
+                changes[path].put_back()
 
     def _gather_written(self, records: dict[int, _Record], paths: list[str]) -> list[str]:
         """Write to tensors what each logical rank wrote to them; return the other paths.
@@ -402,8 +398,8 @@ class Sandbox:
         Raises:
             SettingError: If logical ranks wrote different values to an element.
         """
-        own = {rank: dict(_list_written(record, paths)) for rank, record in records.items()}
-        parts = self._processes.gather_values(own) if self._shared else [own]
+        here = {rank: dict(_list_written(record, paths)) for rank, record in records.items()}
+        parts = self._processes.gather_values(here) if self._shared else [here]
         found = _turn(parts).items()
         written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
         for path, by_rank in written.items():
@@ -444,8 +440,8 @@ class Sandbox:
 
     def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
         node = self._watch.paths[path]
-        found = move_tensors(by_rank, self._module)
-        items = [item for rank in sorted(by_rank) for item in found[rank]]
+        moved = move_tensors(by_rank, self._module)
+        items = [item for rank in sorted(by_rank) for item in moved[rank]]
         if node.kind is SET:
             node.owner.update(items)
         elif node.kind is ITEMS:
@@ -460,7 +456,7 @@ class Sandbox:
 
 def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
     """Return the path of a value that cannot be sent, or what other processes make of them all."""
-    found = {}
+    plain_changes = {}
     for change in changes:
         removed = change.value is MISSING
         plain = None if removed else change.value
@@ -469,8 +465,8 @@ def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
                 encode_plain(plain)
         except SettingError:
             return change.path, {}
-        found[change.path] = [change.key, change.node.path, removed, plain]
-    return "", found
+        plain_changes[change.path] = [change.key, change.node.path, removed, plain]
+    return "", plain_changes
 
 
 def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]]:
@@ -485,13 +481,15 @@ def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]
             yield path, None
             continue
         now, before = change.value, change.node.content
-        both = [own for own in map(_find_tensor, (now, before)) if own is not None]
-        forms = {(own.shape, own.dtype, own.layout is torch.strided or id(own)) for own in both}
+        both = [each for each in map(_find_tensor, (now, before)) if each is not None]
+        forms = {
+            (each.shape, each.dtype, each.layout is torch.strided or id(each)) for each in both
+        }
         if len(both) * len(forms) != _PAIR or both[0].numel() == 1 or change.token[:6] == "buffer":
             yield path, None
             continue
-        flat = [own.flatten() for own in both]
-        bits = [own.view(torch.uint8).reshape(len(own), -1) for own in flat]
+        flat = [each.flatten() for each in both]
+        bits = [each.view(torch.uint8).reshape(len(each), -1) for each in flat]
         places = (bits[0] != bits[1]).any(1).nonzero().flatten()
         yield path, [places, flat[0][places]]
 

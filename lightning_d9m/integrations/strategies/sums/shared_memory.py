@@ -4,7 +4,6 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,8 +18,9 @@ from lightning_d9m.errors import D9mError
 
 # One chunk is packed while another is folded and a third is collected.
 _SLOTS = 3
-SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
+_SLOT_BYTES = 3 * 2**19  # 1.5 MiB: smaller ones cost more waits, larger ones more memory
 _SECRET_BYTES = 16
+# A connection to a listener waits only while its queue is full, and that holds all processes.
 _CONNECT_SECONDS = 60.0
 
 
@@ -33,24 +33,19 @@ class SharedMemory:
     The sockets, one to each other process, become this object's.
 
     Attributes:
-        own_bytes: The size of the memory of one process.
+        slot_bytes: The size of a slot.
         taken: How many chunks have been summed, the same on every process.
     """
 
-    def __init__(
-        self, memory: mmap.mmap, sockets: list[socket.socket], slot_bytes: int, timeout: timedelta
-    ) -> None:
-        seconds = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
+    def __init__(self, memory: mmap.mmap, sockets: list[socket.socket], timeout: timedelta) -> None:
+        self._sockets = sockets
         for each in sockets:
-            # A timeout of Python's would cost another call of the system for each wait.
-            each.settimeout(None)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-        self._files = [each.detach() for each in sockets]
-        # Not before: a thread may still wait, and another file could get the number of a socket.
-        weakref.finalize(self, lambda files: [*map(os.close, files)], self._files)
+            each.settimeout(timeout.total_seconds())
+            # Not before: a thread may still wait, and another file could get the socket's number.
+            weakref.finalize(self, each.close)
+        # The tensor keeps the mapping alive, and the mapping needs no file.
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.slot_bytes = slot_bytes
-        self.own_bytes = _SLOTS * slot_bytes
+        self.slot_bytes = len(memory) // (_SLOTS * (len(sockets) + 1))
         self.taken = 0
 
     def slot(self, process: int, number: int, dtype: torch.dtype) -> Tensor:
@@ -65,12 +60,14 @@ class SharedMemory:
             DistNetworkError: A process has ended or closed its sockets, or does not come in time.
         """
         try:
-            for file in self._files:
-                os.write(file, b"\0")
-            if all(os.read(file, 1) for file in self._files):
+            for each in self._sockets:
+                # All are sent before the first is read, or each process would wait for the next
+                # one. A byte fits into the buffer of a socket, so that no send waits.
+                each.send(b"\0")
+            if all(each.recv(1) for each in self._sockets):
                 return
             cause = "Connection closed by peer"
-        except BlockingIOError:
+        except TimeoutError:
             cause = "it timed out, as a process is not here"
         except OSError as error:
             cause = f"Connection closed by peer: {error}"
@@ -78,16 +75,14 @@ class SharedMemory:
 
     def disconnect(self) -> None:
         """Let all processes that wait here fail, and this one."""
-        for file in self._files:
-            link = socket.socket(fileno=file)
+        for each in self._sockets:
             with suppress(OSError):  # the other process has ended
-                link.shutdown(socket.SHUT_RDWR)
-            link.detach()
+                # The other end reads the end of the file at once. The socket stays open, as a
+                # thread of this process may read it.
+                each.shutdown(socket.SHUT_RDWR)
 
 
-def open_shared_memory(
-    process: int, processes: int, group: Any, slot_bytes: int
-) -> SharedMemory | None:
+def open_shared_memory(process: int, processes: int, group: Any) -> SharedMemory | None:
     """Share memory among the processes of a group; every process must call this.
 
     The memory has no name, so it ends with the processes.
@@ -95,8 +90,7 @@ def open_shared_memory(
     Returns:
         None on every process if one of them is on another host or gets no memory.
     """
-    slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    opening, ranks = _Opening(process, processes, _SLOTS * slot_bytes), ranks_of_group(group)
+    opening, ranks = _Opening(process, processes), ranks_of_group(group)
     try:
         # Each step needs that the one before has succeeded on all processes.
         addresses = ranks.gather_bytes(ranks.raise_on_all(opening.listen))
@@ -109,11 +103,12 @@ def open_shared_memory(
         return None
     finally:
         opening.close()
+    # The wait for others has the limit that the user has given for collectives.
     if hasattr(group, "_get_backend"):  # of torch.distributed, around that of Gloo
         group = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - not public
     options = getattr(group, "options", None)
     timeout = getattr(options, "_timeout", distributed.default_pg_timeout)
-    return SharedMemory(memory, sockets, slot_bytes, timeout)
+    return SharedMemory(memory, sockets, timeout)
 
 
 class _Opening:
@@ -122,9 +117,9 @@ class _Opening:
     Process 0 makes the memory. A socket of the others gets it only on the same host.
     """
 
-    def __init__(self, process: int, processes: int, size: int) -> None:
+    def __init__(self, process: int, processes: int) -> None:
         self._process, self._processes = process, processes
-        self._size = size * processes
+        self._size = processes * _SLOTS * _SLOT_BYTES
         self._file = -1
         self._listener: socket.socket | None = None
         self.sockets: dict[int, socket.socket] = {}
@@ -132,10 +127,16 @@ class _Opening:
     def listen(self) -> bytes:
         """Let the other processes connect; return the address and a secret."""
         if self._process == 0:
+            # Memory without a name: a file in /dev/shm would stay if the process is killed.
             self._file = os.memfd_create("lightning_d9m")
+            # So a lack of memory is an error here, which all processes learn of. Otherwise the
+            # first write would end the process by a signal.
             os.posix_fallocate(self._file, 0, self._size)
         name, secret = secrets.token_hex(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES)
         self._listener = socket.socket(socket.AF_UNIX)
+        # The first byte makes the address abstract: it is in no folder, ends with the socket, and
+        # is known on this host only. Every process of the host can connect, so the secret tells who
+        # belongs to the group.
         self._listener.bind(f"\0{name}")
         self._listener.listen(self._processes)
         self._listener.settimeout(0)
@@ -148,6 +149,8 @@ class _Opening:
             link = self.sockets[peer] = socket.socket(socket.AF_UNIX)
             link.settimeout(_CONNECT_SECONDS)
             link.connect(b"\0" + address[_SECRET_BYTES:])
+            # It is sent before anyone accepts: a listener's queue takes connections, so no process
+            # waits for another here.
             link.sendall(secret + self._process.to_bytes(_SECRET_BYTES, "little"))
 
     def map(self, addresses: Sequence[bytes]) -> mmap.mmap:
@@ -155,6 +158,7 @@ class _Opening:
         assert self._listener is not None
         try:
             while len(self.sockets) < self._processes - 1:
+                # All have connected before this step, so the listener need not wait.
                 link, _ = self._listener.accept()
                 peer = _identify(link, addresses)
                 if peer is None:

@@ -12,7 +12,6 @@ needed to finish the sum, on any process, and in any order of arrival.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from lightning_d9m.errors import SettingError
 
@@ -58,18 +57,11 @@ class Blocks:
         return range(process * ranks // processes, (process + 1) * ranks // processes)
 
 
-class Node(NamedTuple):
-    """The leaves from ``start`` up to, but without, ``stop``."""
-
-    start: int
-    stop: int
-
-
-def find_roots(block: range, leaves: int) -> list[Node]:
-    """Return the roots of the largest subtrees inside a contiguous block, in order.
+def find_roots(block: range, leaves: int) -> list[range]:
+    """Return the leaves of the largest subtrees inside a contiguous block, in order.
 
     >>> find_roots(range(1, 5), 8)
-    [Node(start=1, stop=2), Node(start=2, stop=4), Node(start=4, stop=5)]
+    [range(1, 2), range(2, 4), range(4, 5)]
     """
     roots = []
     start = block.start
@@ -80,7 +72,7 @@ def find_roots(block: range, leaves: int) -> list[Node]:
             if min(start + 2 * width, leaves) > block.stop:
                 break
             width *= 2
-        roots.append(Node(start, min(start + width, leaves)))
+        roots.append(range(start, min(start + width, leaves)))
         start = roots[-1].stop
     return roots
 
