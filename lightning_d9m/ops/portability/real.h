@@ -263,6 +263,48 @@ void NAME(column_sums)(const void *given, long begin, long end) {
     }
 }
 
+/* Exact sums at places: of `terms` numbers, and of what is there. `sums` has space for the pieces of
+   `slots` sums, filled with -0.0, and then for their exponents. Each thread reads all terms. */
+struct NAME(place_sums) {
+    long terms, slots, pieces, size;
+    const long *places;
+    const REAL *x;
+    REAL *out;
+    double *sums;
+};
+
+void NAME(place_sums)(const void *given, long begin, long end) {
+    const struct NAME(place_sums) *g = given;
+    int64_t *tops = (int64_t *)(g->sums + g->pieces * g->slots);
+    for (long s = begin; s < end; s++) tops[s] = read_exponent(g->out[s]);
+    for (long i = 0; i < g->terms; i++) {
+        long s = g->places[i];
+        int64_t exponent = read_exponent(g->x[i]);
+        if (begin <= s && s < end && exponent > tops[s]) tops[s] = exponent;
+    }
+    for (long s = begin; s < end; s++)
+        add_pieces(g->sums + s, g->out[s], tops[s], g->pieces, g->size, g->slots);
+    for (long i = 0; i < g->terms; i++) {
+        long s = g->places[i];
+        if (begin <= s && s < end)
+            add_pieces(g->sums + s, g->x[i], tops[s], g->pieces, g->size, g->slots);
+    }
+    for (long s = begin; s < end; s++) {
+        const double *sum = g->sums + g->pieces * g->slots + s;
+        double first = *(sum -= g->slots), total = first, tail = 0;
+        for (long n = 1; n < g->pieces; n++) {
+            double more = first = *(sum -= g->slots), all = more + total, given = all - more;
+            tail = add_to_odd((more - (all - given)) + (total - given), tail);
+            total = all;
+        }
+        if (total != 0 || tail != 0)
+            total = sizeof(REAL) == 4 ? add_to_odd(total, tail) : total + tail;
+        if (sizeof(REAL) == 8 && tops[s] >= 1923) total *= 0x1p64;
+        if (g->out[s] == g->out[s]) /* a NaN keeps its bits */
+            g->out[s] = (REAL)(read_exponent(first) < 0x7FF ? total : first == first ? first : NAN);
+    }
+}
+
 /* Uniform numbers in [0, 1) of 24 or 53 bits. Of 2 * COUNTERS numbers of 53 bits, number i takes
    the words i and i + 2 * COUNTERS of a block. One item is a block. */
 struct NAME(draw) {
