@@ -125,9 +125,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
         path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
         run_kernel(path, _define_product, _make_product, out, left, right, *more)
         return
-    tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms // 16
-    given = (rows, columns, terms, left, right, out)
-    run(kernel, tiles, cost, *given, *of_left, *of_right, *of_out)
+    given, results = (rows, columns, terms, left, right, out), batch * columns
+    run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
 
 
 def _define_product(out: Tensor, *given: Any) -> None:
@@ -236,7 +235,7 @@ def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
         places: Of each term, int64.
         terms: Of the dtype of ``out``.
     """
-    kernel = find_kernel("place_sums", out) if widen(out) is out else None
+    kernel = find_kernel("place_sums", out)
     if kernel is None:
         add_rows(out, places, terms, include=True)
         return

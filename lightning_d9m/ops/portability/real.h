@@ -9,7 +9,6 @@ enum { JOIN(TALL_, REAL) = sizeof(REAL) == 4 ? 4 : 2, JOIN(WIDE_, REAL) = 24 };
 #endif
 #define TALL JOIN(TALL_, REAL)
 #define WIDE JOIN(WIDE_, REAL)
-const long NAME(wide) = WIDE; /* kernels.py counts tiles */
 enum { JOIN(MANY_, REAL) = 4096 / sizeof(REAL) / WIDE * WIDE };
 #define MANY JOIN(MANY_, REAL) /* columns that are packed at a time */
 enum { JOIN(SOME_, REAL) = 120 / TALL * TALL };
@@ -110,10 +109,12 @@ ALWAYS void NAME(tile)(
     }
 }
 
-/* One result is a tile of WIDE columns of a matrix of the batch. */
+/* One result is a column of a matrix of the batch; who has its first column has a tile of WIDE. */
 void NAME(product)(const void *given, long begin, long end) {
     const struct NAME(product) *g = given;
     long tiles = (g->columns + WIDE - 1) / WIDE;
+    begin = begin / g->columns * tiles + (begin % g->columns + WIDE - 1) / WIDE;
+    end = end / g->columns * tiles + (end % g->columns + WIDE - 1) / WIDE;
     REAL *left = get_scratch(sizeof(REAL) * DEPTH * (SOME + MANY)), *right = left + DEPTH * SOME;
     while (begin < end) {
         long batch = begin / tiles, j0 = begin % tiles * WIDE, last = end - batch * tiles;

@@ -14,7 +14,6 @@ reads, which is the forward pass of the positions.
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
