@@ -8,7 +8,6 @@ from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algori
 from torch import Tensor
 
 from lightning_d9m.engine.control.environment import threads_pinned
-from lightning_d9m.ops.patches.kernels import separable
 from lightning_d9m.ops.patches.registration import patches_applied
 from lightning_d9m.ops.patches.triton import language, launch
 

@@ -7,22 +7,25 @@ program runs after the other, and a pointer is a tensor of all that follows it i
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, where
+from torch import Tensor
 
-abs, floor, max, zeros_like = torch.abs, torch.floor, torch.max, torch.zeros_like  # noqa: A001 - Triton's names
+abs, max, where = torch.abs, torch.max, torch.where  # noqa: A001 - Triton's names
+floor, zeros_like = torch.floor, torch.zeros_like
 float32, float64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
 _current = threading.local()  # the program of this thread, the number of programs, and the device
 static_range = range
 
 
-class constexpr:  # noqa: N801 - Triton's name
-    """The annotation of a constant, and with ``element_ty`` the type of a pointer."""
+if TYPE_CHECKING:
+    constexpr = Any
+else:
 
-    def __init__(self, element_ty: torch.dtype) -> None:
-        self.element_ty = element_ty
+    class constexpr:  # noqa: N801 - Triton's name
+        """The annotation of a constant."""
 
 
 class Pointer:
@@ -30,7 +33,7 @@ class Pointer:
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
-        self.dtype = constexpr(memory.dtype)
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, count: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + count)
@@ -58,14 +61,14 @@ def pointer_type(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def program_id(_axis: int) -> int:
+def program_id(_axis: int) -> Any:
     """Return the number of this program."""
-    return int(_current.place[0])
+    return _current.place[0]
 
 
-def num_programs(_axis: int) -> int:
+def num_programs(_axis: int) -> Any:
     """Return the number of programs."""
-    return int(_current.place[1])
+    return _current.place[1]
 
 
 def debug_barrier() -> None:

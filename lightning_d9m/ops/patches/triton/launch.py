@@ -204,7 +204,7 @@ def _run(kernel: Any, elements: int, tensors: Any, numbers: Any, *, alone: bool)
     """Run a kernel by torch ops, whose whole numbers have 64 bits."""
     block = max(min(elements, _SLICE), 1)
     programs, sizes = 1 if alone else -(-elements // block), len(kernel.sizes)
-    given = [*map(language.point_to, tensors)]
+    given: list[Any] = [*map(language.point_to, tensors)]
     given += [torch.tensor(one, device="cpu") for one in numbers[:sizes]]
     given += [*numbers[sizes:-1], False, block]
     language.run(kernel, programs, tensors[0].device, *given)
