@@ -50,13 +50,19 @@ SUMS = """{
     for (int i = 0; i < 300 * 90; i++) b[i] = fill_REAL(0);
     struct product_REAL p = {70, 90, 300, a, b, o, rows, terms, zero, right, columns, zero,
                              out, columns, zero};
-    d9m_share(product_REAL, &p, (89 + wide_REAL) / wide_REAL, 1, 0);
+    d9m_share(product_REAL, &p, 90, 1, 0);
     mix_REAL(o, 70 * 90);
     struct row_sums_REAL s = {90, 1, 0, 90, 1, b, r};
     d9m_share(row_sums_REAL, &s, 300, 1, 0);
     mix_REAL(r, 300);
     struct column_sums_REAL c = {300, 90, 0, 90, b, r};
     d9m_share(column_sums_REAL, &c, 2, 1, 0);
+    mix_REAL(r, 90);
+    static double sums[4 * 90];
+    for (int i = 0; i < 4 * 90; i++) sums[i] = -0.0;
+    struct place_sums_REAL places = {300, 90, 3, 10, terms, b, r, sums};
+    for (int i = 0; i < 300; i++) terms[i] = i * i % 90;
+    d9m_share(place_sums_REAL, &places, 90, 1, 0);
     mix_REAL(r, 90);
     struct draw_REAL d = {12345, 256, r};
     d9m_share(draw_REAL, &d, 256 * sizeof(REAL) / 256, 1, 0);

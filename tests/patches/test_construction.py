@@ -50,7 +50,7 @@ ONE_THREAD_PER_OUTPUT = {
 """No two threads meet: they read, copy, or go through their own elements in order."""
 
 FIXED_TREES = {"sum", "sum.dim_IntList", "all", "any.dim", "amin", "argmax", "aminmax"}
-FIXED_TREES |= {"segment_reduce"}
+FIXED_TREES |= {"segment_reduce", "max"}
 """Reductions whose partial results are combined in an order that the shapes decide."""
 
 

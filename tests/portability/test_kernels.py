@@ -10,6 +10,7 @@ import torch
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
+from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.portability import compiler, definitions, kernels, library
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
 
@@ -87,6 +88,16 @@ def test_sums(shape, dims, dtype):
     if shape:
         turned = x.transpose(0, -1).contiguous().transpose(0, -1)
         compare(kernels.add(turned, dims), expected)
+
+
+@DTYPES
+def test_sums_at_places(dtype):
+    """Of what is there, too: each of two threads adds to its own places."""
+    terms, places = draw(3000, dtype=dtype).pow(9), torch.randint(50, (3000,))
+    found, expected = (draw(50, dtype=dtype, seed=1) for _ in range(2))
+    kernels.add_at(found, places, terms)
+    add_rows(expected, places, terms, include=True)
+    compare(found, expected)
 
 
 @DTYPES

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype
 from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.definitions import divide as divide_by
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
-from lightning_d9m.ops.portability.kernels import add, widen
+from lightning_d9m.ops.portability.kernels import add, add_at, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
 
 
@@ -326,7 +325,7 @@ def _add_at(values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor) ->
     places = find(torch.arange(values.numel(), device=values.device).view(values.shape))
     out = values.clone(memory_format=torch.contiguous_format)
     terms = source.expand(places.shape).reshape(-1).to(out.dtype)
-    add_rows(out.view(-1), places.reshape(-1), terms, include=True)
+    add_at(out.view(-1), places.reshape(-1), terms)
     return out.add_(0.0)
 
 

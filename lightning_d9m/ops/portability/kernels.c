@@ -74,16 +74,20 @@ void d9m_share(kernel *kernel, const void *given, long count, long threads,
     else run_parts(&work);
 }
 
-/* a * b + c, rounded once. Without a fused operation: float64 holds the product, and a last bit of 1
-   of an inexact sum lets it be rounded again. */
+/* a + b, with a last bit of 1 unless it is exact: then it can be rounded again. */
+static inline double add_to_odd(double a, double b) {
+    double total = a + b, given = total - a;
+    double error = (a - (total - given)) + (b - given);
+    int64_t bits = read_bits(total), odd = (error > 0.0 || error < 0.0) && !(bits & 1);
+    return from_bits(bits + odd * ((error > 0.0) == (bits >= 0) ? 1 : -1));
+}
+
+/* a * b + c, rounded once. Without a fused operation float64 holds the product. */
 static inline float add_product_float(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    double p = (double)a * b, total = p + c, given = total - p;
-    double error = (p - (total - given)) + (c - given);
-    int64_t bits = read_bits(total), odd = (error > 0.0 || error < 0.0) && !(bits & 1);
-    return (float)from_bits(bits + odd * ((error > 0.0) == (bits >= 0) ? 1 : -1));
+    return (float)add_to_odd((double)a * b, c);
 #endif
 }
 
@@ -96,6 +100,24 @@ static int is_flat(const long *offsets, long count) {
 
 /* Of float64 numbers the product is rounded, and then the sum. */
 static inline double add_product_double(double a, double b, double c) { return a * b + c; }
+
+static inline int64_t read_exponent(double x) { return read_bits(x) >> 52 & 0x7FF; }
+
+/* Cut a term into pieces, relative to the greatest exponent of its sum, and add them. Terms that are
+   too large are scaled. patches/exact_sums.py says why no addition rounds. */
+static inline void add_pieces(double *sum, double x, int64_t top, long pieces, long size, long step) {
+    top = top > 2046 ? 2046 : top;
+    int large = top >= 1923, is_cut;
+    x *= large ? 0x1p-64 : 1.0;
+    is_cut = read_exponent(x) < 0x7FF && x != 0;
+    top = large ? top - 64 : top;
+    for (long last = (top < 1 ? 1 : top) + size; pieces--; last -= 54 - size, sum += step) {
+        double constant = from_bits((last < 1 ? 1 : last) << 52 | 1LL << 51);
+        double piece = is_cut ? (x + constant) - constant : x;
+        *sum += piece; /* the first one decides the sign of a zero */
+        x = is_cut ? x - piece : -0.0;
+    }
+}
 
 /* Random bits of Philox4x32-10 (Salmon et al. 2011). Counters are taken 16 at a time: the first
    words of all, then the second ones. Returns words of 32 bits. */

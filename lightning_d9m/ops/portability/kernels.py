@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_d9m.ops.patches.exact_sums import plan_pieces
+from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.triton.launch import run_kernel
 from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
@@ -123,9 +125,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
         path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
         run_kernel(path, _define_product, _make_product, out, left, right, *more)
         return
-    tiles, cost = batch * -(-columns // kernel.width), batch * rows * columns * terms // 16
-    given = (rows, columns, terms, left, right, out)
-    run(kernel, tiles, cost, *given, *of_left, *of_right, *of_out)
+    given, results = (rows, columns, terms, left, right, out), batch * columns
+    run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
 
 
 def _define_product(out: Tensor, *given: Any) -> None:
@@ -224,6 +225,24 @@ def _make_sums(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
     x = _number(device, 5000, 3)
     return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
+
+
+def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
+    """Add to the elements of a tensor, by exact sums.
+
+    Args:
+        out: Of one dimension.
+        places: Of each term, int64.
+        terms: Of the dtype of ``out``.
+    """
+    kernel = find_kernel("place_sums", out)
+    if kernel is None:
+        add_rows(out, places, terms, include=True)
+        return
+    pieces = plan_pieces(out.dtype, len(terms) + 1)
+    sums = out.new_full((len(out) * (pieces.number + 1),), -0.0, dtype=torch.float64)
+    given = (places.contiguous(), terms.contiguous(), out, sums)
+    run(kernel, len(out), 16 * (len(terms) + len(out)), len(terms), len(out), *pieces, *given)
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,11 @@ import os
 import struct
 import subprocess
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ _DIGEST = "a9e32ab90bbcc7f9"  # of a few results, on every machine
 _ALONE = 2**16
 _PROCESS = os.getpid()
 _TYPES = {torch.float32: "float", torch.float64: "double"}
+
+Kernel = Callable[..., None]
+"""Shares the results of a compiled function out among threads."""
 
 
 @cache
@@ -68,8 +72,7 @@ def _check(library: ctypes.CDLL) -> None:
             ("row_sums", 20, 30, 1, 0, 30, 1, values, out),
             ("tanh", 600, 1, 1, values, out),
         ):
-            kernel = _take(library, name, values.dtype)
-            run(kernel, -(-count // kernel.width) if name == "product" else count, 0, *given)
+            run(_take(library, name, values.dtype), count, 0, *given)
             total.update(out.numpy().tobytes())
     if total.hexdigest()[:16] != _DIGEST:
         raise NotPortableError(
@@ -82,31 +85,15 @@ def _check(library: ctypes.CDLL) -> None:
         )
 
 
-class Kernel(NamedTuple):
-    """A compiled function, and what shares its results out among threads.
-
-    Attributes:
-        share: The function of the library that does.
-        address: That of the compiled function.
-        width: The columns of a product that are one result of its kernel.
-    """
-
-    share: Any
-    address: int
-    width: int
-
-
 def _take(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Kernel:
-    real = _TYPES[dtype]
-    address = ctypes.cast(getattr(library, f"{name}_{real}"), ctypes.c_void_p).value
-    width = ctypes.c_long.in_dll(library, f"wide_{real}").value
-    return Kernel(library.d9m_share, address or 0, width)
+    address = ctypes.cast(getattr(library, f"{name}_{_TYPES[dtype]}"), ctypes.c_void_p)
+    return partial(library.d9m_share, address.value)
 
 
 @cache
 def _find(name: str, dtype: torch.dtype) -> Kernel | None:
     library = load()
-    return None if library is None else _take(library, name, dtype)
+    return None if library is None or dtype not in _TYPES else _take(library, name, dtype)
 
 
 def find_kernel(name: str, values: Tensor) -> Kernel | None:
@@ -129,7 +116,7 @@ def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
         is_tensor = isinstance(one, Tensor)
         members.append(one.data_ptr() if is_tensor else one)
     threads = count_threads() if cost > _ALONE else 1
-    kernel.share(kernel.address, struct.pack(form, *members), count, threads, _find_parallel())
+    kernel(struct.pack(form, *members), count, threads, _find_parallel())
 
 
 def count_threads() -> int:

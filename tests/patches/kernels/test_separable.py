@@ -8,9 +8,8 @@ from patches.cases import GRADIENT_CASES, compute_gradient, deterministic_algori
 from torch import Tensor
 
 from lightning_d9m.engine.control.environment import threads_pinned
-from lightning_d9m.ops.patches import exact_sums
-from lightning_d9m.ops.patches.kernels import separable
 from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.patches.triton import language, launch
 
 # Gradients that have the bits of torch's CPU kernel on one thread.
 EXACT = {"avg_pool3d", "adaptive_avg_pool2d", "replication1d", "reflection1d", "reflection1d-long"}
@@ -51,13 +50,12 @@ def test_torch_ops_work_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     with patches_applied("CPU"):
         whole = [call() for call in calls]
-        monkeypatch.setattr(exact_sums, "_SLICE", 120)
-        monkeypatch.setattr(separable, "_SOME", 120)
+        monkeypatch.setattr(launch, "_SLICE", 120)
         found = []
-        run = exact_sums.cut_terms
+        run = language.load
         monkeypatch.setattr(
-            exact_sums, "cut_terms", lambda *args: found.append(len(args[0])) or run(*args)
+            language, "load", lambda *args, **more: found.append(run(*args, **more)) or found[-1]
         )
         for call, expected in zip(calls, whole, strict=True):
             assert torch.equal(call(), expected)
-    assert max(found) <= 120
+    assert max(map(len, found)) == 120

@@ -6,9 +6,8 @@ with respect to the input is an exact sum over the samples. Coordinates and weig
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from math import prod
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,6 @@ from lightning_d9m.ops.patches.triton.launch import INT32_LIMIT, run_kernel
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
-_OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
-_FARTHEST = 2.0**31 - 128  # the greatest position that is one: of float32, too
 _CUBIC = -0.75  # the parameter of torch's cubic convolution
 _NEIGHBORS: dict[int, tuple[tuple[int, tuple[float, ...]], ...]] = {
     # The offset of each neighbor, and the coefficients of the polynomial that is its weight.
@@ -88,7 +85,7 @@ def _sample_backward(
     grad_grid = torch.empty_like(given[0])
     if index.numel():
         more = (*given, index, weights, rule)
-        run_kernel("kernels:sample", _sample, _make_example, grad_grid, *more)
+        run_kernel("kernels:sample", None, _make_example, grad_grid, *more)
     if not output_mask[0]:
         return None, grad_grid
     layout = Layout(taps, batch, channels, outputs, 1, places, (batch * outputs, outputs, 1, 0))
@@ -107,111 +104,6 @@ def cudnn_grid_sampler_backward(
 ) -> tuple[Tensor | None, Tensor]:
     """Return what cuDNN computes: bilinear, zeros outside, corners aligned."""
     return _sample_backward(grad_output, self, grid, _BILINEAR, _ZEROS, True, (True, True), dims=2)  # noqa: FBT003 - an argument of torch's
-
-
-def _sample(
-    grad_grid: Tensor,
-    grid: Tensor,
-    image: Tensor,
-    grad_output: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    rule: Rule,
-) -> None:
-    """Write the gradient with respect to the grid, and the neighbors of each sample.
-
-    Args:
-        grad_grid: Of the shape of the grid.
-        grid: Of shape ``[batch, *outputs, sides]``.
-        image: Of shape ``[batch, channels, *sizes]``.
-        grad_output: Of shape ``[batch, channels, *outputs]``.
-        index: The positions of the neighbors in their plane, of shape ``[neighbors, batch, n]``;
-            that after the last one if outside.
-        weights: Their weights, in the dtype to compute in.
-        rule: How a sample is taken.
-    """
-    dims, sizes = grid.shape[-1], image.shape[2:]
-    coordinates = grid.reshape(*index.shape[1:], dims).to(weights.dtype)
-    factors = list[tuple[Tensor, Tensor]]()
-    position = torch.zeros_like(coordinates[..., 0], dtype=torch.int64)
-    inside = torch.ones_like(position, dtype=torch.bool)
-    for side, size in enumerate(sizes):
-        # Products of these views have one element for each neighbor. The grid's first coordinate
-        # runs along the input's last dimension.
-        view = (*[1] * side, -1, *[1] * (dims - 1 - side), *index.shape[1:])
-        own = _find_neighbors(coordinates[..., -1 - side], size, rule)
-        place, weight, slope = (part.view(view) for part in own)
-        inside = inside & (place >= 0) & (place < size)
-        position = position * size + place
-        factors.append((weight, slope))
-    index.copy_(torch.where(inside, position, prod(sizes)).view(index.shape))
-    weights.copy_(reduce(mul, [weight for weight, _ in factors]).view(index.shape))
-    if rule.is_nearest:
-        grad_grid.zero_()
-        return
-    match, here = torch.zeros_like(weights), torch.where(inside, position, 0).view(index.shape)
-    pixels, gradients = image.flatten(2), grad_output.flatten(2).to(weights.dtype)
-    for channel in range(image.shape[1]):
-        read = pixels[:, channel].expand(len(index), -1, -1).gather(2, here)
-        match = match + read.to(match.dtype) * gradients[:, channel]
-    slopes = []
-    for side in reversed(range(dims)):
-        change = reduce(mul, [both[number == side] for number, both in enumerate(factors)])
-        terms = torch.where(inside.view(index.shape), match * change.view(index.shape), 0)
-        slopes.append(sum(terms, torch.zeros_like(terms[0])))
-    grad_grid.copy_(torch.stack(slopes, dim=-1).view(grad_grid.shape))
-
-
-def _find_neighbors(coordinate: Tensor, size: int, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the neighbors of each sample along a dimension, ``[neighbors, batch, n]``.
-
-    Returns:
-        Their places, possibly outside of the input; their weights; the derivatives of the weights
-        by the grid's coordinate.
-    """
-    rate = size - 1 if rule.align_corners else size
-    position = ((coordinate + 1) * rate - (0 if rule.align_corners else 1)) * 0.5
-    slope = torch.full_like(position, rate * 0.5)
-    if not rule.pads_neighbors:
-        position, slope = _pad(position, slope, size, rule)
-    base = position.round() if rule.is_nearest else position.floor()
-    after, places, weights, slopes = position - base, [], [], []
-    for offset, factors in rule.neighbors:
-        place, weight, change = base + offset, torch.zeros_like(after), torch.zeros_like(after)
-        for factor in factors:
-            weight, change = weight * after + factor, change * after + weight
-        places.append(_pad(place, slope, size, rule)[0] if rule.pads_neighbors else place)
-        weights.append(weight)
-        slopes.append(change * slope)
-    return torch.stack(places).to(torch.int64), torch.stack(weights), torch.stack(slopes)
-
-
-def _pad(position: Tensor, slope: Tensor, size: int, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Move positions inside as the padding says, and return them with their slopes."""
-    if rule.padding == _REFLECTION:
-        low, span = (0.0, size - 1) if rule.align_corners else (-0.5, size)
-        if span == 0:
-            position, slope = torch.zeros_like(position), torch.zeros_like(slope)
-        else:
-            distance = position - low
-            slope = torch.where(distance < 0, -slope, slope)
-            # In float64 the rest is exact below 2^53 turns; beyond them torch defines no position.
-            # A tensor: CUDA multiplies by the reciprocal of a number.
-            wide = distance.abs().to(torch.float64)
-            turns = (wide / torch.full_like(wide, span)).floor()
-            rest = wide - turns * span
-            is_less = rest < 0  # the quotient was rounded up
-            turns = torch.where(is_less, turns - 1, turns)
-            rest = torch.where(is_less, rest + span, rest).to(position.dtype)
-            even = (turns * 0.5).floor() * 2 == turns
-            position = torch.where(even, rest + low, span - rest + low)
-            slope = torch.where(even, slope, -slope)
-    if rule.padding != _ZEROS:
-        # A NaN keeps its slope, as in torch.
-        beyond = (position <= 0) | (position >= size - 1)
-        slope = torch.where(beyond, 0, slope)
-        position = position.clamp(0, size - 1)
-    return torch.where(position.abs() <= _FARTHEST, position, _OUTSIDE), slope
 
 
 def _make_example(device: torch.device) -> tuple[object, ...]:

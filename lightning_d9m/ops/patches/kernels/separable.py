@@ -14,7 +14,6 @@ reads, which is the forward pass of the positions.
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.patches.triton.launch import is_capturing, run_kernel
 
 _PERIOD = 16
-_SOME = 2**22  # elements that a slice of torch ops adds
 
 
 Side = tuple[Any, ...]
@@ -164,35 +162,16 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
     out = gradient.new_empty(shape)
     if gradient.numel():
-        run_kernel("kernels:add_taps", _apply, _make_example, out, gradient.contiguous(), taps)
+        run_kernel("kernels:add_taps", None, _make_example, out, gradient.contiguous(), taps)
     return out
 
 
 def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
-    """Return arguments of :func:`_apply`: the gradient of a resized image."""
+    """Return arguments of ``kernels.add_taps``: the gradient of a resized image."""
     side = (7, "upsample_linear1d", (17,), False)
     source = (torch.arange(3 * 17 * 17, dtype=torch.float32, device="cpu") * 0.37).sin()
     taps = cached_taps(device, torch.float32, side, side)
     return torch.zeros(3, 7, 7, device=device), source.to(device), taps
-
-
-def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
-    step = max(1, _SOME // prod(map(max, taps.inputs, taps.outputs)))
-    results = out.view(-1, prod(taps.inputs)).split(step)
-    for given, target in zip(source.view(-1, prod(taps.outputs)).split(step), results, strict=True):
-        sums, end, columns = given, len(taps.begins), 1
-        for size, count, most in zip(*(part[::-1] for part in taps[3:]), strict=True):
-            begins, end = taps.begins[end - size - 1 : end], end - size - 1
-            rows, numbers = sums.reshape(-1, count, columns), begins.diff()[:, None]
-            if most:
-                sums = rows.new_zeros((len(rows), size, columns), dtype=taps.weights.dtype)
-            for turn in range(most):
-                tap = (begins[:-1] + turn).minimum(begins[-1:] - 1)
-                terms = rows.index_select(1, taps.places[tap]).to(sums.dtype)
-                terms.mul_(taps.weights[tap][:, None]).add_(sums)
-                sums = torch.where(turn < numbers, terms, sums)
-            columns *= size
-        target.copy_(sums.view(target.shape))
 
 
 def _differentiate(

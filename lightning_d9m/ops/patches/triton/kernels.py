@@ -13,29 +13,28 @@ from functools import lru_cache
 from math import prod
 
 import torch
-import triton
-import triton.language as tl
 
-from lightning_d9m.ops.patches.triton.launch import prepare_launch
+from lightning_d9m.ops.patches.triton import language as tl
+from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
 
 _ALONE = 2**13  # terms and sums that a single program adds
 
 
-@triton.jit
+@jit()
 def read_exponents(values):
     """Return the biased exponents of float64 numbers."""
-    return ((values.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
+    return ((tl.cast(values, tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
 
 
-@triton.jit
+@jit()
 def round_to(values, last):
     """Round float64 numbers to multiples of ``2**(last - 1023)``, by a constant."""
     exponents = tl.maximum(last + 52, 1).to(tl.int64)
-    constant = ((exponents << 52) | (1 << 51)).to(tl.float64, bitcast=True)
+    constant = tl.cast((exponents << 52) | (1 << 51), tl.float64, bitcast=True)
     return (values + constant) - constant
 
 
-@triton.jit
+@jit()
 def is_finite(values):
     """Return which float64 numbers are neither infinite nor NaN."""
     return read_exponents(values) < 0x7FF
@@ -44,7 +43,7 @@ def is_finite(values):
 _SIZES = ["steps_tap", "steps_batch", "steps_row", "steps_column", "terms", "slots", "count"]
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "rows", "inner", "group", "size"])
+@jit(*_SIZES, "rows", "inner", "group", "size")
 def accumulate_terms(
     out,
     values,
@@ -79,7 +78,8 @@ def accumulate_terms(
     all phases, with a barrier before each; several ones run one phase to a launch. What atomics
     change is read from the L2 cache, where they change it. The exponents follow the sums in memory.
     """
-    tops = (sums + slots.to(tl.int64) * PIECES).to(tl.pointer_type(tl.int32), bitcast=True)
+    tops = sums + slots.to(tl.int64) * PIECES
+    tops = tl.cast(tops, tl.pointer_type(tl.int32), bitcast=True)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if WIDE:
@@ -134,7 +134,7 @@ def accumulate_terms(
                     where += steps_tap
 
 
-@triton.jit
+@jit()
 def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
     """Add the pieces of terms to the sums of pieces, which are ``slots`` apart."""
     top = tl.minimum(top, 2046)
@@ -153,7 +153,7 @@ def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
         sums += slots
 
 
-@triton.jit
+@jit()
 def add(left, right):
     """Return the rounded sum and its error."""
     total = left + right
@@ -161,17 +161,17 @@ def add(left, right):
     return total, (left - (total - given)) + (right - given)
 
 
-@triton.jit
+@jit()
 def add_to_odd(left, right):
     """Return a sum whose last bit is 1 unless it is exact."""
     total, error = add(left, right)
-    bits = total.to(tl.int64, bitcast=True)
+    bits = tl.cast(total, tl.int64, bitcast=True)
     nearer = tl.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
     bits = tl.where((error != 0) & ((bits & 1) == 0), nearer, bits)
-    return bits.to(tl.float64, bitcast=True)
+    return tl.cast(bits, tl.float64, bitcast=True)
 
 
-@triton.jit
+@jit()
 def round_sums(
     out,
     tops,
@@ -202,9 +202,10 @@ def round_sums(
     else:
         result = tl.where(zero, total, add_to_odd(total, tail))
         exponents = tl.maximum(read_exponents(result), LEAST + 1023)
-        rounded = round_to(result, exponents - (BITS - 1)).to(tl.int64, bitcast=True)
-        sign = result.to(tl.int64, bitcast=True) & (-1 << 63)
-        result = ((rounded & ~(-1 << 63)) | sign).to(tl.float64, bitcast=True)
+        rounded = round_to(result, exponents - (BITS - 1))
+        size = tl.cast(rounded, tl.int64, bitcast=True) & ~(-1 << 63)
+        sign = tl.cast(result, tl.int64, bitcast=True) & (-1 << 63)
+        result = tl.cast(size | sign, tl.float64, bitcast=True)
     result = tl.where(is_finite(first), result, tl.where(first == first, first, float("nan")))
     if INCLUDE:
         own = tl.load(out + element, mask=mask, other=0.0)
@@ -252,14 +253,14 @@ def accumulate(out, index, values, weights, layout, pieces, form, include):
 _SIDES = ["depth", "height", "width", "planes", "lines", "columns", "elements"]
 
 
-@triton.jit
+@jit()
 def read_range(begins, side, mask):
     """Return the position of an input's first tap, and the number of its taps."""
     begin = tl.load(begins + side, mask=mask, other=0)
     return begin, tl.load(begins + side + 1, mask=mask, other=0) - begin
 
 
-@triton.jit(do_not_specialize=_SIDES)
+@jit(*_SIDES)
 def apply_taps(
     source,
     out,
@@ -330,7 +331,7 @@ def add_taps(out, source, taps):
     launch(source, out, taps.begins, taps.places, taps.weights)
 
 
-@triton.jit
+@jit()
 def pad_position(position, slope, size, RULE: tl.constexpr):
     """Move positions inside as the padding says, and return them with their slopes.
 
@@ -343,11 +344,12 @@ def pad_position(position, slope, size, RULE: tl.constexpr):
         span = size - 1 if RULE[3] else size
         distance = position - low
         slope = tl.where(distance < 0, -slope, slope)
+        # In float64 the rest is exact below 2**53 turns; beyond them torch defines no position.
         wide = tl.abs(distance).to(tl.float64)
         side = tl.zeros_like(wide) + span.to(tl.float64)
         turns = tl.floor(wide / side)
         rest = wide - turns * side
-        is_less = rest < 0
+        is_less = rest < 0  # the quotient was rounded up
         turns = tl.where(is_less, turns - 1, turns)
         rest = tl.where(is_less, rest + side, rest).to(dtype)
         even = tl.floor(turns * 0.5) * 2 == turns
@@ -357,12 +359,14 @@ def pad_position(position, slope, size, RULE: tl.constexpr):
         slope = tl.where(span == 0, 0.0, slope)
     if RULE[2] != 0:
         last = tl.zeros_like(position) + (size - 1).to(dtype)
+        # A NaN keeps its slope, as in torch.
         slope = tl.where((position <= 0) | (position >= last), 0.0, slope)
         position = tl.where(position < 0, 0.0, tl.where(position > last, last, position))
+    # Torch's position for what no integer can represent. The bound is one of float32, too.
     return tl.where(tl.abs(position) <= 2147483520.0, position, -100.0), slope
 
 
-@triton.jit
+@jit()
 def find_neighbor(
     coordinate,
     size,
@@ -395,13 +399,13 @@ def find_neighbor(
     place = base + OFFSETS[NUMBER]
     if RULE[1]:
         place, _ = pad_position(place, slope, size, RULE)
-    return place.to(tl.int32), weight, change * slope
+    return place.to(size.dtype), weight, change * slope
 
 
 _IMAGE = ["depth", "height", "width", "channels", "outputs", "elements"]
 
 
-@triton.jit(do_not_specialize=_IMAGE)
+@jit(*_IMAGE)
 def sample_image(
     grid,
     image,
@@ -459,7 +463,7 @@ def sample_image(
             place += place_z * height * width
         tl.store(index + where, tl.where(inside, place, size).to(index.dtype.element_ty), mask=mask)
         tl.store(weights + where, weight_z * weight_y * weight_x, mask=mask)
-        where += elements
+        where = where + elements
         if not RULE[0]:
             source = image + plane * size + tl.where(inside, place, 0)
             given = gradients + plane * outputs + sample % outputs
@@ -469,9 +473,9 @@ def sample_image(
                 match += read * tl.load(given, mask=mask, other=0.0).to(dtype)
                 source += size
                 given += outputs
-            total_x += tl.where(inside, match * (weight_z * weight_y * slope_x), 0.0)
-            total_y += tl.where(inside, match * (weight_z * slope_y * weight_x), 0.0)
-            total_z += tl.where(inside, match * (slope_z * weight_y * weight_x), 0.0)
+            total_x = total_x + tl.where(inside, match * (weight_z * weight_y * slope_x), 0.0)
+            total_y = total_y + tl.where(inside, match * (weight_z * slope_y * weight_x), 0.0)
+            total_z = total_z + tl.where(inside, match * (slope_z * weight_y * weight_x), 0.0)
     tl.store(out + sample * DIMS, total_x.to(out.dtype.element_ty), mask=mask)
     tl.store(out + sample * DIMS + 1, total_y.to(out.dtype.element_ty), mask=mask)
     if DIMS == 3:

@@ -1,33 +1,74 @@
 """Launches of Triton kernels, with torch ops as the fallback.
 
-A primitive gives its computation twice, with the same bits: as a function of torch ops, which is
-the CPU's and the fallback, and as a function of this folder that launches a Triton kernel. Triton
-is loaded at the first use on a CUDA device. There a small example is computed by both first.
+The text of a kernel is compiled by Triton, which is loaded at the first use on a CUDA device. Torch
+ops run the same text on a CPU, and as the fallback (``language.py``); a few kernels have another
+function of torch ops, with the same bits. On a device a small example is computed by both first.
 """
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from subprocess import SubprocessError
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
+from lightning_d9m.ops.patches.triton import language
 
 INT32_LIMIT = 2**31 - 1
 _BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one alone, and of many
+_SLICE = 2**18  # elements of a program of torch ops: a few of their tensors fit a processor's cache
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device]] = set()
 _load = cache(lambda path: resolve_name(path if "." in path else f"{__package__}.{path}"))
+_thread = threading.local()  # `by_torch` while torch ops run the kernels
+
+
+def jit(*sizes: str) -> Callable[[Any], Any]:
+    """Mark a function that Triton compiles, of which some arguments are numbers: one for all."""
+
+    def mark(function: Any) -> Any:
+        function.sizes = sizes
+        return function
+
+    return mark
+
+
+@cache
+def _compile(module: str) -> dict[str, Any]:
+    """Return the functions of a module as those of Triton."""
+    import triton
+    import triton.language
+
+    given = vars(sys.modules[module])
+    names = {**given, "tl": triton.language}
+    for name, one in given.items():
+        if hasattr(one, "sizes"):
+            copy = FunctionType(one.__code__, names, name)
+            copy.__annotations__ = one.__annotations__
+            names[name] = triton.jit(do_not_specialize=[*one.sizes])(copy)
+    return names
+
+
+def run_on_torch(path: str, *args: Any) -> None:
+    """Call a function that launches kernels, and let torch ops run them."""
+    before, _thread.by_torch = getattr(_thread, "by_torch", False), True
+    try:
+        _load(path)(*args)
+    finally:
+        _thread.by_torch = before
 
 
 def run_kernel(
     path: str,
-    reference: Callable[..., None],
+    reference: Callable[..., None] | None,
     example: Callable[[torch.device], tuple[Any, ...]],
     out: Tensor,
     *args: Any,
@@ -40,7 +81,7 @@ def run_kernel(
     Args:
         path: ``"module:function"`` in this folder, or with the whole name of the module: the
             function that launches the kernel.
-        reference: The function of torch ops, with the same arguments.
+        reference: A function of torch ops with the same arguments; without it they run the kernel.
         example: Returns small arguments on a device, at the first use there.
         out: The tensor to write into.
         *args: More arguments.
@@ -50,7 +91,7 @@ def run_kernel(
         D9mError: The kernel failed while a CUDA graph is captured: it is compiled at its first use,
             which cannot be part of a graph.
     """
-    device = out.device
+    device, reference = out.device, reference or partial(run_on_torch, path)
     if device.type in _device_types and path not in _withdrawn:
         try:
             kernel = _load(path)
@@ -140,6 +181,9 @@ def prepare_launch(
 
     def launch(*tensors: Tensor) -> None:
         device = tensors[0].device
+        if getattr(_thread, "by_torch", False):
+            _run(kernel, elements, tensors, numbers, alone=alone)
+            return
         # Triton compiles code for aligned tensors, and for others.
         variant = (device, *[address & 15 for address in map(Tensor.data_ptr, tensors)])
         compiled = variants.get(variant)
@@ -147,9 +191,20 @@ def prepare_launch(
             if compiled is None:
                 # The CPU rounds each product before it adds it, and so does the kernel.
                 options = {"num_warps": 4, "enable_fp_fusion": False}
-                found = kernel[grid](*tensors, *numbers, block, **options)
+                translated = _compile(kernel.__module__)[kernel.__name__]
+                found = translated[grid](*tensors, *numbers, block, **options)
                 variants[variant] = found and found[grid]
             else:
                 compiled(*tensors, *numbers, block)
 
     return launch
+
+
+def _run(kernel: Any, elements: int, tensors: Any, numbers: Any, *, alone: bool) -> None:
+    """Run a kernel by torch ops, whose whole numbers have 64 bits."""
+    block = max(min(elements, _SLICE), 1)
+    programs, sizes = 1 if alone else -(-elements // block), len(kernel.sizes)
+    given: list[Any] = [*map(language.point_to, tensors)]
+    given += [torch.tensor(one, device="cpu") for one in numbers[:sizes]]
+    given += [*numbers[sizes:-1], False, block]
+    language.run(kernel, programs, tensors[0].device, *given)

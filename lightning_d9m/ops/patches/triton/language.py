@@ -1,0 +1,133 @@
+"""The words of ``triton.language`` that kernels use, for tensors of torch.
+
+A kernel is one text. Triton compiles it for a CUDA device; elsewhere Python runs it with these
+words, so that torch ops compute the same bits. Then a program has the elements of a slice, one
+program runs after the other, and a pointer is a tensor of all that follows it in memory.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+abs, max, where = torch.abs, torch.max, torch.where  # noqa: A001 - Triton's names
+floor, zeros_like = torch.floor, torch.zeros_like
+float32, float64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
+_current = threading.local()  # the program of this thread, the number of programs, and the device
+static_range = range
+
+
+if TYPE_CHECKING:
+    constexpr = Any
+else:
+
+    class constexpr:  # noqa: N801 - Triton's name
+        """The annotation of a constant."""
+
+
+class Pointer:
+    """Places in memory: ``offset`` counts elements from the first one."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, count: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + count)
+
+    def __sub__(self, count: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset - count)
+
+
+def point_to(tensor: Tensor) -> Pointer:
+    """Return a pointer to the first element of a tensor."""
+    first = tensor.storage_offset()
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() - first
+    return Pointer(tensor.as_strided((size,), (1,), first))
+
+
+def run(kernel: Callable[..., None], programs: int, device: torch.device, *given: Any) -> None:
+    """Run all programs of a kernel."""
+    for number in range(programs):
+        _current.place = number, programs, device
+        kernel(*given)
+
+
+def pointer_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of what is pointed to."""
+    return dtype
+
+
+def program_id(_axis: int) -> Any:
+    """Return the number of this program."""
+    return _current.place[0]
+
+
+def num_programs(_axis: int) -> Any:
+    """Return the number of programs."""
+    return _current.place[1]
+
+
+def debug_barrier() -> None:
+    """Wait for the other threads, of which there are none."""
+
+
+def arange(_start: int, end: int) -> Tensor:
+    """Return whole numbers from 0."""
+    return torch.arange(end, device=_current.place[2])
+
+
+def full(shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of one number."""
+    return torch.full(shape, value, dtype=dtype, device=_current.place[2])
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of zeros."""
+    return full(shape, 0, dtype)
+
+
+def cast(values: Any, dtype: torch.dtype, *, bitcast: bool) -> Any:
+    """Read bits as those of another type."""
+    assert bitcast
+    if isinstance(values, Pointer):
+        bytes_before = values.offset * values.memory.element_size()
+        return Pointer(values.memory.view(dtype), bytes_before // dtype.itemsize)
+    return values.view(dtype)
+
+
+def maximum(values: Tensor, least: Any) -> Tensor:
+    """Return the greater one of two whole numbers."""
+    return values.clamp(min=least)
+
+
+def minimum(values: Tensor, most: Any) -> Tensor:
+    """Return the smaller one of two whole numbers."""
+    return values.clamp(max=most)
+
+
+def load(pointer: Pointer, mask: Tensor, other: float, cache_modifier: str = "") -> Tensor:
+    """Return what is in memory where a mask says, and another number elsewhere."""
+    del cache_modifier
+    memory = pointer.memory if len(pointer.memory) else pointer.memory.new_zeros(1)
+    return where(mask, memory[where(mask, pointer.offset, 0)], other)
+
+
+def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
+    """Write numbers where a mask says."""
+    pointer.memory[pointer.offset[mask]] = values[mask]
+
+
+def atomic_max(pointer: Pointer, values: Tensor, mask: Tensor, sem: str) -> None:
+    """Raise numbers where a mask says."""
+    del sem
+    pointer.memory.scatter_reduce_(0, pointer.offset[mask], values[mask], "amax")
+
+
+def atomic_add(pointer: Pointer, values: Tensor, mask: Tensor, sem: str) -> None:
+    """Add to numbers where a mask says."""
+    del sem
+    pointer.memory.index_add_(0, pointer.offset[mask], values[mask])
