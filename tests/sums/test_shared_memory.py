@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from logical_sums import average_leaves, bits, make_leaf
 from rank_threads import run_processes
 
 from lightning_d9m.integrations.strategies.sums import shared_memory
@@ -122,31 +121,6 @@ def test_strangers_get_nothing(monkeypatch):
                 assert stranger.recv(1) == b""
             except ConnectionResetError:  # what it sent was not read
                 continue
-
-
-@pytest.mark.parametrize("shares_memory", [False, True])
-def test_sums_of_any_sizes_are_started_before_others_end(shares_memory):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 9000, (40,), generator=generator).tolist()
-    sums = [[make_leaf([n], torch.float32, generator) for _ in range(5)] for n in lengths]
-    blocks = Blocks(5, 3)
-
-    def run(process, group):
-        words = {"message_bytes": 2**12, "shares_memory": shares_memory}
-        it = RootExchange(blocks, process, group, **words)
-        waits, results = [], []
-        for leaves in sums:
-            roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
-            results.append(roots[-1])
-            waits.append(it.start(roots, roots[-1], 5).finish)
-        for wait in waits:
-            wait()
-        it.close()
-        return results
-
-    for results in run_processes(3, run):
-        for result, leaves in zip(results, sums, strict=True):
-            assert bits(result) == bits(average_leaves(leaves))
 
 
 def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
