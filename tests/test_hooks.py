@@ -25,8 +25,6 @@ DOCUMENTED = {
 
 
 class Without:
-    """An object of a library, without one of its names."""
-
     def __init__(self, owner, path, name):
         self.__dict__.update(owner=owner, path=path, name=name)
 

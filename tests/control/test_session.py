@@ -36,7 +36,6 @@ OTHER = torch.get_num_threads() + 1  # a number of threads that shows whether it
 
 
 def state():
-    """Return everything that a session may change."""
     return (
         capture_flags(),
         dict(os.environ),

@@ -249,7 +249,6 @@ FOLDERS = sorted(path.parent for path in (ROOT / "lightning_d9m").glob("*/**/__i
 
 
 def list_missing(names):
-    """Return the names that are neither files of the package nor of the repository."""
     folders = (ROOT / "lightning_d9m", ROOT)
     return [name for name in names if not any((folder / name).is_file() for folder in folders)]
 

@@ -203,7 +203,6 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-no
 
 
 def write_wheel(folder, name, version, code=""):
-    """Write a wheel with one module."""
     metadata = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": code,

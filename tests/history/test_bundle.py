@@ -42,7 +42,6 @@ def write_probed(folder, *, differs=False):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Work in a folder with two runs that differ."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     for number, differs in ((1, False), (2, True)):
@@ -241,7 +240,6 @@ def write_archive(path, members):
 
 @pytest.fixture
 def members(here):
-    """The members of a bundle, by name."""
     write_bundle(Path("b.zip"), [read_ledger(here / "runs/run-001")] * 2, {}, [])
     with zipfile.ZipFile("b.zip") as archive:
         return {name: archive.read(name) for name in archive.namelist()}

@@ -48,5 +48,4 @@ def fit(tmp_path, new_process):
 
 @pytest.fixture
 def fits(tmp_path, new_process):
-    """Return what interrupts and resumes trainings."""
     return Fits(tmp_path, new_process)

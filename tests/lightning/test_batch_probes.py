@@ -349,8 +349,6 @@ def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, s
 
 
 class Doubled(torch.autograd.Function):
-    """A function with a backward pass of its own."""
-
     @staticmethod
     def forward(ctx, x):
         return x * 2
@@ -370,7 +368,6 @@ class Double(nn.Module):
 
 @pytest.fixture
 def dumped(fit, tmp_path, monkeypatch):
-    """Return what one step dumped of a module's operations, by their names."""
     monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
     monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.5::*")
     model = make_model()

@@ -38,7 +38,6 @@ class DrawingStream(IterableDataset):
 
 
 def equal(first, second):
-    """Return whether two ledgers agree in everything that is compared."""
     return compare_ledgers(first, second).equal
 
 
@@ -48,12 +47,10 @@ def draw_seed(worker):
 
 
 def final_weights(ledger):
-    """Return the digest of all weights at the end."""
     return ledger.outcome(0).final.totals["weights"]
 
 
 def digests_of(ledger):
-    """Return the digest records of the only rank."""
     return [record for record in ledger.records(0) if isinstance(record, Digests)]
 
 

@@ -31,7 +31,6 @@ trainer:
 
 @pytest.fixture
 def command_line(tmp_path, monkeypatch):
-    """Return a function that runs LightningCLI with the given words."""
     package = importlib.import_module("pytorch_lightning")
     importlib.import_module("pytorch_lightning.cli")
     demo = importlib.import_module("pytorch_lightning.demos.boring_classes").BoringModel

@@ -158,7 +158,6 @@ def make_input(name: str = "") -> Tensor:
 
 
 def both(attempt: Callable[[], object]) -> tuple[object, object]:
-    """Return the answers without and with the patches."""
     expected = answer(attempt)
     with patches_applied("CPU"):
         return expected, answer(attempt)

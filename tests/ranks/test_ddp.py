@@ -18,7 +18,6 @@ from lightning_d9m.errors import D9mError
 
 
 def switch_off():
-    """Switch deterministic algorithms off."""
     torch.use_deterministic_algorithms(False)
 
 
@@ -30,13 +29,11 @@ def hang(_, *__):
 
 
 def train(folder, **overrides):
-    """Train a model with other hooks."""
     loaders = make_loader(), make_loader(shuffle=False)
     fit(make_model(**overrides), *loaders, folder=folder, strategy="ddp", devices=2)
 
 
 def find_error(folder, **overrides):
-    """Return the facts of the error that a training raises."""
     try:
         train(folder, **overrides)
     except D9mError as error:
@@ -72,7 +69,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """Return what each rank found."""
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 
 

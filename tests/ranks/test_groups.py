@@ -106,7 +106,6 @@ class ClosedStore:
 
 @pytest.fixture
 def process():
-    """Return a process that sleeps, and end it afterwards."""
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield sleeper
     sleeper.kill()
@@ -114,7 +113,6 @@ def process():
 
 
 def make_ranks(*processes, store=None, limit_seconds=0.3):
-    """Return the liveness of each rank, given their processes."""
     shared = distributed.HashStore() if store is None else store
     return [
         RankLiveness(shared, rank, processes, limit_seconds=limit_seconds)

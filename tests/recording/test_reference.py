@@ -12,7 +12,6 @@ from lightning_d9m.errors import LedgerError, ReferenceRefusedError
 
 
 def accepted(runs, folder, *, rank=0, **header):
-    """Return a reference that has accepted this run."""
     reference = Reference(folder, rank)
     reference.accept(runs.header(rank=rank, **header), runs.facts())
     return reference
@@ -33,13 +32,11 @@ def find_error(runs, *records, **header):
 
 
 def changed(digests, *names, group="weights"):
-    """Return digests of which some are others."""
     groups = {**digests.groups, group: digests.groups[group] | dict.fromkeys(names, "f" * 32)}
     return replace(digests, groups=groups)
 
 
 def drop(*places):
-    """Return what leaves out records of a ledger."""
     return lambda _, records: [records.__delitem__(place) for place in places]
 
 

@@ -45,7 +45,6 @@ def set_gradients(named, row):
 
 
 def run_step(sums, named, rows, block):
-    """Sum the gradients of a step; return their bits."""
     for rank in block:
         set_gradients(named, rows[rank])
         (sums.finish if rank == block[-1] else sums.set_aside)(rank)

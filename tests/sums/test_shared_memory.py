@@ -60,8 +60,6 @@ def refuse(monkeypatch, owner, name, process, error):
 
 
 class Refusal(NamedTuple):
-    """A call that raises in one process."""
-
     owner: object
     name: str
     process: int

@@ -90,7 +90,6 @@ def trace_seed(log: Path) -> None:
 
 
 def trace_digest(log: Path) -> None:
-    """Trace the end of an epoch."""
     trace_fit(log, "on_train_epoch_end", "on_train_epoch_end")
 
 
@@ -138,7 +137,6 @@ TRACES = [trace_seed, trace_digest, trace_horovod, trace_logical_ranks, trace_lo
 
 
 def read_trace(log: Path) -> set[tuple[str, ...]]:
-    """Return the files and functions of a trace."""
     return {tuple(line.split()) for line in log.read_text().splitlines()}
 
 

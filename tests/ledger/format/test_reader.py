@@ -27,7 +27,6 @@ from lightning_d9m.tools.output.comparison_text import format_comparison
 
 
 def read(path, rank=0):
-    """Read a ledger to its end."""
     return list(read_ledger(path).records(rank))
 
 

@@ -68,7 +68,6 @@ STRATEGIES = {
 
 
 def draw_fields(kind):
-    """Return a strategy for the fields of a record of a kind."""
     fields = draw(inspect.type_info(RECORD_TYPES[kind]))
     fixed = {"kind": kind} | ({"rank": 0} if kind == "header" else {})
     return fields.map(lambda values: values | fixed)

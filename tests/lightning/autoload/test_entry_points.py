@@ -237,7 +237,6 @@ def ask(monkeypatch):
 
 @pytest.fixture
 def asked(ask, monkeypatch):
-    """Ask for determinism, and count as started."""
     ask(started=True)
     return monkeypatch
 
