@@ -13,10 +13,7 @@ from ledger_program import PROGRAM
 from uv import find_uv_bin
 
 from lightning_d9m.tools.history import bisection
-from lightning_d9m.tools.history.bisection import (
-    install_packages,
-    read_packages,
-)
+from lightning_d9m.tools.history.bisection import install_packages, read_packages
 
 TRAIN = f"""{PROGRAM}
 from values import VALUES

@@ -127,10 +127,7 @@ run.run_once([sys.executable, "-c", {code!r}], folder, progress=progress, timeou
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "child"),
-    [(signal.SIGTERM, STUBBORN), (signal.SIGINT, PAUSE)],
-)
+@pytest.mark.parametrize(("number", "child"), [(signal.SIGTERM, STUBBORN), (signal.SIGINT, PAUSE)])
 def test_a_signal_ends_the_command_first(tmp_path, number, child):
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)

@@ -113,9 +113,7 @@ def test_modules_and_steps_are_selected_by_settings_and_variables(fit, monkeypat
     """A pattern that fits nothing, and a rank that is not there, are named."""
     with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
         ledger = fit(
-            probes=["output", "weight"],
-            probe_modules=["encodr.*", "layers.0"],
-            probe_steps="2:4",
+            probes=["output", "weight"], probe_modules=["encodr.*", "layers.0"], probe_steps="2:4"
         )
     assert places_of(ledger) == [
         ("weight", "layers.0.weight", 0),
@@ -315,10 +313,7 @@ def test_a_change_shows_at_its_step_and_name(fit, hook, change, words, expected)
 
 
 # In a validation, and around a batch.
-PLACES = [
-    ("Net", "on_validation_batch_end", 6),
-    ("Scaling", "on_train_batch_start", 3),
-]
+PLACES = [("Net", "on_validation_batch_end", 6), ("Scaling", "on_train_batch_start", 3)]
 
 
 @pytest.mark.parametrize(("owner", "hook", "step"), PLACES)
