@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_d9m.engine.ledger.folder import rank_path
-from lightning_d9m.engine.ledger.format.records import LoaderFacts
 from lightning_d9m.engine.recording.reference import Reference
 from lightning_d9m.errors import LedgerError, ReferenceRefusedError
 
@@ -49,8 +48,9 @@ def test_another_experiment_is_refused_by_what_differs(runs):
     assert str(caught.value).startswith(said)
     assert "Also different: fit. Run as the reference was run, or name a" in str(caught.value)
     with closing(Reference(folder, 0)) as one, pytest.raises(ReferenceRefusedError) as caught:
-        one.accept(runs.header(), runs.facts(train=[LoaderFacts(99, 64, 2)]))
-    assert caught.value.field == "dataset"
+        one.accept(runs.header(), runs.facts(model="0" * 32))
+    assert caught.value.field == "model"
+    assert f"  this run:  {'0' * 16} (" in str(caught.value)
 
 
 def test_its_own_folder_is_no_reference(runs, tmp_path):
