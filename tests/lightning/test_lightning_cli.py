@@ -1,4 +1,4 @@
-"""The callback on the command line of LightningCLI, and beside both packages."""
+"""The callback from YAML and from the command line of LightningCLI, and across processes."""
 
 import importlib
 import subprocess
@@ -7,11 +7,31 @@ import textwrap
 
 import pytest
 
+from lightning_d9m import DeterminismCallback
 from lightning_d9m.integrations.trainer import packages
+
+YAML = """
+seed_everything: 9
+trainer:
+  max_epochs: 1
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  limit_train_batches: 2
+  limit_val_batches: 0
+  callbacks:
+    - class_path: lightning_d9m.DeterminismCallback
+      init_args:
+        on_drift: warn
+        ledger_dir: {folder}
+"""
 
 
 @pytest.fixture
 def command_line(tmp_path, monkeypatch):
+    """Return a function that runs LightningCLI with the given words."""
     package = importlib.import_module("pytorch_lightning")
     importlib.import_module("pytorch_lightning.cli")
     demo = importlib.import_module("pytorch_lightning.demos.boring_classes").BoringModel
@@ -23,6 +43,15 @@ def command_line(tmp_path, monkeypatch):
         return package.cli.LightningCLI(demo, args=list(words), save_config_callback=None)
 
     return run
+
+
+def test_from_yaml(command_line, tmp_path):
+    (tmp_path / "config.yaml").write_text(YAML.format(folder=tmp_path / "ledgers"))
+    cli = command_line("fit", "--config", "config.yaml")
+    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, DeterminismCallback)]
+    assert callback._recorder.run.options.on_drift == "warn"
+    header = (tmp_path / "ledgers/fit-000/rank-0.jsonl").read_text().splitlines()[0]
+    assert '"seed":9' in header
 
 
 def test_a_bad_word_is_one_clear_error(command_line, capsys):
