@@ -2,11 +2,9 @@
 
 import ast
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
-from default_device import PackageDefault
 from torch.utils import _device
 from torch.utils.data import DataLoader
 
@@ -21,34 +19,42 @@ MAKERS = {made.__name__ for made in _device._device_constructors()} - {"as_tenso
 OF_THE_PROGRAM = {("arithmetic.py", "arange")}
 
 
-def find_calls(text: str) -> list[str]:
-    """Return the calls that make a tensor and do not name its device."""
-    return [
-        call.func.attr
-        for call in ast.walk(ast.parse(text))
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and ast.unparse(call.func.value) == "torch"
-        and call.func.attr in MAKERS
-        and "device" not in [word.arg for word in call.keywords]
+def find_makers(text: str) -> list[str]:
+    """Return what makes a tensor and does not name its device, or is not called here."""
+    tree = ast.parse(text)
+    named = {
+        id(call.func)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and "device" in [word.arg for word in call.keywords]
+    }
+    found = [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) == "torch"
+        and node.attr in MAKERS
+        and id(node) not in named
     ]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {name.name for node in imports if node.module == "torch" for name in node.names}
+    return found + sorted(imported & MAKERS)
 
 
 def test_every_tensor_that_the_package_makes_has_a_named_device() -> None:
     found = {
-        (file.name, name) for file in PACKAGE.rglob("*.py") for name in find_calls(file.read_text())
+        (file.name, name)
+        for file in PACKAGE.rglob("*.py")
+        for name in find_makers(file.read_text())
     }
     assert found == OF_THE_PROGRAM
-    assert find_calls("torch.zeros(3, dtype=torch.int64)") == ["zeros"]
 
 
-def test_all_trainings_have_a_default_device_that_the_package_alone_sees() -> None:
-    """By a fixture of tests/lightning: what the package makes without a device has no values."""
-    code, names = compile("made = torch.zeros(3)", PACKAGE / "a.py", "exec"), {"torch": torch}
-    with PackageDefault():
-        FunctionType(code, names)()
-        assert torch.zeros(3).device.type == "cpu"
-    assert names["made"].device.type == "meta"
+@pytest.mark.parametrize(
+    "line", ["torch.zeros(3, dtype=torch.int64)", "make = torch.zeros", "from torch import zeros"]
+)
+def test_a_maker_without_a_device_is_found(line: str) -> None:
+    assert find_makers(line) == ["zeros"]
+    assert find_makers("torch.zeros(3, device=place)") == []
 
 
 def test_a_loader_draws_its_seed_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,6 @@ def execute(*words, folder, **variables):
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
-    """Build both archives from the tree."""
     folder = tmp_path_factory.mktemp("dist")
     execute(sys.executable, "-m", "hatchling", "build", "-d", folder, folder=ROOT)
     (wheel,) = folder.glob("*.whl")

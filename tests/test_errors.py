@@ -16,13 +16,7 @@ from lightning_d9m.errors import CommandError, D9mError, DriftError, file_errors
 PREFIX = "lightning_d9m."
 
 
-class Ground:
-    """What a case may use: a folder, pytest's monkeypatch, and the module that raises."""
-
-    def __init__(self, folder, patch, module):
-        self.folder, self.patch, self.module = folder, patch, module
-
-
+# What a case may use: a folder, pytest's monkeypatch, and the module that raises.
 def use_full_folder(g):
     g.patch.chdir(g.folder)
     for number in range(1000):
@@ -150,7 +144,9 @@ CASES = [
 
 @pytest.mark.parametrize(("raiser", "make", "words"), CASES)
 def test_a_message(raiser, make, words, tmp_path, monkeypatch):
-    ground = Ground(tmp_path, monkeypatch, import_module(PREFIX + raiser))
+    ground = SimpleNamespace(
+        folder=tmp_path, patch=monkeypatch, module=import_module(PREFIX + raiser)
+    )
     with pytest.raises(D9mError) as caught:
         make(ground)
     assert words.format(folder=tmp_path) in str(caught.value)

@@ -15,17 +15,14 @@ from lightning_d9m.tools.output.comparison_text import list_one_sided, state_ver
 
 
 def compare(one, other, **options):
-    """Compare two folders."""
     return compare_ledgers(read_ledger(one), read_ledger(other), **options)
 
 
 def in_epoch(epoch, change):
-    """Return an edit of one epoch's digests."""
     return lambda _, records: change(records[3 + epoch])
 
 
 def flip(record, group="weights", name="layers.2.weight"):
-    """Change one digest and its total."""
     record["groups"][group][name] = "f" * 32
     record["totals"][group] = "e" * 32
 
@@ -39,7 +36,6 @@ def logical_run(runs, processes, logical_ranks=4, **options):
 
 
 def facts(**changes):
-    """Return how to write a run with other facts."""
     record = make_facts(**changes).as_record()
     return {"edit": lambda _, records: records.__setitem__(1, record)}
 

@@ -28,7 +28,6 @@ class Net(nn.Module):
 
 
 def read_gradients(ddp):
-    """Return the bytes of the gradients of one step."""
     ddp.zero_grad()
     generator = torch.Generator().manual_seed(distributed.get_rank())
     ddp(torch.randn(5, 31, generator=generator)).square().sum().backward()

@@ -34,7 +34,6 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 def draws():
-    """Draw from every generator."""
     return (
         random.random(),
         random.gauss(0, 1),
@@ -201,8 +200,6 @@ def test_a_device_gets_the_state_that_it_gave_or_the_loss_is_named(
 
 
 class Owner:
-    """Keeps a generator of every kind, here and there."""
-
     def __init__(self, seed):
         self.own = random.Random(seed)
         self.parts = [np.random.default_rng(seed), {"key": np.random.RandomState(seed)}]

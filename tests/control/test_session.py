@@ -36,7 +36,6 @@ OTHER = torch.get_num_threads() + 1  # a number of threads that shows whether it
 
 
 def state():
-    """Return everything that a session may change."""
     return (
         capture_flags(),
         dict(os.environ),
@@ -171,14 +170,6 @@ def test_a_second_thread_is_refused_although_enable_opened_the_innermost_session
             with pytest.raises(SettingError, match="is open in thread 'MainThread', so thread"):
                 pool.submit(call).result()
         assert (outer.fits.next, inner.fits.next) == (0, 0)
-
-
-def test_a_session_counts_its_own_fits(monkeypatch):
-    monkeypatch.setattr(session, "_of_process", session.FitCount(5))
-    for _ in range(2):
-        with deterministic(seed=1):
-            assert [next_fit(), next_fit()] == [0, 1]
-    assert next_fit() == 5
 
 
 def test_a_new_process_takes_over_session_and_fits(monkeypatch):

@@ -38,7 +38,6 @@ FOREIGN = {
 
 
 def read_texts(path):
-    """Yield the docstrings and comments of a file."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

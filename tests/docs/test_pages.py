@@ -14,7 +14,7 @@ import pytest
 from ledger_runs import list_batches, make_probes, write_rank
 from lightning.pytorch import Trainer, seed_everything
 from scripts import ROOT, load_script
-from traced_paths import FILE, PATH, TRACES, read_trace, trace_digest, trace_logical_ranks
+from traced_paths import FILE, PATH, TRACES, read_trace
 
 import lightning_d9m
 from lightning_d9m import DeterminismCallback, Settings
@@ -249,7 +249,6 @@ FOLDERS = sorted(path.parent for path in (ROOT / "lightning_d9m").glob("*/**/__i
 
 
 def list_missing(names):
-    """Return the names that are neither files of the package nor of the repository."""
     folders = (ROOT / "lightning_d9m", ROOT)
     return [name for name in names if not any((folder / name).is_file() for folder in folders)]
 
@@ -266,14 +265,14 @@ def test_the_paths_of_contributing_name_files_that_exist_and_count_them():
     assert list_missing(named) == []
 
 
-@pytest.mark.parametrize("trace", [trace_digest, trace_logical_ranks])
+@pytest.mark.parametrize("trace", ["digest", "logical"])
 def test_a_trace_enters_the_files_of_a_path(trace, forking_python, tmp_path):
     """More than the files of the path stand around it; few of them come and go unseen."""
     log = tmp_path / "trace"
-    code = f"import pathlib, traced_paths as t; t.{trace.__name__}(pathlib.Path({str(log)!r}))"
+    code = f"import pathlib, traced_paths as t; t.TRACES[{trace!r}](pathlib.Path({str(log)!r}))"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests/support")}
     subprocess.run([forking_python, "-c", code], check=True, env=environment)
-    _, _, entered, text = PATH.findall(CONTRIBUTING)[TRACES.index(trace)]
+    _, _, entered, text = PATH.findall(CONTRIBUTING)[[*TRACES].index(trace)]
     files = {file for file, _ in read_trace(log)}
     assert {*FILE.findall(text)} <= files
     assert abs(len(files) - int(entered)) <= 2

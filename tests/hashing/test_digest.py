@@ -100,7 +100,6 @@ def test_lazy_conjugation_and_negation_are_carried_out():
 
 @pytest.fixture
 def set_threads():
-    """Set torch's number of threads, for this test alone."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -147,14 +146,12 @@ class Doubled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner, factor):
-        """Make a tensor that has no memory of its own."""
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner, factor):
         self.inner, self.factor = inner, factor
 
     def __tensor_flatten__(self):
-        """Name the tensors within, and say what else there is."""
         return ["inner"], {"factor": self.factor}
 
     @classmethod

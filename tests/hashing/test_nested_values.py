@@ -25,8 +25,6 @@ Other = namedtuple("Other", "x y")  # noqa: PYI024 - another class of the same f
 
 @dataclass
 class Record:
-    """A dataclass that holds anything."""
-
     content: object
 
 
@@ -38,14 +36,10 @@ class Color(Enum):
 
 
 class Number(IntEnum):
-    """Members that are integers."""
-
     ONE = 1
 
 
 class Bits(Flag):
-    """Members that combine."""
-
     A = 1
     B = 2
 

@@ -2,29 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from ledger_program import PROGRAM
-from ledger_runs import make_facts, make_weights, write_rank
 from uv import find_uv_bin
 
-from lightning_d9m.engine.hashing.digest import digest
-from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
-from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.history import bisection
-from lightning_d9m.tools.history.bisection import (
-    Bisection,
-    Commit,
-    install_packages,
-    read_packages,
-)
-from lightning_d9m.tools.launch.run import Run
+from lightning_d9m.tools.history.bisection import install_packages, read_packages
 
 TRAIN = f"""{PROGRAM}
 from values import VALUES
@@ -176,58 +165,23 @@ def test_linked_data_is_found_from_a_folder_below_the_top_and_the_commit_is_prin
     assert (folder / "data/n").read_text() == "7"
 
 
-class OneCommit:
-    """A repository whose last commit is in question, and the trainings of its two commits."""
-
-    noun = side = "commit"
-    equal_advice = "Look."
-    show = staticmethod(lambda _: "")
-
-    def __init__(self, folder, *weights):
-        self.output, self.fits, self.left = folder, {}, list(weights)
-
-    def find_commit(self, sha):
-        return Commit(sha, "Change", "Ann", "2026-01-01")
-
-    def list_commits(self, last, *words):
-        return [last.sha]
-
-    @contextmanager
-    def open_checkout(self, links):
-        yield lambda _: (Path(), {})
-
-    def run(self, name, *_, **__):
-        weights = self.left.pop(0)
-        if weights is None:
-            return Run({}, failure=CommandError("It failed."))
-        digests = {"w": digest(torch.tensor(weights))}
-        record = make_weights("epoch", 0, digests, step=1)
-        folder = create_ledger_folder(self.output / name)
-        found = {"fit-000": read_ledger(write_rank(folder, [make_facts(), record]))}
-        self.fits = self.fits or found
-        return Run(found)
-
-    def search(self):
-        found = Bisection(self, self)
-        found.search(*map(self.find_commit, ("good", "bad")))
-        return found
-
-
-ONE, OTHER_WEIGHTS = [1.0, 1.0], [1.0, 2.0]
+RACING = "import os\nVALUES = [*os.urandom(3)]"
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("contents", "status", "message"),
     [
-        ((ONE, ONE, ONE), "The training of the bad commit bad is equal to the good one. Give a"),
-        ((None,), "The good commit good must train, and it does not: It failed."),
-        ((ONE, ONE, None), "The bad commit bad must train, and it does not: It failed."),
-        ((ONE, OTHER_WEIGHTS), "the good commit good differ, so no commit can be blamed. .*locate"),
+        ([SAME, SAME], 2, r"The training of the bad commit \w+ is equal to the good one\. Give a"),
+        ([BROKEN, SAME], 3, r"The good commit \w+ must train, and it does not: .* exit status 3"),
+        ([SAME, BROKEN], 3, r"The bad commit \w+ must train, and it does not: .* exit status 3"),
+        ([RACING, SAME], 2, r"the good commit \w+ differ, so no commit can be blamed\. .*locate"),
     ],
 )
-def test_what_cannot_be_bisected_is_an_error(tmp_path, weights, message):
-    with pytest.raises((CommandError, SettingError), match=message):
-        OneCommit(tmp_path, *weights).search()
+def test_what_cannot_be_bisected_is_an_error(tmp_path, bisect, contents, status, message):
+    make_repository(tmp_path / "project", contents)
+    found, _, errors = bisect("HEAD~1..HEAD")
+    assert found == status
+    assert re.search(message, " ".join(errors.split()))
 
 
 def test_a_commit_without_the_working_folder_does_not_train(tmp_path, bisect):
@@ -246,7 +200,6 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-no
 
 
 def write_wheel(folder, name, version, code=""):
-    """Write a wheel with one module."""
     metadata = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": code,

@@ -54,7 +54,6 @@ def capsule(tmp_path_factory, forking_python):
 
 
 def read(path):
-    """Return the facts and the step of a capsule."""
     with zipfile.ZipFile(path) as archive:
         facts = msgspec.json.decode(archive.read(CAPSULE_FACTS), type=CapsuleFacts)
         with archive.open(STEP_FILE) as member:

@@ -6,7 +6,6 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need Horovod if it is not installed."""
     if importlib.util.find_spec("horovod") is not None:
         return
     skip = pytest.mark.skip(reason="needs Horovod, which `d9m install-horovod` builds")

@@ -44,7 +44,6 @@ class Stream(IterableDataset):
 
 
 def train(fault, folder):
-    """Train with a fault on rank 1."""
     from lightning_d9m import HorovodDeterministicStrategy
 
     broken = fault if RANK else ""

@@ -50,7 +50,6 @@ class PortedStrategy(HorovodDeterministicStrategy):
 
 
 def train(number):
-    """Train as a run of its own would."""
     strategy = PortedStrategy()
     strategy.fuses = number % 2 == 1
     model = make_model(

@@ -126,12 +126,10 @@ def probe(folder):
 
 
 def run_backward(model, batch, _):
-    """Run a backward pass that no rank sees."""
     compute_loss(model, batch).backward()
 
 
 def reduce_in_step(model, batch, _):
-    """Call a collective of Horovod in a step."""
     import horovod.torch as hvd
 
     hvd.allreduce(torch.ones(1))

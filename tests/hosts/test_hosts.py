@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 def training(*words):
-    """Return the command of one rank."""
     return [shared_python(), SCRIPT, "runs", *words]
 
 
@@ -46,7 +45,6 @@ def start_agents(hosts, nodes, *words, first):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Return the ledger of the training on one process."""
     folder = tmp_path_factory.mktemp("one")
     subprocess.run(training(), cwd=folder, check=True)
     return folder / "runs" / "1" / "fit-000"
@@ -212,7 +210,6 @@ LIMIT = 5
 
 
 def cut(hosts):
-    """Cut the link of the last host."""
     hosts[-1].set_link("down")
 
 
@@ -222,14 +219,12 @@ def pause(hosts):
 
 
 def fill(hosts):
-    """Fill the disk of the last host."""
     with suppress(OSError), (hosts[-1].folder / "rest").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
 def mend(hosts):
-    """Undo all of it."""
     hosts[-1].set_link("up")
     hosts[-1].send_signal(signal.SIGCONT)
     (hosts[-1].folder / "rest").unlink(missing_ok=True)

@@ -32,14 +32,11 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Li
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    """Shorten the waits for processes that do not end."""
     monkeypatch.setattr(launched, "_SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(launched, "_GRACE_SECONDS", 0.2)
 
 
 class Quiet(RunProgress):
-    """Shows nothing."""
-
     def _print(self, text):
         pass
 
@@ -130,10 +127,7 @@ run.run_once([sys.executable, "-c", {code!r}], folder, progress=progress, timeou
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "child"),
-    [(signal.SIGTERM, STUBBORN), (signal.SIGINT, PAUSE)],
-)
+@pytest.mark.parametrize(("number", "child"), [(signal.SIGTERM, STUBBORN), (signal.SIGINT, PAUSE)])
 def test_a_signal_ends_the_command_first(tmp_path, number, child):
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
@@ -201,7 +195,6 @@ raise SystemExit(int(os.environ.get("STATUS", "0")))
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """Return a function that runs a program twice, in turns."""
     monkeypatch.chdir(tmp_path)
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

@@ -57,7 +57,6 @@ COMPARED = (
 
 
 def digest_of(place, batch):
-    """Return a digest that depends on place and batch."""
     return f"{abs(hash((place, batch))) % 2**64:032x}"
 
 
@@ -89,18 +88,15 @@ class Tracer:
 
 
 def write_trace(parent, tracer):
-    """Write a file with a header and a trace."""
     return write_rank(create_ledger_folder(parent), tracer.records, end=False)
 
 
 def compare(one, other, **options):
-    """Compare two folders; return the only rank."""
     (rank,) = compare_ledgers(read_ledger(one), read_ledger(other), **options).ranks
     return rank
 
 
 def traced(numbers, **options):
-    """Return a trace of some batches."""
     tracer = Tracer()
     for number in numbers:
         tracer.add(number, **options)

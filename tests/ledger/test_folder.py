@@ -8,8 +8,6 @@ from lightning_d9m.errors import LedgerError
 
 @pytest.fixture
 def write(tmp_path, runs):
-    """Return a function that writes a ledger at (folder, day)."""
-
     def write(folder, day, **header):
         runs.parent = tmp_path / folder
         return runs.write(1, created=f"2026-01-{day:02d}T00:00:00+00:00", **header)

@@ -60,7 +60,6 @@ def test_variables_that_matter_are_recorded_and_paths_addresses_and_keys_are_not
 
 
 def capture_on(monkeypatch, devices, current=0):
-    """Return the stack's devices on a machine with these devices."""
     cuda = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(devices))

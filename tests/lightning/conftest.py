@@ -3,26 +3,13 @@
 import gc
 import importlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
-from default_device import PackageDefault
 from resuming import Fits
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback
 from lightning_d9m.engine.ledger.folder import read_ledger
-
-
-@pytest.fixture(autouse=True)
-def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Train under a default device that only the package sees, and that holds no values.
-
-    Tests of probes and waits look at modes and compile, which a mode around them changes.
-    """
-    is_seen = request.path.name in {"test_batch_probes.py", "test_device_waits.py"}
-    with nullcontext() if is_seen else PackageDefault():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -61,5 +48,4 @@ def fit(tmp_path, new_process):
 
 @pytest.fixture
 def fits(tmp_path, new_process):
-    """Return what interrupts and resumes trainings."""
     return Fits(tmp_path, new_process)

@@ -113,9 +113,7 @@ def test_modules_and_steps_are_selected_by_settings_and_variables(fit, monkeypat
     """A pattern that fits nothing, and a rank that is not there, are named."""
     with pytest.warns(UserWarning, match=r"has 'encodr\.\*', and no .* are 'layers', 'layers\.0',"):
         ledger = fit(
-            probes=["output", "weight"],
-            probe_modules=["encodr.*", "layers.0"],
-            probe_steps="2:4",
+            probes=["output", "weight"], probe_modules=["encodr.*", "layers.0"], probe_steps="2:4"
         )
     assert places_of(ledger) == [
         ("weight", "layers.0.weight", 0),
@@ -315,10 +313,7 @@ def test_a_change_shows_at_its_step_and_name(fit, hook, change, words, expected)
 
 
 # In a validation, and around a batch.
-PLACES = [
-    ("Net", "on_validation_batch_end", 6),
-    ("Scaling", "on_train_batch_start", 3),
-]
+PLACES = [("Net", "on_validation_batch_end", 6), ("Scaling", "on_train_batch_start", 3)]
 
 
 @pytest.mark.parametrize(("owner", "hook", "step"), PLACES)
@@ -349,8 +344,6 @@ def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, s
 
 
 class Doubled(torch.autograd.Function):
-    """A function with a backward pass of its own."""
-
     @staticmethod
     def forward(ctx, x):
         return x * 2
@@ -370,7 +363,6 @@ class Double(nn.Module):
 
 @pytest.fixture
 def dumped(fit, tmp_path, monkeypatch):
-    """Return what one step dumped of a module's operations, by their names."""
     monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
     monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.5::*")
     model = make_model()

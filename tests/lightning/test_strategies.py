@@ -31,7 +31,6 @@ SCRIPT = Path(__file__).parents[1] / "support" / "strategies.py"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return what trains every cell of a number of processes once for all tests."""
     folders = {}
 
     def train(launch):

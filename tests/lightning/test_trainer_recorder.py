@@ -208,9 +208,7 @@ def train(tmp_path, monkeypatch):
             options["enable_checkpointing"] = True
         options = QUIET | {"max_epochs": 1, "limit_train_batches": 1} | options
         pl.Trainer(callbacks=callbacks, **options).fit(
-            make_model(validation_step=lambda *_: None),
-            make_loader(),
-            make_loader(shuffle=False),
+            make_model(validation_step=lambda *_: None), make_loader(), make_loader(shuffle=False)
         )
 
     run.root = tmp_path

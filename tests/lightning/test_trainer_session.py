@@ -1,7 +1,5 @@
 """How a callback's run meets sessions, other callbacks that fail, metrics of time, and ranks."""
 
-import subprocess
-import textwrap
 import time
 from types import SimpleNamespace
 
@@ -172,29 +170,12 @@ def test_a_gather_without_the_other_ranks_says_so_and_hides_no_error_of_the_prog
         ranks.raise_on_all(lambda: {}["of the program"])
 
 
-def test_a_callback_alone_counts_fits_from_the_last_seed(forking_python, tmp_path):
+def test_a_callback_alone_counts_fits_from_the_last_seed(fit):
     """The first seed comes before the callback, and a fit without one has numbers of its own."""
-    code = """
-        import lightning.pytorch as lightning
-        from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-        from lightning_d9m import DeterminismCallback
-        from torch.utils.data import DataLoader
-
-        words = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-        quiet = {"accelerator": "cpu", "limit_val_batches": 0} | dict.fromkeys(words, False)
-        weights = []
-        for seed in (7, None, 7, 8, 7):
-            if seed is not None:
-                lightning.seed_everything(seed, verbose=False)
-            model, rows = BoringModel(), RandomDataset(32, 64)
-            determinism = DeterminismCallback(seed=1, summary=False)
-            trainer = lightning.Trainer(
-                max_epochs=1, limit_train_batches=4, callbacks=[determinism], **quiet
-            )
-            trainer.fit(model, DataLoader(rows, shuffle=True))
-            weights.append(determinism.digest)
-        print([weights.index(digest) for digest in weights])
-    """
-    words = [forking_python, "-c", textwrap.dedent(code)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "[0, 1, 0, 3, 0]"
+    weights = []
+    for seed in (7, None, 7, 8, 7):
+        if seed is not None:
+            lightning.seed_everything(seed, verbose=False)
+        ledger = fit(seed=1, again=True, trainer_max_epochs=1)
+        weights.append(ledger.outcome(0).final.totals["weights"])
+    assert [weights.index(digest) for digest in weights] == [0, 1, 0, 3, 0]

@@ -106,7 +106,6 @@ def test_nothing_found_is_status_0_and_something_1(folder, d9m):
 
 
 def notebook(*cells):
-    """Return a notebook of code cells."""
     listed = [
         {"cell_type": "code", "source": cell.splitlines(keepends=True), "metadata": {}}
         for cell in cells

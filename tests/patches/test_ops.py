@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from patches.cases import GRADIENT_CASES, answer, deterministic_algorithms
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.ops.patches.registration import patches_applied
+from lightning_d9m.ops.patches.registration import Kernel, patches_applied
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
@@ -157,7 +158,6 @@ def make_input(name: str = "") -> Tensor:
 
 
 def both(attempt: Callable[[], object]) -> tuple[object, object]:
-    """Return the answers without and with the patches."""
     expected = answer(attempt)
     with patches_applied("CPU"):
         return expected, answer(attempt)
@@ -173,6 +173,23 @@ def test_first_and_second_derivatives(name: str) -> None:
     assert second[0] == (True,) or "not implemented" in second[0][1]
     for expected, actual in (first, second):
         assert actual == expected
+
+
+@pytest.mark.parametrize(
+    "name", sorted(CASES.keys() - {"embedding", "scatter"})
+)  # torch's are kept
+def test_what_programs_call_reaches_a_replacement(name: str) -> None:
+    """The op itself, or its gradient."""
+    call, leaf, run = CASES[name], make_input(name), Kernel.__call__
+    with (
+        mock.patch.object(Kernel, "__call__", autospec=True, side_effect=run) as called,
+        patches_applied("CPU"),
+        deterministic_algorithms(),
+    ):
+        output = call(leaf.detach() if name in COUNTS else leaf)
+        if output.requires_grad:
+            output.sum().backward()
+    assert called.called
 
 
 @pytest.mark.parametrize("transform", ["vmap", "autocast"])

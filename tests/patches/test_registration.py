@@ -42,7 +42,6 @@ def put_twice() -> Tensor:
 
 
 def refused_by_torch():
-    """Expect torch's alert."""
     return pytest.raises(RuntimeError, match="put_ does not have a deterministic")
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -90,23 +92,8 @@ def test_the_group_is_closed_before_the_interpreter_ends(forking_python):
     assert (ended.returncode, ended.stdout.split()) == (0, ["True", "False"]), ended.stderr
 
 
-class BlockedStore:
-    """A store whose host is stopped: calls never return."""
-
-    def set(self, key, value):
-        threading.Event().wait()
-
-
-class ClosedStore:
-    """A store whose host has ended."""
-
-    def set(self, key, value):
-        raise RuntimeError("Broken pipe")
-
-
 @pytest.fixture
 def process():
-    """Return a process that sleeps, and end it afterwards."""
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield sleeper
     sleeper.kill()
@@ -114,7 +101,6 @@ def process():
 
 
 def make_ranks(*processes, store=None, limit_seconds=0.3):
-    """Return the liveness of each rank, given their processes."""
     shared = distributed.HashStore() if store is None else store
     return [
         RankLiveness(shared, rank, processes, limit_seconds=limit_seconds)
@@ -159,9 +145,13 @@ def test_a_silent_rank_of_another_host_is_named():
     assert sentence.endswith("did not respond within 0.3 s: it was killed, or it hangs.")
 
 
-@pytest.mark.parametrize("store", [BlockedStore(), ClosedStore()])
-def test_without_the_store_rank_0_and_the_processes_of_this_host_are_known(process, store):
-    """Rank 0 hosts the store; rank 1 is killed, rank 2 is on another host, rank 3 is this one."""
+@pytest.mark.parametrize("call", [lambda *_: threading.Event().wait(), RuntimeError("Broken pipe")])
+def test_without_the_store_rank_0_and_the_processes_of_this_host_are_known(process, call):
+    """Rank 0 hosts the store, which is stopped or has ended.
+
+    Rank 1 is killed, rank 2 is on another host, rank 3 is this one.
+    """
+    store = SimpleNamespace(set=mock.Mock(side_effect=call))
     processes = [(OTHER_HOST, 5), (HOST, process.pid), (OTHER_HOST, 6), (HOST, OWN_PROCESS)]
     *_, survivor = make_ranks(*processes, store=store, limit_seconds=0.1)
     process.kill()

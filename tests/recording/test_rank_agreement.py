@@ -249,7 +249,6 @@ def test_state_that_ranks_do_not_share_may_differ_but_not_its_settings():
 
 @pytest.fixture
 def group(tmp_path):
-    """Open a process group of one rank."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

@@ -6,13 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_d9m.engine.ledger.folder import rank_path
-from lightning_d9m.engine.ledger.format.records import LoaderFacts
 from lightning_d9m.engine.recording.reference import Reference
 from lightning_d9m.errors import LedgerError, ReferenceRefusedError
 
 
 def accepted(runs, folder, *, rank=0, **header):
-    """Return a reference that has accepted this run."""
     reference = Reference(folder, rank)
     reference.accept(runs.header(rank=rank, **header), runs.facts())
     return reference
@@ -33,50 +31,26 @@ def find_error(runs, *records, **header):
 
 
 def changed(digests, *names, group="weights"):
-    """Return digests of which some are others."""
     groups = {**digests.groups, group: digests.groups[group] | dict.fromkeys(names, "f" * 32)}
     return replace(digests, groups=groups)
 
 
 def drop(*places):
-    """Return what leaves out records of a ledger."""
     return lambda _, records: [records.__delitem__(place) for place in places]
 
 
-@pytest.mark.parametrize(
-    ("field", "header", "facts"),
-    [
-        ("seed", {"seed": 43}, {}),
-        ("world_size", {"world_size": 4}, {}),
-        ("settings.per_sample_rng", {"settings": {"per_sample_rng": True}}, {}),
-        ("settings.per_sample_rng", {"settings": {}}, {}),
-        ("model", {}, {"model": "0" * 32}),
-        ("dataset", {}, {"train": [LoaderFacts(99, 64, 2)]}),
-        ("batch_size", {}, {"train": [LoaderFacts(1437, 32, 45)]}),
-        ("trainer.precision", {}, {"trainer": {"precision": "bf16-mixed"}}),
-    ],
-)
-def test_another_experiment_is_refused_by_the_field_that_differs(runs, field, header, facts):
-    reference = Reference(runs.write(), 0)
-    with closing(reference), pytest.raises(ReferenceRefusedError) as caught:
-        reference.accept(runs.header(**header), runs.facts(**facts))
-    error = caught.value
-    assert error.field == field
-    assert facts or f"  reference: {error.expected}\n  this run:  {error.actual}" in str(error)
-
-
-def test_a_refusal_says_what_the_values_why_and_what_to_do(runs):
+def test_another_experiment_is_refused_by_what_differs(runs):
     folder = runs.write()
-    with pytest.raises(ReferenceRefusedError) as caught:
-        Reference(folder, 0).accept(runs.header(seed=43, fit=1), runs.facts())
-    assert str(caught.value) == (
-        f"The reference {folder} comes from another experiment: its seed differs.\n"
-        "  reference: 42\n"
-        "  this run:  43\n"
-        "A different seed draws different random numbers, so every digest differs by design. "
-        "Also different: fit. Run as the reference was run, or name a reference that was run "
-        "as this is."
-    )
+    with closing(Reference(folder, 0)) as one, pytest.raises(ReferenceRefusedError) as caught:
+        one.accept(runs.header(seed=43, fit=1), runs.facts())
+    said = f"The reference {folder} comes from another experiment: its seed differs.\n"
+    said += "  reference: 42\n  this run:  43\nA different seed draws different random numbers"
+    assert str(caught.value).startswith(said)
+    assert "Also different: fit. Run as the reference was run, or name a" in str(caught.value)
+    with closing(Reference(folder, 0)) as one, pytest.raises(ReferenceRefusedError) as caught:
+        one.accept(runs.header(), runs.facts(model="0" * 32))
+    assert caught.value.field == "model"
+    assert f"  this run:  {'0' * 16} (" in str(caught.value)
 
 
 def test_its_own_folder_is_no_reference(runs, tmp_path):
@@ -147,19 +121,6 @@ def test_several_groups_the_initial_weights_and_a_loss(runs):
     assert (error.expected, error.group) == ("0x1.5555555555555p-2", "loss")
 
 
-def test_each_rank_is_compared_with_its_own(runs):
-    def differ(rank, records):
-        if rank == 1:
-            records[3]["groups"]["weights"]["layers.0.bias"] = "a" * 32
-
-    folder = runs.write(world_size=2, edit=differ)
-    for rank in (0, 1):
-        with closing(accepted(runs, folder, rank=rank, world_size=2)) as reference:
-            difference = reference.check(runs.digests("epoch", 0))
-        assert (difference is not None) == (rank == 1)
-    assert reference.drift_error(difference).rank == 1
-
-
 def test_an_edited_reference_is_found_when_the_record_is_reached(runs):
     folder = runs.write()
     path = rank_path(folder, 0)
@@ -201,13 +162,6 @@ def test_an_equal_run_with_ops_that_may_vary_says_so(runs):
         "Another run may differ: varying_ops lets histc run, whose results may vary."
     )
     assert check_all(accepted(runs, runs.write()), runs.records()[2:-1]) == (0, None)
-
-
-def test_a_run_that_begins_later_finds_its_place(runs):
-    reference = accepted(runs, runs.write(epochs=5))
-    differing, unchecked = check_all(reference, runs.records(epochs=5)[6:-1])
-    assert (differing, reference.checked) == (0, 3)
-    assert "4 records there had no counterpart in this run" in unchecked
 
 
 def test_a_record_that_the_reference_lacks_in_between_is_refused(runs):

@@ -6,6 +6,7 @@ All raise together, whoever is at fault.
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,13 @@ from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.rank_agreement import ReplicatedState
 from lightning_d9m.engine.recording.run import Run, RunOptions
-from lightning_d9m.errors import D9mError, DriftError, LedgerError, StackDifferenceError
+from lightning_d9m.errors import (
+    D9mError,
+    DriftError,
+    LedgerError,
+    SettingError,
+    StackDifferenceError,
+)
 
 NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}
 
@@ -108,18 +115,27 @@ def test_drift_from_the_reference_on_one_rank_stops_all_or_is_counted_on_all(tmp
     assert counts == [[0, 0, 1]] * RANKS
 
 
-@pytest.mark.parametrize("appends", [False, True])
-def test_a_ledger_that_fails_on_one_rank_stops_all_at_the_next_moment(tmp_path, appends):
+@pytest.mark.parametrize("fault", ["write", "append", "verify"])
+def test_what_fails_on_one_rank_stops_all_at_the_next_moment(tmp_path, fault):
+    """A ledger that cannot be written, or a switch that this rank has lost."""
+
     def act(run, model):
-        if run.ranks.rank == 1:
+        if run.ranks.rank == 1 and fault != "verify":
             run._writer.close()
-        for batch in range(3 * appends):  # no rank waits for another here
+        for batch in range(3 * (fault == "append")):  # no rank waits for another here
             run.append(NOTE | {"batches": batch})
+        if fault == "verify":
+            return run.record("epoch", epoch=0, step=0, verify=partial(lose_switch, run.ranks.rank))
         return clean(run, model)
 
     errors = record_on_ranks(tmp_path / "a", act)
-    assert isinstance(errors[1], LedgerError)
+    assert isinstance(errors[1], SettingError if fault == "verify" else LedgerError)
     assert "Rank 1 failed, so this rank 2 stops too" in str(errors[2])
+
+
+def lose_switch(rank):
+    if rank == 1:
+        raise SettingError("it is off")
 
 
 def test_another_stack_is_named_before_any_drift(tmp_path):

@@ -45,7 +45,6 @@ def set_gradients(named, row):
 
 
 def run_step(sums, named, rows, block):
-    """Sum the gradients of a step; return their bits."""
     for rank in block:
         set_gradients(named, rows[rank])
         (sums.finish if rank == block[-1] else sums.set_aside)(rank)
@@ -82,18 +81,6 @@ def test_gradients_are_the_average_in_tree_order(ranks, processes, dtype):
     steps.append(make_gradients(ranks, dtype, missing=True, awkward=not dtype.is_complex))
     for found in sum_on(processes, steps, dtype, bucket_bytes=2**12):
         assert found == [expect(rows) for rows in steps]
-
-
-def test_gradients_that_share_memory_are_added_once():
-    first, second = nn.Parameter(torch.zeros(2, 6)), nn.Parameter(torch.zeros(3, 4))
-    named = [("first", first), ("second", second)]
-    sums = LogicalGradients(named, Blocks(4, 1), 0, op="sum")
-    for rank in range(4):
-        (first.view(-1) + second.view(-1)).sin().sum().backward()
-        # Autograd gives both the same memory, so this test is about that.
-        assert first.grad.data_ptr() == second.grad.data_ptr()
-        (sums.finish if rank == 3 else sums.set_aside)(rank)
-    assert first.grad.unique().tolist() == second.grad.unique().tolist() == [4.0]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -146,38 +133,12 @@ def test_gradients_of_the_last_step_are_added():
     assert torch.equal(model.weight.grad, once)
 
 
-@pytest.mark.parametrize("shape", [(3,), (130, 140)])
-def test_a_gradient_of_a_frozen_parameter_stays_and_it_keeps_its_place(shape):
-    """Two optimizers that alternate need no new buckets."""
-    (_, first), (_, second) = named = make_parameters(shapes=[shape, shape])
-    sums = LogicalGradients(named, Blocks(1, 1), 0)
-    run_alone(sums, first.sum() + second.sum())
-    buckets = sums._buckets
-    second.requires_grad_(requires_grad=False)
-    first.grad = None
-    run_alone(sums, 2 * first.sum())
-    assert (first.grad.unique().tolist(), second.grad.unique().tolist()) == ([2.0], [1.0])
-    second.requires_grad_(requires_grad=True)
-    run_alone(sums, second.sum())
-    assert sums._buckets is buckets
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_compression_rounds_what_is_sent_and_the_sum(name, dtype):
     steps = [make_gradients(2)]
     for (found,) in sum_on(2, steps, compression=name):
         for each, leaves in zip(found, zip(*steps[0], strict=True), strict=True):
             assert each == bits(average_leaves([leaf.to(dtype) for leaf in leaves]).float())
-
-
-def test_a_gradient_outside_is_reported():
-    model, stray = nn.Linear(2, 1), []
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, on_stray=stray.append)
-    sums.prepare()
-    run_alone(sums, model(torch.ones(1, 2)).sum())
-    assert stray == []
-    model(torch.ones(1, 2)).sum().backward()
-    assert sorted(stray) == ["bias", "weight"]
 
 
 def test_a_gradient_that_another_hook_takes_away_is_an_error():

@@ -1,7 +1,6 @@
 """Long tables that steps change are put back, whenever they change first."""
 
 from collections import deque
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,10 +81,6 @@ def step():
     return run
 
 
-def grow(state):
-    state["n"] += 1
-
-
 @pytest.mark.parametrize("length", [4, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int8])
 def test_what_logical_ranks_write_to_different_elements_is_kept(step, dtype, length):
@@ -110,11 +105,6 @@ def test_a_deque_gets_what_all_append(step, most):
     recent = deque([1, 2, 3], maxlen=most)
     step(lambda module, rank: module.recent.extend([10 * rank, 10 * rank + 1]), recent=recent)
     assert [*recent] == [1, 2, 3, 0, 1, 10, 11][-most:]
-
-
-def test_what_a_partial_holds_is_put_back(step):
-    module = step(lambda module, _: module.grow(), grow=partial(grow, {"n": 0}))
-    assert module.grow.args == ({"n": 1},)
 
 
 def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step):

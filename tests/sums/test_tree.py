@@ -61,8 +61,3 @@ def test_blocks_are_contiguous_and_nearly_equal():
 def test_a_number_that_is_not_allowed_is_refused(numbers):
     with pytest.raises(SettingError, match="pass a whole number from 1"):
         Blocks(*numbers)
-
-
-def test_more_processes_than_logical_ranks_are_refused_with_both_remedies():
-    with pytest.raises(SettingError, match="at most 4 processes, or raise logical_ranks to 5"):
-        Blocks(4, 5)

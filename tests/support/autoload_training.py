@@ -19,8 +19,6 @@ OWN = "lightning_d9m.DeterminismCallback"
 
 
 def make_model(package):
-    """Build a small model with dropout, of either of Lightning's packages."""
-
     class Net(package.LightningModule):
         def __init__(self):
             super().__init__()
@@ -65,7 +63,6 @@ def demo_of(package):
 
 
 def run_command_line(package, *words):
-    """Build a Trainer from words, as LightningCLI does."""
     cli = importlib.import_module(f"{package.__name__}.cli")
     words = ["fit", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", *words]
     words += [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]

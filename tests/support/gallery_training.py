@@ -21,8 +21,6 @@ QUIET = {"enable_model_summary": False, "enable_progress_bar": False, "logger": 
 
 
 class Samples(Dataset):
-    """Sixteen samples."""
-
     def __init__(self):
         self.samples = torch.randn(16, 4)
 
@@ -34,8 +32,6 @@ class Samples(Dataset):
 
 
 class Net(pl.LightningModule):
-    """A small net with dropout."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
@@ -275,7 +271,6 @@ def train_in_processes():
 
 
 def train(cause):
-    """Train once."""
     warnings.filterwarnings("ignore")
     if cause == "parallel":
         train_in_processes()

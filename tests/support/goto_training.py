@@ -13,12 +13,12 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import trainings
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import QUIET
 
-from lightning_d9m import DeterminismCallback, Recorder, TransformersCallback, deterministic
+from lightning_d9m import Recorder, TransformersCallback, deterministic
 
 FOLDER, WHAT = Path(sys.argv[1]), sys.argv[2:]
 WORLD = int(os.environ.get("RANKS", "1"))
@@ -64,15 +64,10 @@ def fit():
         filename="{step}",
         save_on_train_epoch_end=False,
     )
-    trainer = L.Trainer(
-        **QUIET | {"enable_checkpointing": True},
-        max_epochs=2,
-        devices=WORLD,
-        strategy="ddp" if WORLD > 1 else "auto",
-        callbacks=[DeterminismCallback(seed=1, ledger_dir=FOLDER), saves],
-    )
-    trainer.fit(Net(), DataLoader(make_data(), 8, shuffle=True))
-    return trainer.global_rank
+    words = {"max_epochs": 2, "devices": WORLD, "strategy": "ddp" if WORLD > 1 else "auto"}
+    loader = DataLoader(make_data(), 8, shuffle=True)
+    words |= {"callbacks": [saves], "enable_checkpointing": True}
+    return trainings.fit(Net(), loader, seed=1, folder=FOLDER, **words).global_rank
 
 
 def loop():

@@ -66,7 +66,6 @@ def make_arguments(words):
 
 
 def main():
-    """Train with four logical ranks, and write the ledger below the folder."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     words = dict(word.split("=") for word in sys.argv[2:])

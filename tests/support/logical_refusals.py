@@ -14,7 +14,6 @@ DATA = RandomDataset(32, 16)
 
 
 def fit(folder, model=None, loader=None, callbacks=None, options=None, ranks=4, **words):
-    """Train one epoch, and return the Trainer."""
     strategy = words.pop("strategy", None)
     return trainings.fit(
         model or BoringModel(),

@@ -161,8 +161,6 @@ LOSSES = """
 
 
 class Function(nn.Module):
-    """A module that calls a function."""
-
     def __init__(self, function) -> None:
         super().__init__()
         self.function = function
@@ -172,22 +170,18 @@ class Function(nn.Module):
 
 
 def read_table(text: str) -> Iterator[list[str]]:
-    """Yield the columns of each line of a table."""
     return (line.strip().split(" | ") for line in text.strip().splitlines())
 
 
 def read_code(code: str):
-    """Return what an expression of a table gives."""
     return eval(code)  # noqa: S307 - the tables above
 
 
 def add(name: str, build: Callable[[], nn.Module], *shapes: tuple[int, ...], **options) -> None:
-    """Add a case: a module that trains on normal inputs."""
     CASES[name] = lambda: train(build(), *(torch.randn(shape) * 2 for shape in shapes), **options)
 
 
 def add_function(name: str, function, *shapes: tuple[int, ...]) -> None:
-    """Add a case: a function of normal inputs."""
     CASES[name] = lambda: train(Function(function), *map(torch.randn, shapes))
 
 

@@ -117,7 +117,6 @@ def has_ended(pid, seconds=60):
 
 
 def main():
-    """Call the function, and write its result."""
     file, name, folder, given = sys.argv[1:]
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -18,7 +18,6 @@ def make_parts():
 
 
 def leave(model, optimizer, loader):
-    """Wrap nothing."""
     return model, optimizer, loader, Tensor.backward
 
 

@@ -67,7 +67,6 @@ SHORT = SHORTEST | {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_ste
 
 
 def apply_plainly(layers, images):
-    """Return the scores of images."""
     return layers(images)
 
 
@@ -151,14 +150,11 @@ race.register_autograd(lambda ctx, gradient: gradient)
 
 
 class RacingReLU(nn.ReLU):
-    """Calls an operation that is not deterministic."""
-
     def forward(self, values):
         return race(super().forward(values))
 
 
 def make_layers(*, races=False):
-    """Return a small classifier."""
     activation = RacingReLU() if races else nn.ReLU()
     return nn.Sequential(nn.Linear(64, 32), activation, nn.Dropout(0.3), nn.Linear(32, 10))
 
@@ -236,7 +232,6 @@ def compile_layers(model):
 
 
 def compile_module(model):
-    """Compile the LightningModule."""
     return torch.compile(model, backend="aot_eager")
 
 
@@ -316,14 +311,12 @@ class HookedDDP(of_fabric.DDPStrategy):
 
 
 def make_hooked(package, _):
-    """Return DDP that sends gradients as floats of 16 bits."""
     if package is of_fabric:
         return HookedDDP()
     return package.DDPStrategy(ddp_comm_hook=fp16_compress_hook)
 
 
 def on_one(precision="32-true", **words):
-    """Return a training of a single process."""
     return Cell("auto", words={"precision": precision}, **words)
 
 
@@ -405,8 +398,6 @@ def patches_counted(folder, rank):
 
 
 class Patching(L.Callback):
-    """Patches operations during a fit."""
-
     def __init__(self, folder):
         self.folder = folder
 
@@ -419,13 +410,10 @@ class Patching(L.Callback):
 
 
 class Saving(L.Callback):
-    """Saves checkpoints after some steps."""
-
     def __init__(self, folder, steps):
         self.folder, self.steps = folder, steps
 
     def on_train_batch_end(self, trainer, *_):
-        """Save if one of these steps ends."""
         if trainer.global_step in self.steps:
             trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
 
@@ -457,7 +445,6 @@ def fit(  # noqa: PLR0913 - one keyword for each kind of run
 
 
 def compute_whole(fabric, model, images, classes):
-    """Compute the gradients; return the loss."""
     loss = nn.functional.cross_entropy(model(images), classes)
     fabric.backward(loss)
     return loss
@@ -487,13 +474,11 @@ def make_pipeline(model, rank):
 
 
 def save_stage(path, parts):
-    """Save the stage of this rank."""
     states = {name: part.state_dict() for name, part in parts.items()}
     torch.save(states, f"{path}-{dist.get_rank()}")
 
 
 def load_stage(path, parts):
-    """Load what ``save_stage`` has saved."""
     for name, state in torch.load(f"{path}-{dist.get_rank()}", weights_only=True).items():
         parts[name].load_state_dict(state)
 
@@ -542,7 +527,6 @@ def fit_with_fabric(  # noqa: PLR0913 - as that of a Trainer
 
 
 def describe(error):
-    """Return the facts of an error."""
     names = {*vars(error), *vars(type(error)).get("__annotations__", {})}
     facts = {name: str(getattr(error, name)) for name in names}
     return {**facts, "type": type(error).__name__, "message": str(error)}
@@ -563,7 +547,6 @@ class Runs:
         self.last = max(self.world, len(self.found)) - 1
 
     def train(self, name, **words):
-        """Train as a run of its own would."""
         session.restart_fits()
         return self.fit(name, **words)
 
@@ -649,13 +632,11 @@ class Runs:
 
 
 def run_launched(fabric, folder, cell):
-    """Run a cell in a process that Fabric has started."""
     warnings.filterwarnings("ignore")
     Runs(folder, cell, fabric).run()
 
 
 def main():
-    """Run cells, one after the other."""
     warnings.filterwarnings("ignore")
     folders = Path(sys.argv[1]).absolute()
     (folders / "empty").mkdir(exist_ok=True)

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import lightning.pytorch as L
 from trainings import QUIET, make_loader, make_model
@@ -33,11 +32,11 @@ STEP = 4  # the first three steps record more, and the last of the six ends the 
 
 
 @contextmanager
-def traced(log: Path) -> Iterator[None]:
+def traced(log):
     """Append each function of the package that is entered to a file, in forked processes too."""
     seen = set()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE) and code not in seen:
             seen.add(code)
@@ -51,63 +50,48 @@ def traced(log: Path) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # typeshed lacks None
+        threading.setprofile(None)
 
 
-def in_hook(name: str, call: Callable[[int], object]) -> L.Callback:
-    """Make a callback whose one hook passes on the number of steps."""
-    callback = L.Callback()
-    setattr(callback, name, lambda trainer, *_: call(trainer.global_step))
-    return callback
+def trace_fit(log, last, first=None, strategy="auto", workers=0):
+    """Trace one time from a hook, or from the start, to the next call of another hook.
 
-
-def trace_fit(log: Path, first: str, last: str, strategy: object = "auto") -> None:
-    """Trace one time from one hook to the next call of another, around the callback's own."""
+    The hooks are those of callbacks around ours.
+    """
+    before, after = L.Callback(), L.Callback()
     with ExitStack() as stack:
 
-        def start(step: int) -> None:
-            if step >= STEP and not log.exists():
+        def start(trainer, *_):
+            if trainer.global_step >= STEP and not log.exists():
                 stack.enter_context(traced(log))
 
-        callbacks = [
-            in_hook(first, start),
-            DeterminismCallback(seed=1),
-            in_hook(last, lambda _: stack.close()),
-        ]
+        setattr(after, last, lambda *_: stack.close())
+        if first is None:
+            stack.enter_context(traced(log))
+        else:
+            setattr(before, first, start)
+        callbacks = [before, DeterminismCallback(seed=1), after]
         words = {"default_root_dir": log.parent, "max_epochs": 1, "strategy": strategy}
         trainer = L.Trainer(callbacks=callbacks, **words, **QUIET)
-        trainer.fit(make_model(), make_loader(size=256))
+        trainer.fit(make_model(), make_loader(size=256, num_workers=workers))
 
 
-def trace_seed(log: Path) -> None:
-    """Trace a fit from its start to its first batch, which a worker loads."""
-    with ExitStack() as stack:
-        stack.enter_context(traced(log))
-        stop = in_hook("on_train_batch_start", lambda _: stack.close())
-        callbacks = [DeterminismCallback(seed=1), stop]
-        trainer = L.Trainer(callbacks=callbacks, max_steps=1, default_root_dir=log.parent, **QUIET)
-        trainer.fit(make_model(), make_loader(num_workers=1))
+STEP_HOOKS = "on_train_batch_end", "on_train_batch_start"
 
 
-def trace_digest(log: Path) -> None:
-    """Trace the end of an epoch."""
-    trace_fit(log, "on_train_epoch_end", "on_train_epoch_end")
-
-
-def trace_horovod(log: Path) -> None:
+def trace_horovod(log):
     """Trace a step of one of two processes."""
-    hooks = '"on_train_batch_start", "on_train_batch_end", "horovod_d9m"'
-    code = f"import pathlib, traced_paths as t; t.trace_fit(pathlib.Path({str(log)!r}), {hooks})"
+    words = f"pathlib.Path({str(log)!r}), *t.STEP_HOOKS, 'horovod_d9m'"
+    code = f"import pathlib, traced_paths as t; t.trace_fit({words})"
     horovodrun = Path(sys.executable).with_name("horovodrun")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     command = [horovodrun, "-np", "2", sys.executable, "-c", code]
     subprocess.run(command, env=environment, check=True, capture_output=True)
 
 
-def trace_logical_ranks(log: Path) -> None:
+def trace_logical_ranks(log):
     """Trace a step of one process with two logical ranks."""
-    strategy = DDPDeterministicStrategy(logical_ranks=2)
-    trace_fit(log, "on_train_batch_start", "on_train_batch_end", strategy)
+    trace_fit(log, *STEP_HOOKS, DDPDeterministicStrategy(logical_ranks=2))
 
 
 NOISE = """
@@ -124,7 +108,7 @@ trainer.fit(model, make_loader())
 """
 
 
-def trace_locate(log: Path) -> None:
+def trace_locate(log):
     """Trace the command, without the processes that it starts."""
     program = log.with_name("noise.py")
     program.write_text(NOISE)
@@ -134,23 +118,28 @@ def trace_locate(log: Path) -> None:
         main(["locate", "--", sys.executable, str(program)])
 
 
-TRACES = [trace_seed, trace_digest, trace_horovod, trace_logical_ranks, trace_locate]
+TRACES = {
+    "seed": partial(trace_fit, last="on_train_batch_start", workers=1),
+    "digest": partial(trace_fit, last="on_train_epoch_end", first="on_train_epoch_end"),
+    "horovod": trace_horovod,
+    "logical": trace_logical_ranks,
+    "locate": trace_locate,
+}
 
 
-def read_trace(log: Path) -> set[tuple[str, ...]]:
-    """Return the files and functions of a trace."""
+def read_trace(log):
     return {tuple(line.split()) for line in log.read_text().splitlines()}
 
 
-def run() -> None:
+def run():
     """Print for each path, or for the given ones, what the page and what a trace say."""
     paths = PATH.findall((ROOT / "CONTRIBUTING.md").read_text())
     for (name, count, _, text), trace in zip(paths, TRACES, strict=True):
-        if trace.__name__ not in (sys.argv[1:] or [trace.__name__]):
+        if trace not in (sys.argv[1:] or TRACES):
             continue
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "trace")
-            trace(log)
+            TRACES[trace](log)
             entered = read_trace(log)
         files = {file for file, _ in entered}
         print(f"{name}: {count} files, {len(files)} entered, with {len(entered)} functions")

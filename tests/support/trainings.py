@@ -79,7 +79,6 @@ def make_model(package: str = "lightning.pytorch", **overrides: Any) -> Any:
 
 
 def make_loader(*, size: int = 96, shuffle: bool = True, **settings: Any) -> DataLoader:
-    """Build a loader of 6 batches."""
     return DataLoader(NoisyDigits(size), batch_size=16, shuffle=shuffle, **settings)
 
 

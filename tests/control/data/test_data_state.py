@@ -19,8 +19,6 @@ from lightning_d9m.engine.control.data.loaders import LoaderControl
 
 
 class Part(Dataset):
-    """A dataset that keeps state."""
-
     def __init__(self):
         self.count, self.seen, self.weights = 0, [], np.zeros(3)
 
@@ -70,8 +68,6 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
 
 
 class CountingLoader(DataLoader):
-    """Counts how often it is iterated."""
-
     count = 0
 
     def __iter__(self):
@@ -103,8 +99,6 @@ def test_state_of_a_loader_of_the_program_is_named_and_not_refused(make):
 
 
 class Own:
-    """A sampler of a program."""
-
     def __init__(self, **values):
         vars(self).update(values)
 

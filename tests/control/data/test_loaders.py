@@ -108,7 +108,6 @@ def epochs(loader, *, count=2, start=0, stage="train", **words):
 
 
 def snapshot(loader):
-    """Return every attribute of a loader and of its samplers."""
     owners = (loader, loader.sampler, loader.batch_sampler)
     return [(id(own), {k: id(v) for k, v in vars(own).items()}) for own in owners]
 
@@ -278,8 +277,6 @@ def test_ranks_share_out_one_order(name):
 
 
 class Peculiar(RandomSampler):
-    """A sampler with a generator of NumPy's, or one that cannot be set."""
-
     generator = property(lambda self: self.own, lambda self, value: self.refuse(value))
 
     def refuse(self, value):
@@ -314,8 +311,6 @@ def test_workers_draw_what_seed_rank_and_epoch_say(workers, dataset):
 
 
 class DrawnOrder(IterableDataset):
-    """A stream that draws its order when it starts."""
-
     def __iter__(self):
         return iter(torch.randperm(SIZE).tolist())
 
@@ -441,8 +436,6 @@ def test_workers_that_are_spawned_draw_the_same_and_call_the_users_function(
 
 
 class Collated:
-    """A function that draws when it makes a batch."""
-
     def __call__(self, samples):
         return [*map(list, zip(*samples, strict=True)), [random.random()] * len(samples)]
 
@@ -507,8 +500,6 @@ def test_an_epoch_continues_and_draws_by_its_place_alone(kind, per_sample):
 
 
 class Loads(Draws):
-    """Counts what is loaded."""
-
     count = 0
 
     def __getitem__(self, index):
@@ -552,8 +543,6 @@ class OwnIteration(DataLoader):
 
 
 class Sized(Stream):
-    """A stream that knows its length."""
-
     def __len__(self):
         return SIZE
 

@@ -6,14 +6,7 @@ Ledgers of resumed runs are read as one run, and say where it was interrupted.
 import os
 
 import pytest
-from ledger_runs import (
-    chain_lines,
-    find_breaks,
-    make_facts,
-    make_header,
-    make_weights,
-    write_lines,
-)
+from ledger_runs import chain_lines, find_breaks, make_facts, make_header, make_weights, write_lines
 from scripts import load_script
 
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
@@ -27,7 +20,6 @@ from lightning_d9m.tools.output.comparison_text import format_comparison
 
 
 def read(path, rank=0):
-    """Read a ledger to its end."""
     return list(read_ledger(path).records(rank))
 
 

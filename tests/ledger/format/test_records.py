@@ -74,7 +74,6 @@ STRATEGIES = {
 
 
 def draw_fields(kind):
-    """Return a strategy for the fields of a record of a kind."""
     fields = draw(inspect.type_info(kind))
     fixed = {"kind": kind.__struct_config__.tag} | ({"rank": 0} if kind is Header else {})
     return fields.map(lambda values: values | fixed)

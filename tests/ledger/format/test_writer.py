@@ -19,14 +19,12 @@ END = End(status="finished")
 
 
 def read_all(path):
-    """Return a reader that has been read to its end, and the records."""
     with read_ledger(path).open(0) as reader:
         return reader, list(reader.records())
 
 
 @pytest.fixture
 def writer(runs, tmp_path):
-    """A ledger with a header."""
     with LedgerWriter(tmp_path / "rank-0.jsonl") as writer:
         writer.write(runs.header())
         yield writer

@@ -10,7 +10,6 @@ import torch
 
 @pytest.fixture
 def fit(tmp_path):
-    """Return a function that trains on one process of four logical ranks."""
     before = dict(os.environ)
     yield partial(logical_refusals.fit, tmp_path)
     for name in os.environ.keys() - before:  # Lightning's launcher sets the address of the group

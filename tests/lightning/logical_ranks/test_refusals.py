@@ -52,7 +52,6 @@ def train(*args, **attributes):
 
 
 def optimize(make):
-    """Return a function that makes the words of a training with an optimizer."""
     return train(configure_optimizers=lambda model: make(model.parameters()))
 
 
@@ -62,12 +61,10 @@ def set_up(make):
 
 
 def load(*args, **words):
-    """Return a function that makes the words of a training with a loader."""
     return lambda: {"loader": DataLoader(*args, **words)}
 
 
 def make_mesh():
-    """Return the processes, when their group is known."""
     return init_device_mesh("cpu", (PROCESSES,))
 
 
@@ -92,7 +89,6 @@ class ShorterForTheLast(BatchSampler):
 
 
 def compute_metric(model, batch):
-    """Compute a metric over all processes within a step."""
     model.mean.update(model(batch).sum())
     return model.mean.compute()
 
@@ -226,7 +222,6 @@ def find_errors(folder):
 
 
 def predict(folder, samples, strategy):
-    """Return the predictions of some samples."""
     words = {"default_root_dir": folder, "devices": PROCESSES, "strategy": strategy}
     trainer = L.Trainer(callbacks=[DeterminismCallback()], **words, **QUIET)
     return trainer.predict(BoringModel(), DataLoader(RandomDataset(32, samples)))

@@ -80,8 +80,6 @@ class Settings:
 
 
 class Warmup:
-    """Gives a method, which a model keeps."""
-
     def __init__(self):
         self.scale = 1.0
 
@@ -115,13 +113,11 @@ class Data(L.LightningDataModule):
 
 
 def grow(state):
-    """Change what a partial holds."""
     state["scale"] *= 1.1
     return state["scale"]
 
 
 def advance():
-    """Count the calls in an attribute."""
     advance.calls += 1
     return advance.calls
 
@@ -286,8 +282,6 @@ class Steered(Base):
 
 
 class Failing(Base):
-    """Fails on the last rank."""
-
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and RANK == PROCESSES - 1:
             raise ValueError("this step fails")
@@ -333,7 +327,6 @@ def find_error():
 
 
 def train_all():
-    """Train all programs."""
     if PROCESSES == 4:  # each process of plain DDP would train another
         return {"Keeping": train(Keeping())}
     return {"error": find_error(), "Steered": train(Steered()), "Keeping": train(Keeping())}
@@ -341,7 +334,6 @@ def train_all():
 
 @pytest.fixture(scope="module")
 def found():
-    """Return what each rank found, by number of processes and rank."""
     ranks = {count: call_on_ranks(train_all, count) for count in (1, 3, 4)}
     return {(count, rank): own for count in ranks for rank, own in enumerate(ranks[count])}
 

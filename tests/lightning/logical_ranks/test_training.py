@@ -183,8 +183,6 @@ class Saving(L.Callback):
 
 
 class Killing(L.Callback):
-    """Kills the last rank in the second epoch."""
-
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         last = trainer.global_rank == trainer.world_size - 1
         if trainer.current_epoch == 1 and batch_idx == 2 and last:
@@ -231,7 +229,6 @@ def folder(trained):
 
 
 def final_totals(folder, name):
-    """Return the last digests of rank 0 on one process and on two."""
     return [read_records(folder / name / str(count), Digests)[0][-1] for count in (1, 2)]
 
 
@@ -273,7 +270,6 @@ def test_buffers_that_are_not_put_back_change_no_weight(folder):
 
 @pytest.fixture(scope="module")
 def found(trained):
-    """Return what each rank found in trainings that callbacks steer, by number of processes."""
     return {count: trained[1][count] for count in (1, 2)}
 
 

@@ -40,7 +40,6 @@ i = torch.zeros(2)
 
 
 def find_ops(source):
-    """Return the reports of the ops that a program calls."""
     tree = Tree(ast.parse(source))
     calls = [Call(node, tree) for node in tree.nodes if isinstance(node, ast.Call)]
     return [report for call in calls for report in (*check_op(call), *check_package(call))]

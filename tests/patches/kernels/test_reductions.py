@@ -44,9 +44,9 @@ def test_histc_divides_by_a_tensor_on_the_device() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch) -> None:
-    """Three levels of blocks of 4: each is a row, and its end is joined to the next block."""
+    """Three levels of blocks of 4, of which one is full: its end is joined to the next block."""
     monkeypatch.setattr(reductions, "_SCANNED", 4)
-    row = torch.randn(38, dtype=dtype)
+    row = torch.randn(34, dtype=dtype)
     with patches_applied("CPU"):
         products, sums = row.cumprod(0), row[None].logcumsumexp(1)[0]
         special = torch.tensor([2.0, NAN, 1, 1, 1, 0.5]).cumprod(0)
@@ -54,30 +54,7 @@ def test_a_long_row_is_scanned_in_blocks_whose_order_is_fixed(dtype, monkeypatch
     assert torch.allclose(products.double(), row.double().cumprod(0), **close)
     assert torch.allclose(sums.double(), row.double().logcumsumexp(0), **close)
     assert special.isnan().tolist() == [False, *[True] * 5]
-    powers = torch.randint(-3, 4, (38,)).double().exp2()
+    powers = torch.randint(-3, 4, (34,)).double().exp2()
     with patches_applied("CPU"):
         found = powers.cumprod(0)
     assert torch.equal(found, powers.cumprod(0))  # no product rounds
-
-
-@pytest.mark.parametrize("name", ["cumprod", "logcumsumexp"])
-def test_a_row_of_four_million_elements_takes_four_operations(name: str) -> None:
-    """Each of 2,048 blocks is a row of a scan; so are their ends, which are joined to the blocks.
-
-    Their order depends on the shape only: no kernel of one row runs.
-    """
-
-    class Names(TorchDispatchMode):
-        seen = ()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if not func.is_view:
-                self.seen += ((func.overloadpacket.__name__, getattr(args[0], "shape", None)),)
-            return func(*args, **(kwargs or {}))
-
-    row = torch.empty(2**22, device="meta")
-    with Names() as names:
-        getattr(reductions, name)(row, 0)
-    seen = [(op.removeprefix("_"), *(shape or ())) for op, shape in names.seen]
-    join = {"cumprod": "mul", "logcumsumexp": "logaddexp"}[name]
-    assert seen == [(name, 2048, 2048), ("stack",), (name, 2, 2047), (join, 2047, 2048)]
