@@ -147,16 +147,21 @@ class ProcessTree:
             time.sleep(_POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
-        # After a leader is reaped its PID can be reused.
         for leader in self.leaders:
-            if leader.poll() is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    # One that runs on the terminal is in the group of this process.
-                    leads = os.getpgid(leader.pid) == leader.pid
-                    (os.killpg if leads else os.kill)(leader.pid, number)
+            _send(leader, number)
         for pid in self.find_descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+
+
+def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """Send a signal to a leader and its process group."""
+    # After a leader is reaped its PID can be reused: `poll` reaps, so it comes first.
+    if leader.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            # One that runs on the terminal is in the group of this process.
+            leads = os.getpgid(leader.pid) == leader.pid
+            (os.killpg if leads else os.kill)(leader.pid, number)
 
 
 @contextmanager
@@ -314,12 +319,6 @@ class _Turns(AbstractContextManager["_Turns"]):
 
 def _size_ledgers(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("fit-*/rank-0.jsonl"))
-
-
-def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    if leader.poll() is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader.pid, number)
 
 
 def run_beside(
