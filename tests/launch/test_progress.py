@@ -24,7 +24,9 @@ def test_whole_lines_are_counted_in_pieces_of_any_size(tmp_path_factory, lines, 
         for cut in [*cuts, len(text)]:
             piece, text = text[:cut], text[cut:]
             ledger.write(piece)
-            assert progress.count_epochs() == path.read_bytes().count(b'"moment":"epoch","epoch":3}\n')
+            assert progress.count_epochs() == path.read_bytes().count(
+                b'"moment":"epoch","epoch":3}\n'
+            )
 
 
 def test_several_fits_are_added_up_and_one_epoch_is_no_epochs(tmp_path, capsys):

@@ -7,9 +7,11 @@ This module imports torch only to look up an operation.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT, SAVED, STATE
+from lightning_d9m.text import read_stanzas
 from lightning_d9m.tools.comparison.ledgers import Comparison
 from lightning_d9m.tools.comparison.timeline import module_of
 
@@ -36,177 +38,14 @@ class Cause:
     narrows: bool = False
 
 
-# Name, and kind if it differs, of each cause ("..." if a narrower look can add to it); what differs
-# and what was equal before; what the user should do.
-_TEXT = """\
-stack
-The two runs have different stacks.
-Advice: Make the fields above equal, and locate again.
-
-initial buffers: buffers
-Buffers differ before the first step.
-Advice: Look for code that writes to them before the training: the model's own, a hook, or the
-validation that Lightning's Trainer runs first.
-
-initial settings: optimizer settings
-The optimizer's settings differ before the first step.
-Advice: Look at the values from which the program computes them, such as in configure_optimizers.
-
-initial gradients: gradients ...
-The first gradients differ, while the weights before the first step are equal.
-Advice: Look at the first batch and at what the model draws: a private generator without a seed, the
-clock, the order of a set or of the files in a folder.
-
-seed
-The program seeds torch's generators with a different number in each run.
-Advice: Give that call a fixed seed, such as the random_seed of a library that draws one when it
-gets none.
-
-initial weights
-The weights differ before the first step.
-Advice: Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of the
-program. Weights from a private generator, such as numpy.random.default_rng(), need their own seed.
-Loaded weights come from a different file.
-
-rng: random numbers
-A random number generator has a different state when the batch begins, so one run drew numbers that
-the other did not draw.
-Advice: Look for draws whose number depends on the clock, the network or another thread.
-
-batch: data
-The batch differs, while the generators and the weights were equal.
-Advice: Look at the dataset and the collate function: a private generator without a seed,
-os.urandom, the clock, the order of a set or of the files in a folder. `d9m scan` finds these in
-the source.
-
-optimizer settings
-The optimizer's settings differ, while the gradients before were equal.
-Advice: Look for code that sets the learning rate or another setting, such as a schedule that reads
-the clock.
-
-optimizer: optimizer state
-The optimizer's state differs, while the weights and the gradients before were equal.
-Advice: Look at the optimizer's arithmetic, and for other code that writes to its state.
-
-weight: weights
-Weights differ, while the gradients before were equal, and so were the optimizer's settings.
-Advice: Look for code that writes to the weights: another thread, a callback, clipping, or the
-optimizer's own step.
-
-weight and setting: weights
-Weights and the optimizer's settings differ, while the gradients before were equal.
-Advice: Both were written in one step. Look for code that sets the learning rate before the
-optimizer steps, and for code that writes to the weights, such as a callback.
-
-buffer: buffers
-Buffers differ, while everything recorded before is equal.
-Advice: Look for code that writes to them: the training step, the validation, a callback, or
-another thread.
-
-gradient: gradients
-Gradients differ when the optimizer uses them, but were equal when the backward pass had computed
-them.
-Advice: Look for code that writes to gradients in between: a hook, a callback, another thread. If
-there is none, suspect the memory of that machine.
-
-all-reduce
-Gradients differ after the ranks have exchanged them, but were equal before.
-Advice: With Horovod, use the strategy 'horovod_d9m'. With NCCL, keep NCCL_ALGO, and make sure that
-no communication hook of yours reorders the sum.
-
-scalar: logged value
-Only a logged value differs; the training itself is equal.
-Advice: If it cannot be equal, such as a measured time, exclude it with ignored_metrics, or with
-LIGHTNING_D9M_IGNORED_METRICS=NAME before the command.
-
-evaluation: logged value ...
-What an evaluation computes differs; the training itself is equal in these two runs.
-Advice: Look at what validation_step reads and computes. EarlyStopping, ReduceLROnPlateau or
-ModelCheckpoint may turn the value into other weights in other runs. Only if nothing reads it, such
-as a measured time, exclude it with ignored_metrics.
-
-steering: logged value ...
-A logged value differs first, and the training differs later.
-Advice: Look at what computes the value, such as validation_step, and at what reads it:
-EarlyStopping, ReduceLROnPlateau or ModelCheckpoint turn it into other weights.
-
-monitor: module
-A monitored value differs, while everything recorded before it is equal.
-Advice: Look at the code between the last equal place and the monitor.
-
-draw: random numbers
-An operation drew different numbers for equal inputs, while the generators of Python, NumPy and
-torch were equal when the batch began.
-Advice: It draws from a private generator, which needs a seed, or other code drew in the same batch,
-such as a thread that prepares the next one: give that its own generator.
-
-drawn: random numbers ...
-The generators of Python, NumPy and torch were equal when the batch began, and one differs when its
-loss is computed, so one run drew numbers in the batch that the other did not draw.
-Advice: Look for a thread that draws from them, such as one that prepares the next batch, and give
-it its own generator; and for draws whose number depends on values.
-
-empty: uninitialized memory
-The inputs of an operation differ although no operation wrote them, and the runs are equal if new
-memory is filled: it reads uninitialized memory.
-Advice: Write to every element of a tensor from torch.empty, empty_like or new_empty before you
-read it, or use torch.zeros.
-
-outside: value from outside torch
-The inputs of an operation differ although no operation wrote them, and filling new memory does not
-change that.
-Advice: Look at the values that the line gets from NumPy, the clock, a file, another thread, or a
-kernel that torch does not see.
-
-number: value from outside torch
-A number that an operation gets differs, although no recorded operation computed it.
-Advice: Look for the values that the line gets from NumPy, the clock, a file, or another thread.
-
-op ...
-An operation gave different outputs, while everything recorded before it is equal.
-
-module ...
-A module computes different values, while everything recorded before it is equal.
-
-saved: saved file
-A file that the program saved differs, while all fits are equal.
-Advice: Look at the code that computes what is saved, such as an average of the weights, and at what
-changes the model after the training.
-
-after training
-All epochs are equal, but the final state differs.
-Advice: Look for code that rewrites the weights when the training ends.
-
-given: module ...
-The inputs of a module differ, while everything recorded before them is equal.
-Advice: Look at the code that computes them: training_step or the loop that calls the model, or a
-hook that changes the batch.
-
-length
-One run continues where the other ends; everything that both recorded is equal.
-Advice: Look for what ends the training: a time limit, or a callback that stops it.
-
-steps: length ...
-The runs end the epoch after different numbers of steps.
-Advice: Look for what ends the training: a time limit, or a callback that stops it.
-
-incomparable
-The two runs are not the same experiment.
-Advice: Make the fields above equal. A seed or a size that changes in each run is the cause.
-
-unknown ...
-The runs differ at the place below; no narrower look showed where it began.
-Advice: If it is rare, raise --tries. If only the first run differs, look for files that it left
-and later runs read. A shorter training makes each look cheaper.
-"""
-
-
 def _read_causes() -> Iterator[tuple[str, Cause]]:
-    for block in _TEXT.split("\n\n"):
-        head, _, sentences = block.partition("\n")
-        text, _, advice = " ".join(sentences.split()).partition(" Advice: ")
-        name, _, kind = head.removesuffix(" ...").partition(": ")
-        yield name, Cause(kind or name, text, advice, narrows=head.endswith(" ..."))
+    for stanza in read_stanzas(Path(__file__).with_name("causes.txt")):
+        fields = {name: value for name, [value] in stanza.items()}
+        kind = fields.get("kind", fields["cause"])
+        cause = Cause(
+            kind, fields["differs"], fields.get("advice", ""), narrows="narrows" in fields
+        )
+        yield fields["cause"], cause
 
 
 _CAUSES = dict(_read_causes())

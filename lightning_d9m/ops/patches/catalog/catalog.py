@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.text import read_stanzas
 
 OpStatus = Literal["patched", "exempt"]
 _KERNELS = "lightning_d9m.ops.patches.kernels"
@@ -88,15 +89,15 @@ class Op:
         }
 
 
-def read_ops(text: str) -> Iterator[Op]:
+def read_ops(path: Path) -> Iterator[Op]:
     """Return the ops of stanzas, in which each op of a stanza has all of its fields.
 
     An op has a name, overloads, names in torch's documentation, without ``torch.``, and those in
-    messages. Of the
-    overloads, ``*`` stands for the name, and ``a{,.out}`` for ``a a.out``. Their replacement is the
-    function of the module ``kernel`` that has the operator's name, without underscores around it.
+    messages. Of the overloads, ``*`` stands for the name, and ``a{,.out}`` for ``a a.out``. Their
+    replacement is the function of the module ``kernel`` that has the operator's name, without
+    underscores around it.
     """
-    _, shared, *stanzas = map(_read_fields, text.strip().split("\n\n"))
+    shared, *stanzas = read_stanzas(path)
     texts = {name: value for name, [value] in shared.items()}
     for stanza in stanzas:
         lines = stanza.pop("op")
@@ -106,14 +107,6 @@ def read_ops(text: str) -> Iterator[Op]:
         }
         for line in lines:
             yield _make_op(line, fields, texts)
-
-
-def _read_fields(stanza: str) -> dict[str, list[str]]:
-    fields: dict[str, list[str]] = {}
-    for line in re.split(r"\n(?! )", stanza):
-        name, _, value = " ".join(line.split()).partition(":")
-        fields.setdefault(name, []).append(value.strip())
-    return fields
 
 
 def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) -> Op:
@@ -143,8 +136,9 @@ def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) ->
     )
 
 
-_TEXT = Path(__file__).with_name("ops.txt").read_text(encoding="utf-8")
-OPS: tuple[Op, ...] = tuple(sorted(read_ops(_TEXT), key=lambda op: op.name))
+OPS: tuple[Op, ...] = tuple(
+    sorted(read_ops(Path(__file__).with_name("ops.txt")), key=lambda op: op.name)
+)
 
 
 def find_op(name: str) -> Op:
