@@ -158,11 +158,14 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
 
 def list_located(ledgers: Sequence[Ledger]) -> list[str]:
     """Return the lines of the report of `d9m locate`, if it compared these two ledgers."""
+    facts = _find_compared(ledgers)
+    return ["", "d9m locate:", *map(printable, facts.get("report", []))] if facts else []
+
+
+def _find_compared(ledgers: Sequence[Ledger]) -> dict[str, Any]:
     facts, compared = find_located(ledgers[1].path)
     paths = [ledger.path.resolve() for ledger in ledgers]
-    if paths != [path.resolve() for path in compared]:
-        return []
-    return ["", "d9m locate:", *map(printable, facts.get("report", []))]
+    return facts if paths == [path.resolve() for path in compared] else {}
 
 
 def write_bundle(
@@ -242,9 +245,7 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         LedgerError: If it cannot be read.
     """
-    facts, compared = find_located(ledgers[1].path)
-    if [path.resolve() for path in compared] != [ledger.path.resolve() for ledger in ledgers]:
-        return {}, []
+    facts = _find_compared(ledgers)
     return facts, list(_list_report(facts))
 
 

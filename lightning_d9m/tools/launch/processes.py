@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,12 +58,14 @@ class ProcessTree:
     """The processes of a command and all their descendants.
 
     Attributes:
-        leaders: The command's processes; each leads its process group, or is in that of this one.
         others: Children that this process had before; they and their descendants are left alone.
+        received: The signals that this process received meanwhile, in order.
+        leaders: The command's processes; each leads its process group, or is in that of this one.
     """
 
-    leaders: "list[subprocess.Popen[bytes]]"
     others: frozenset[int]
+    received: list[int]
+    leaders: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def start(
         self,
@@ -119,23 +121,20 @@ class ProcessTree:
         running = [leader for leader in self.leaders if leader.poll() is None]
         return bool(running or self.find_descendants())
 
-    def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
-        """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
-
-        Returns:
-            Whether all have ended.
-        """
+    def wait(self, seconds: float, signals: int = 1) -> bool:
+        """Wait at most ``seconds``, or for so many signals; return whether all have ended."""
         start = time.monotonic()
         while self.is_alive():
-            if terminate_now() or time.monotonic() - start >= seconds:
+            if len(self.received) >= signals or time.monotonic() - start >= seconds:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
-    def end(self, grace: float, terminate_now: Callable[[], bool]) -> None:
-        """Send SIGTERM, and SIGKILL after ``grace`` seconds or as soon as ``terminate_now()``."""
+    def end(self, grace: float) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds or at one more signal."""
+        further = max(1, len(self.received)) + 1
         self._signal(signal.SIGTERM)
-        if not self.wait(grace, terminate_now):
+        if not self.wait(grace, further):
             self.kill()
 
     def kill(self) -> None:
@@ -167,21 +166,20 @@ def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 @contextmanager
 def running_processes(
     grace: float | None = None, pressed: list[int] | None = None
-) -> Iterator[tuple[ProcessTree, list[int]]]:
-    """Yield an empty tree for processes that the body starts, and the signals received so far.
+) -> Iterator[ProcessTree]:
+    """Yield an empty tree for processes that the body starts.
 
     SIGINT, SIGTERM and SIGHUP are raised after the body; see ``signals_deferred``. All processes
     have ended then: the first signal ends them within ``grace`` seconds (by default 5), a further
     one kills them at once. ``pressed`` gets each SIGINT in their place, which ends nothing.
     """
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    others = frozenset(child.pid for child in psutil.Process().children())
     with signals_deferred(pressed) as received, subreaper_enabled():
+        tree = ProcessTree(others, received)
         try:
-            yield tree, received
+            yield tree
         finally:
-            expected = max(1, len(received))
-            limit = _GRACE_SECONDS if grace is None else grace
-            tree.end(limit, lambda: len(received) > expected)
+            tree.end(_GRACE_SECONDS if grace is None else grace)
 
 
 _read_clock = time.monotonic  # of the seconds that a command may take
@@ -236,13 +234,13 @@ def run_once(
     environment = _make_environment(folder) | dict(variables)
     failed, left = None, dict[int, str]()
     with progress:
-        with running_processes() as (tree, received):
+        with running_processes() as tree:
             for log, own in zip(logs, ranks, strict=True):
                 tree.start(command, working_folder, log, environment | own)
-            statuses = _wait(tree, received, timeout, progress.tick, killed_when)
+            statuses = _wait(tree, timeout, progress.tick, killed_when)
             if statuses is not None and any(status != 0 for status in statuses):
                 failed = _find_failure(tree, statuses, logs)
-            elif not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+            elif not tree.wait(_SETTLE_SECONDS):
                 left = tree.find_descendants()
         if left:
             _report_left(left)
@@ -342,7 +340,7 @@ def run_beside(
         CommandError: If the command does not start.
     """
     logs = [folder / "output.log" for folder in folders]
-    with _Turns(folders) as turns, progress, running_processes() as (tree, received):
+    with _Turns(folders) as turns, progress, running_processes() as tree:
 
         def start(number: int) -> None:
             environment = _make_environment(folders[number]) | dict(variables[number])
@@ -359,7 +357,7 @@ def run_beside(
         start(0)
         limit = None if timeout is None else 2 * timeout
         try:
-            found = _wait(tree, received, limit, tick, killed_when, ends_at_failure=False)
+            found = _wait(tree, limit, tick, killed_when, ends_at_failure=False)
         finally:
             for leader in tree.leaders:
                 _send(leader, signal.SIGCONT)  # a stopped process does not end
@@ -431,7 +429,6 @@ def _describe_refusal(command: Sequence[str], error: Exception) -> str:
 
 def _wait(
     tree: ProcessTree,
-    received: list[int],
     timeout: float | None,
     tick: Callable[[float], None],
     killed_when: Callable[[], bool],
@@ -445,7 +442,7 @@ def _wait(
         killed, or after a signal to this process, which is raised later: nothing has failed then.
     """
     start = _read_clock()
-    while not received:
+    while not tree.received:
         running = [leader for leader in tree.leaders if leader.poll() is None]
         for leader in running:
             with suppress(subprocess.TimeoutExpired):
@@ -477,9 +474,9 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
     """
     pressed: list[int] = []
     environment = _make_environment(folder) | dict(variables)
-    with running_processes(pressed=pressed) as (tree, received):
+    with running_processes(pressed=pressed) as tree:
         tree.start(command, None, None, environment)
-        statuses = _wait(tree, received, None, lambda _: None, lambda: False)
+        statuses = _wait(tree, None, lambda _: None, lambda: False)
     status = 0 if statuses is None else statuses[0] or 0
     if status and pressed:
         raise KeyboardInterrupt
@@ -504,8 +501,8 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
-    with running_processes(_JOB_GRACE_SECONDS) as (tree, received):
-        while (waiting or running) and not received:
+    with running_processes(_JOB_GRACE_SECONDS) as tree:
+        while (waiting or running) and not tree.received:
             while waiting and len(running) < jobs:
                 log = waiting.pop(0)
                 running[log] = tree.start(commands[log], None, log)
@@ -526,7 +523,7 @@ def _find_failure(
     if not any(statuses):
         return statuses.index(None), None
     if len(logs) > 1:
-        tree.wait(_SETTLE_SECONDS, lambda: False)
+        tree.wait(_SETTLE_SECONDS)
     failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
     first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
     return first, tree.leaders[first].poll()
