@@ -186,7 +186,9 @@ def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_see
         said = f"One run ends at step {one}, the other at step {other}{equal}. {ends}".rstrip()
         return replace(_CAUSES[name], text=said, narrows=not batches_seen)
     unseen = sorted(_NEEDS.get(first.kind, frozenset()) - comparison.probes)
-    if first.moment == "batch" and unseen and not _starts_training(first):
+    # Nothing was computed before the state of the first batch.
+    is_begun = first.step == 0 and first.batch == 0 and first.kind in STATE
+    if first.moment == "batch" and unseen and not is_begun:
         said = f"Not recorded, so not ruled out: a difference of {', '.join(unseen)} before it."
         return _add_text(_CAUSES[name], said)
     return _CAUSES[name]
@@ -210,10 +212,6 @@ def _describe_ends(comparison: Comparison) -> str:
     sides = (("the reference", rank.expected), ("this run", rank.actual))
     said = [f"{name} was ended by {side.reason}" for name, side in sides if side.reason]
     return f"{said[0][:1].upper()}{'; '.join(said)[1:]}." if said else ""
-
-
-def _starts_training(first: Divergence) -> bool:
-    return first.step == 0 and first.batch == 0 and first.kind in STATE
 
 
 def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:

@@ -16,12 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.engine.ledger.folder import (
-    Ledger,
-    list_evaluations,
-    list_fits,
-    read_ledger,
-)
+from lightning_d9m.engine.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests, Json, RunFacts
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.tools.launch.processes import describe_command, run_beside, run_once

@@ -1,6 +1,5 @@
 """The rules of the linter, each with its reason and fix, and what they find."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +32,11 @@ class LintRule:
     fix: str
 
 
-def _read_rules() -> Iterator[tuple[str, LintRule]]:
-    for stanza in read_stanzas(Path(__file__).with_name("rules.txt")):
-        fields: dict[str, Any] = {name: value for name, [value] in stanza.items()}
-        yield fields["id"], LintRule(**fields)
-
-
-RULES: dict[str, LintRule] = dict(_read_rules())
+_STANZAS = read_stanzas(Path(__file__).with_name("rules.txt"))
+_FIELDS: list[dict[str, Any]] = [
+    {name: value for name, [value] in stanza.items()} for stanza in _STANZAS
+]
+RULES: dict[str, LintRule] = {fields["id"]: LintRule(**fields) for fields in _FIELDS}
 
 
 @dataclass(frozen=True, order=True, kw_only=True)

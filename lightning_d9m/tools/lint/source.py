@@ -22,10 +22,16 @@ SUFFIXES = (".py", ".pyw", ".ipynb")
 _SKIPPED = {"venv", "__pycache__", "node_modules", "site-packages", "dist-packages"}
 # A work tree on a slow disk is scanned whole rather than not at all.
 _GIT_SECONDS = 30
-_MAGIC_LINE = re.compile(r"^(\s*)(?:%{1,2}|!|\?)(?!=)")
-_MAGIC_VALUE = re.compile(r"^(\s*[\w.,\s\[\]'\"]+=\s*)([%!].*)$")
-_HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
-_TIMED = re.compile(r"^(\s*)%(?:time|prun|memit)\s+(?=\S)")
+# What takes the place of a line of IPython's: the first pattern that matches decides.
+_MAGICS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^(\s*)%(?:time|prun|memit)\s+(?=\S)", r"\1"),  # they run the rest, which is Python
+        (r"^(\s*)(?:%{1,2}|!|\?)(?!=).*", r"\1pass"),
+        (r"^\s*[\w.]+\?{1,2}\s*$", "pass"),
+        (r"^(\s*[\w.,\s\[\]'\"]+=\s*)[%!].*$", r"\1None"),
+    )
+)
 _PYTHON_MAGICS = {"time", "timeit", "capture", "prun", "memit", "python", "python3", "mprun"}
 
 
@@ -220,12 +226,5 @@ def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
 
 
 def _clean_line(line: str) -> str:
-    if timed := _TIMED.match(line):
-        return timed[1] + line[timed.end() :]
-    if magic := _MAGIC_LINE.match(line):
-        return f"{magic[1]}pass"
-    if _HELP.match(line):
-        return "pass"
-    if value := _MAGIC_VALUE.match(line):
-        return f"{value[1]}None"
-    return line
+    changed = (pattern.sub(replacement, line, count=1) for pattern, replacement in _MAGICS)
+    return next((text for text in changed if text != line), line)

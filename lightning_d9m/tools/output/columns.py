@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from lightning_d9m.tools.output.terminal import (
-    format_next_steps,
-    print_lines,
-    style,
-    wrap,
-)
+from lightning_d9m.tools.output.terminal import format_next_steps, print_lines, style, wrap
 
 Row = TypeVar("Row")
 

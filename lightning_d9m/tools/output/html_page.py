@@ -24,12 +24,7 @@ from lightning_d9m.engine.ledger.kinds import ROOT
 from lightning_d9m.text import describe_pair, printable, quote
 from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
-from lightning_d9m.tools.comparison.timeline import (
-    StepTable,
-    Timeline,
-    ValuePair,
-    module_of,
-)
+from lightning_d9m.tools.comparison.timeline import StepTable, Timeline, ValuePair, module_of
 from lightning_d9m.tools.history.bundle import find_excerpt
 from lightning_d9m.tools.output.columns import list_cells
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
@@ -218,10 +213,7 @@ def _make_environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {
-        "generator": GENERATOR_TAG,
-        "version": __version__,
-    }
+    environment.globals |= {"generator": GENERATOR_TAG, "version": __version__}
     environment.filters["untrusted"] = _mark_untrusted
     return environment
 

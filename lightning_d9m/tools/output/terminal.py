@@ -63,12 +63,8 @@ def paint(meaning: str, shown: str) -> str:
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines; a verdict that begins the first one is colored on a terminal."""
     verdict, colon, rest = lines[0].partition(":")
-    if verdict in _STYLES and sys.stdout.isatty():
-        from rich.console import Console
-
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(style(verdict), colon + rest, sep="")
-        lines = lines[1:]
+    if verdict in _STYLES and sys.stdout.isatty():  # rich is loaded only where colors show
+        lines = [f"{paint(verdict, verdict)}{colon}{rest}", *lines[1:]]
     print("\n".join(lines))
 
 

@@ -196,10 +196,7 @@ def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
 
 
 def _differentiate(
-    grad_output: Tensor,
-    self: Tensor,
-    sides: Sequence[Side],
-    format_of: Tensor | None = None,
+    grad_output: Tensor, self: Tensor, sides: Sequence[Side], format_of: Tensor | None = None
 ) -> Callable[..., Tensor]:
     """Return what returns the gradient with respect to the input.
 

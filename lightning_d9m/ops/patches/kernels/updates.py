@@ -123,12 +123,7 @@ scatter_reduce = partial(_plan, names=_NAMES)
 
 
 def _plan_change(
-    self: Tensor,
-    size: Sequence[int],
-    index: Tensor,
-    shape: Sequence[int],
-    rule: str,
-    axis: int = 0,
+    self: Tensor, size: Sequence[int], index: Tensor, shape: Sequence[int], rule: str, axis: int = 0
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return what changes the places of a dimension that an index names, by values.
 

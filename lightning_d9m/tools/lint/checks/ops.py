@@ -46,7 +46,7 @@ _RULES = {
 }
 # Ops that vary, or raise, on a CPU as well.
 _ON_CPU_TOO = {
-    *("max_unpool2d", "max_unpool3d", "put_", "index_put", "index_put_accumulate", "index_copy"),
+    *("max_unpool2d", "max_unpool3d", "put_", "index_put", "index_put_accumulate", "index_copy")
 }
 
 
@@ -162,7 +162,7 @@ def _turns_off(node: ast.expr, tree: Tree) -> bool:
 
 
 def explain_op(name: str) -> tuple[Op, str, str]:
-    """Return the catalog's entry of an op, the reason and the fix."""
+    """Return the catalog's entry of an op, the reason, and the fix unless it is the rule's."""
     op = find_op(name)
     backward = "Its gradient: " if name.endswith("_backward") else ""
     does = op.torch_does[0].lower() + op.torch_does[1:].replace("thing:", "thing about it:")
@@ -180,10 +180,7 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     elif op.status == "exempt" and not op.reason.startswith("torch itself"):
         fix = f"{op.reason} DeterminismCallback() sets it."
     else:
-        fix = (
-            "Turn deterministic algorithms on: DeterminismCallback(), Trainer(deterministic=True) "
-            "or torch.use_deterministic_algorithms(True)."
-        )
+        fix = ""  # that of the rule
     return op, reason, fix
 
 

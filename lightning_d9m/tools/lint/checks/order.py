@@ -119,7 +119,9 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     _, area, name = call.scope.follow(target) if target else ([], None, "")
     uses = [use for use in call.tree.find_uses(area, name) if use is not ordered]
     users = [call.tree.parent[use] for use in uses] if target else [call.parent]
-    if all(_is_choice(user) for user in users):
+    # A subscript that picks one end, such as the newest file.
+    ends = ast.Constant | ast.UnaryOp | ast.Slice
+    if all(isinstance(user, ast.Subscript) and isinstance(user.slice, ends) for user in users):
         return
     judged = (
         _judge_name(target, call.parent, call.tree, _DEPTH - 1)
@@ -128,12 +130,6 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     )
     if judged:
         yield Report("D9M306", call.node, "depends")
-
-
-def _is_choice(node: ast.AST) -> bool:
-    """Return whether a subscript picks one end, such as the newest file."""
-    ends = ast.Constant | ast.UnaryOp | ast.Slice
-    return isinstance(node, ast.Subscript) and isinstance(node.slice, ends)
 
 
 def check_completion(call: Call) -> Iterator[Report]:
