@@ -224,10 +224,7 @@ def cut_terms(terms: Tensor, cuts: Sequence[Any]) -> list[Tensor]:
 def round_sums(sums: Sequence[Tensor], tops: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of the sums of pieces, rounded once to a dtype.
 
-    Args:
-        sums: The sum of the greatest pieces, then that of the next ones; float64.
-        tops: As for :func:`find_cuts`.
-        dtype: The result's.
+    The sum of the greatest pieces comes first; all are float64. ``tops`` are those of the cuts.
     """
     first, total, errors = sums[0], sums[-1], []
     for more in sums[-2::-1]:

@@ -185,11 +185,7 @@ def require(*conditions: bool) -> None:
 
 
 class Update(NamedTuple):
-    """A change of the tensor ``self``: in place, or of a copy.
-
-    Attributes:
-        write: Takes the tensor to change and the op's other arguments.
-    """
+    """A change of the tensor ``self``, in place or of a copy; the op's arguments follow it."""
 
     write: Callable[..., None]
 

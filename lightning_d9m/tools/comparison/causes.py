@@ -84,6 +84,7 @@ _KINDS = {
     **dict.fromkeys(("loss", "scalars"), "scalar"),
     "schedulers": "optimizer settings",
 }
+# What a missing seed changes first: what is drawn before the first step, or in a batch.
 _SEEDED = ("initial weights", "initial gradients", "rng", "batch")
 # What a logged value can change through a callback, such as EarlyStopping or ReduceLROnPlateau.
 _STEERED = ("length", "optimizer settings", "logged value", "unknown")
@@ -96,6 +97,7 @@ _NEEDS = {
     **dict.fromkeys(("output", "op"), _BEGUN | {"input"}),
     "gradient": frozenset({"local_gradient"}),
 }
+# Places of modules: what differs there is computed within the step.
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
@@ -132,11 +134,11 @@ def _select_ops(found: Iterable[Divergence], module: str | None) -> Iterator[Div
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
     """Return the cause of the first divergence of a comparison.
 
-    Args:
-        comparison: The comparison of two runs.
-        batches_seen: Whether probes saw all batches of the epoch that diverges first. If only its
-            end differs, the cause comes after the last batch's gradients.
+    ``batches_seen`` says whether probes saw all batches of the epoch that diverges first. If only
+    its end differs, the cause comes after the last batch's gradients.
     """
+    # A seed that the program draws itself makes the runs incomparable; the call that draws it says
+    # more than that.
     if comparison.refusals:
         by_seed = any(entry.field == "seed" for entry in comparison.refusals)
         return (by_seed and _find_seeding(comparison)) or _CAUSES["incomparable"]
@@ -150,6 +152,8 @@ def advise(comparison: Comparison) -> str:
     if not comparison.divergences:
         return ""
     cause = _find_cause(comparison, batches_seen=False)
+    # The other kinds need probes, or a look at modules and operations, before advice is worth
+    # reading.
     alone = cause.kind in ("seed", "initial weights", "buffers", "logged value", "length")
     return f"{cause.text} {cause.advice}" if alone else ""
 
@@ -162,6 +166,7 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
         cause = _CAUSES["length" if longer else "unknown"]
         return _add_text(cause, _describe_ends(comparison) if longer else "")
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+    # Whether a logged value matters depends on what differs besides it.
     if name == "scalar":
         name = {"logged values": "scalar", "evaluations": "evaluation"}.get(
             comparison.extent, "steering"
@@ -172,6 +177,8 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
 def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_seen: bool) -> Cause:
     """Return a cause with what else the comparison shows of it."""
     if (logged := comparison.logged) is not None:
+        # The value came first and can reach these through a callback, so it is the cause that is
+        # named.
         if _CAUSES[name].kind in _STEERED:
             return _CAUSES["steering"]
         which = "an evaluation" if logged.kind == "evaluation" else f"the logged {logged.name}"
@@ -197,6 +204,7 @@ def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_see
 def _find_seeding(comparison: Comparison) -> Cause | None:
     """Return the cause of runs that a program seeds differently; None if it does not."""
     calls = [text.split("; ") for text in comparison.seeded]
+    # The last calls of each run: one may have made more of them.
     pairs = zip(*calls, strict=False)
     found = next(((one, other) for one, other in pairs if one != other), None)
     return found and _add_text(_CAUSES["seed"], f"Run 1: {found[0]}. The other: {found[1]}.")
@@ -215,11 +223,9 @@ def _describe_ends(comparison: Comparison) -> str:
 
 
 def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
-    """Return the cause of ranks that drift apart within one run.
+    """Return the cause of ranks that drift apart within one run, from the first place.
 
-    Args:
-        drift: The first place at which a rank differs from the others.
-        steps_seen: Whether the state at each step of that epoch was compared.
+    ``steps_seen`` says whether the state at each step of that epoch was compared.
     """
     moment = "seen" if drift.moment == "epoch" and steps_seen else drift.moment
     text = _RANK_TEXTS.get(moment, "The ranks hold different {}.")
@@ -235,6 +241,7 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return _INITIAL.get(first.kind, "unknown")
     if first.moment == "final" or first.kind == SAVED:
         return "after training" if first.moment == "final" else SAVED
+    # A fit that an exception ended has the state there in place of that of the epoch's end.
     ends_epoch = first.moment in ("epoch", EXCEPTION)
     if ends_epoch and "step" in first.by_kind:
         return "steps"
@@ -245,6 +252,7 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return "scalar"
     if first.moment != "batch":
         return "unknown"
+    # The weights with which the first batch begins are the initial ones.
     if first.kind == "weight" and first.step == 0 and first.batch == 0:
         return "initial weights"
     if _is_setting(first.kind, first.name):
@@ -255,10 +263,14 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return "weight and setting"
     if first.kind == "op":
         return "draw" if _draws(first.name.rpartition("::")[2]) else "op"
+    # Generators are probed when a batch begins and when its loss is computed: they differ only in
+    # the second probe, or the first kind would be theirs.
     if first.kind in _INSIDE and "rng" in first.by_kind:
         return "drawn"
     if first.kind in _INSIDE:
         return "given" if first.kind == "input" else "module"
+    # What only one rank computes differs on that rank first; a sum that differs reaches all ranks
+    # in the same place.
     everywhere = first.kind == "gradient" and len(found) == ranks > 1
     name = "all-reduce" if everywhere else first.kind
     return name if name in _CAUSES else "unknown"
@@ -271,6 +283,7 @@ def _draws(op: str) -> bool:
     """
     import torch
 
+    # Such as aten.mm.default:1, with the number of an output.
     namespace, _, name = op.partition(":")[0].partition(".")
     packet, _, overload = name.partition(".")
     found = getattr(getattr(torch.ops, namespace), packet, None)

@@ -57,6 +57,8 @@ from lightning_d9m.text import escape
 # Groups of digests and kinds of probes and records that hold logged values, and evaluations.
 LOGGED = frozenset({"scalar", "scalars"})
 EVALUATED = LOGGED | {"evaluation"}
+# Records between two updates of the progress line: rich takes longer to draw it than a comparison
+# takes for many of them.
 _TICK = 2**16
 _Fields: TypeAlias = dict[str, FieldDifference]
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
@@ -95,6 +97,7 @@ class RunSide:
         if items:
             self.first_record = self.first_record or describe_record(items[0])
         self.records += len(items)
+        # The caller keeps the list, and its memory must not grow with the run.
         items.clear()
 
     def note(self, item: Item | None) -> None:
@@ -181,6 +184,7 @@ class RankComparison:
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
                 side.places += len(places)
                 side.first_place = side.first_place or f"{escape(name)} in {found.where}"
+        # Whatever differs after the training does follows from it.
         if differing and self.trained_alike:
             self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
         if differing and _is_earlier(found, self.divergence):
@@ -277,6 +281,7 @@ class Comparison:
         """
         if self.refusals or not self.ranks:
             return "not comparable"
+        # A missing rank is a difference, whatever the other ranks say.
         whole = not (self.ranks_only_expected or self.ranks_only_actual)
         if not whole or not all(rank.equal or rank.cut_off for rank in self.ranks):
             return "different"
@@ -377,6 +382,7 @@ def compare_ledgers(
     Raises:
         LedgerError: If a record of either is malformed or was edited.
     """
+    # Headers come first: they decide whether records are worth reading.
     comparison = _compare_headers(expected, actual)
     common = [rank for rank in expected.files if rank in actual.files]
     # What was probed is not what was computed.
@@ -454,10 +460,7 @@ def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[
 class _RankPass:
     """The comparison of one rank's files.
 
-    Args:
-        rank: The rank.
-        runs: Both runs.
-        selected: Whether they have the same probes of batches.
+    ``selected`` says whether both runs have the same probes of batches.
 
     Attributes:
         result: What was compared so far.
@@ -610,7 +613,10 @@ def align_records(*readers: RankReader) -> Iterator[RecordPair]:
     heads = [next(stream, None) for stream in streams]
     waiting: dict[Key, deque[tuple[int, Item]]] = {}  # records of one run, by key
     floor = LEDGER_START
+    # Only the run that is behind advances, so what waits belongs to one step.
     while present := [head for head in heads if head is not None]:
+        # Two heads with one key are a pair even if their places differ: a kind without a place has
+        # that of the record before it, which only one run may have.
         lowest = min(place for place, _, _ in present)
         alike = len(present) > 1 and present[0][1] == present[1][1]
         if lowest > floor and not alike:  # what waits has no counterpart any more
@@ -629,6 +635,7 @@ def align_records(*readers: RankReader) -> Iterator[RecordPair]:
             if not queue:
                 del waiting[key]
             one, other = (found, item) if side else (item, found)
+            # Observers tell equal records by identity, without a second comparison of long digests.
             yield (one, one) if one == other else (one, other)
     yield from _list_alone(waiting)
 
@@ -646,6 +653,8 @@ def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, It
 
     place = LEDGER_START
     records = (item for item in reader.records() if not isinstance(item, ProbeLayout))
+    # The key of any other record is a fresh object, equal to no other: only parts of a batch are
+    # joined.
     for _, group in groupby(records, key=name):
         item, *others = group
         if isinstance(item, Batch):

@@ -32,10 +32,13 @@ LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 _MANIFEST = "bundle.json"
 CAPSULE_FACTS = "capsule.json"
+# The only names that are unpacked, so that none leads out of the folder.
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.jsonl", re.ASCII)
+# Lines of source before and after the one that is named.
 _CONTEXT = 5
 _EXCERPT = re.compile(r"\S.*\.py, line \d+:")
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
+# A small archive can hold any number of zeros: a bundle from a stranger must not fill the disk.
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
 REMOVED = "[removed]"
@@ -105,6 +108,7 @@ class SecretFilter:
 
     def _replace(self, text: str, further: re.Pattern[str]) -> str:
         def replace(found: re.Match[str]) -> str:
+            # A later pattern finds what an earlier one has replaced, which counts once.
             if REMOVED in found[0]:
                 return found[0]
             self.count += 1
@@ -216,6 +220,7 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
     with LedgerWriter(path) as writer:
         writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
         for record in ledger.records(rank):
+            # A batch that was read has its layout, and a line of a ledger has the number of one.
             if isinstance(record, Batch):
                 fields = {name: getattr(record, name) for name in ("epoch", "step", "batch")}
                 layout = numbers[record.layouts[0]]
@@ -235,6 +240,7 @@ def _list_added(added: Sequence[Path]) -> dict[str, Path]:
             raise LedgerError(f"There is nothing at {path} to add. Check --add.")
         for one in path.rglob("*") if path.is_dir() else [path]:
             if one.is_file():
+                # An archive has no folder above its top.
                 files[f"added/{os.path.relpath(one).replace('../', 'parent/')}"] = one
     return files
 
@@ -322,6 +328,7 @@ def open_bundle(
 def _read_manifest(archive: ZipFile) -> Manifest:
     if _MANIFEST not in archive.namelist():
         raise ValueError(f"it does not hold {_MANIFEST}")
+    # Its size is read before it is unpacked.
     member = archive.getinfo(_MANIFEST)
     if member.file_size > _MOST_MANIFEST:
         raise ValueError(f"its {_MANIFEST} has {member.file_size:,} bytes")
@@ -339,4 +346,5 @@ def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
     # A reader of zipfile gives no more than the size that a member names, and makes no links.
     archive.extractall(folder, members)
     for side in SIDES:
+        # A bundle without ledgers of a side gets the error of an empty ledger.
         (folder / side).mkdir(exist_ok=True)

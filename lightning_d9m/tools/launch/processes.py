@@ -34,6 +34,7 @@ from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import escape, pluralize, printable, quote
 from lightning_d9m.tools.launch.progress import RunProgress
 
+# Python has no function for prctl, and these numbers are part of the kernel's interface.
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
 _POLL_SECONDS = 0.02
 # A killed process may wait for a disk for an unlimited time.
@@ -44,6 +45,7 @@ _MOST_KILL_SECONDS = 10.0
 def subreaper_enabled() -> Iterator[None]:
     """Adopt orphaned descendants while the body runs, on Linux."""
     before = ctypes.c_int()
+    # macOS has no prctl: there a daemon of the command is not found.
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
     prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(_SET_SUBREAPER, 1, 0, 0, 0)
@@ -87,6 +89,7 @@ class ProcessTree:
             if log is not None:
                 with file_errors(LedgerError, f"The log {log} cannot be made"):
                     output = opened.enter_context(log.open("wb"))
+                # A program that reads from the terminal would wait for an answer that nobody gives.
                 streams = {"stdin": subprocess.DEVNULL, "stdout": output}
                 streams |= {"stderr": subprocess.STDOUT, "start_new_session": True}
             try:
@@ -110,6 +113,8 @@ class ProcessTree:
                     with suppress(psutil.NoSuchProcess):
                         if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                             found[process.pid] = process.name()
+                        # An orphan became a child of this process, so nobody else reaps it: it
+                        # would stay a zombie, and its number in use. `Popen` reaps the leaders.
                         elif process is child and child.pid not in leaders:
                             with suppress(ChildProcessError):
                                 os.waitpid(child.pid, os.WNOHANG)
@@ -132,6 +137,7 @@ class ProcessTree:
 
     def end(self, grace: float) -> None:
         """Send SIGTERM, and SIGKILL after ``grace`` seconds or at one more signal."""
+        # The signal that ends the command, if it was one, has been received already.
         further = max(1, len(self.received)) + 1
         self._signal(signal.SIGTERM)
         if not self.wait(grace, further):
@@ -182,6 +188,7 @@ def running_processes(
             tree.end(_GRACE_SECONDS if grace is None else grace)
 
 
+# A name of this module, so that a test can let hours pass.
 _read_clock = time.monotonic  # of the seconds that a command may take
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
@@ -229,6 +236,7 @@ def run_once(
         CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
             of its processes have ended by then.
     """
+    # Without variables of ranks the command starts its own processes, if it trains with several.
     ranks = [{}] if processes is None else make_rank_variables(processes)
     logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
     environment = _make_environment(folder) | dict(variables)
@@ -242,6 +250,7 @@ def run_once(
                 failed = _find_failure(tree, statuses, logs)
             elif not tree.wait(_SETTLE_SECONDS):
                 left = tree.find_descendants()
+        # Reported when the line of the progress is gone, and raised when all processes have ended.
         if left:
             _report_left(left)
         if failed is not None:
@@ -267,6 +276,8 @@ class _Turns(AbstractContextManager["_Turns"]):
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
+        # The kernel closes the pipe when this process ends, by SIGKILL too, and the shell's loop
+        # ends with it. In its own session Ctrl-C does not reach it before.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD],
             stdin=subprocess.PIPE,
@@ -293,12 +304,15 @@ class _Turns(AbstractContextManager["_Turns"]):
 
     def change(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
         """Let the run that is behind run."""
+        # Bytes of equal ledgers are equal, so they measure how far a run is without a look into
+        # records.
         sizes = [_size_ledgers(folder) for folder in self._folders]
         if sizes != self._sizes:
             self._sizes, self._since = sizes, _read_clock()
         behind = sizes.index(min(sizes))
         both_run = _read_clock() - self._since > _STALLED_SECONDS
         alone = any(leader.poll() is not None for leader in leaders)
+        # With one of them ended there is nobody to take turns with.
         stopped = [] if both_run or alone else [leaders[1 - behind]]
         self._tell_guard(b"%d" % stopped[0].pid if stopped else b"")
         for leader in leaders:
@@ -355,6 +369,7 @@ def run_beside(
             progress.tick(passed)
 
         start(0)
+        # In turns each run has half of the time.
         limit = None if timeout is None else 2 * timeout
         try:
             found = _wait(tree, limit, tick, killed_when, ends_at_failure=False)
@@ -446,6 +461,7 @@ def _wait(
         running = [leader for leader in tree.leaders if leader.poll() is None]
         for leader in running:
             with suppress(subprocess.TimeoutExpired):
+                # They share one tick, so that it takes as long for many ranks as for one.
                 leader.wait(_TICK_SECONDS / len(running))
         passed = _read_clock() - start
         tick(passed)  # it may start another one
@@ -472,6 +488,8 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
         CommandError: If it does not start.
         KeyboardInterrupt: If it failed after Ctrl-C.
     """
+    # The terminal sends Ctrl-C to its whole foreground group, so the command has it already: a
+    # debugger in it may only stop what it runs.
     pressed: list[int] = []
     environment = _make_environment(folder) | dict(variables)
     with running_processes(pressed=pressed) as tree:
@@ -524,6 +542,7 @@ def _find_failure(
         return statuses.index(None), None
     if len(logs) > 1:
         tree.wait(_SETTLE_SECONDS)
+    # The status of a later failure is often that of a lost connection, and explains nothing.
     failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
     first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
     return first, tree.leaders[first].poll()
@@ -574,6 +593,7 @@ def _name_signal(number: int) -> str:
 def _tail(log: Path) -> str:
     """Return the last lines of a log as a terminal shows them, indented for a message."""
     with log.open("rb") as stream:
+        # A log may have gigabytes.
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = stream.read().decode("utf-8", "replace")
     # A progress bar overwrites its line; only the last state of a line is shown.
@@ -598,6 +618,7 @@ def make_rank_variables(count: int) -> list[dict[str, str]]:
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
+        # torchrun's group is a host.
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": _ADDRESS,
@@ -615,6 +636,7 @@ def make_rank_variables(count: int) -> list[dict[str, str]]:
 
 def count_threads(processes: int) -> int:
     """Return how many threads each of several processes may use on this machine, at least 1."""
+    # A job of a cluster or a container may use only some of the cores. macOS lacks this function.
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
     return max(1, cores // processes)

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 class StatusLine:
     """A context in which ``update`` shows a line; it is erased at the end.
 
-    Args:
-        quiet: Whether to show nothing even on a terminal.
-
-    Attributes:
-        live: Whether the line is shown.
+    ``live`` says whether it is shown: on a terminal, unless ``quiet`` is set.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -70,6 +66,7 @@ def describe_left(seconds: float) -> str:
 
 
 _LONG = 2  # minutes
+# A record is compact JSON whose fields have a fixed order, so these bytes find it without a parser.
 _EPOCH = b'"moment":"epoch"'
 
 

@@ -38,6 +38,7 @@ def make_output(chosen: Path | None) -> Path:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
+            # Two commands may start at once: the number is theirs whose mkdir succeeds.
             folder.mkdir(parents=True)
             if is_first:
                 parent.joinpath(".gitignore").write_text("*\n", encoding="utf-8")
@@ -197,6 +198,7 @@ class Runs:
             self.seconds = seconds
         elif not may_fail:
             raise failure
+        # The first run names the fits, and later ones are paired with it.
         self.fits = self.fits or fits
         return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)
 
@@ -225,6 +227,8 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
     Raises:
         LedgerError: If a record is malformed or was edited.
     """
+    # Content is read only where the order is not known: it takes the first and the last records of
+    # each ledger.
     ordinals = [{name: fit.header.fit for name, fit in fits.items()} for fits in (expected, actual)]
     if ordinals[0] == ordinals[1] and len(set(ordinals[0].values())) == len(expected):
         return dict(actual)  # one process wrote them all, in order
@@ -258,6 +262,7 @@ def _list_keys(name: str, ledger: Ledger) -> list[Hashable]:
         if isinstance(record, RunFacts):
             facts.append(record.as_record())
         elif isinstance(record, Digests):
+            # The initial digests and the latest ones.
             totals = [*totals[:1], record.totals]
     content = (json.dumps(part, sort_keys=True) for part in (facts, totals[:1], totals[-1:]))
     key = (_kind(name), ledger.header.seed, ledger.header.fit, *content)

@@ -83,6 +83,7 @@ class Finding:
     @property
     def severity(self) -> Severity:
         """The rule's severity; an uncertain error is downgraded to a warning."""
+        # An error says that runs differ, which an uncertain finding cannot say.
         severity = RULES[self.rule].severity
         uncertain = self.certainty == "depends" and severity == "error"
         return "warning" if uncertain else severity
@@ -98,6 +99,7 @@ class Finding:
         fields = asdict(self) | {
             "name": RULES[self.rule].name,
             "severity": self.severity,
+            # JSON has null where a field does not apply.
             "cell": self.cell or None,
             "op": self.op or None,
         }

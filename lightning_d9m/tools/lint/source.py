@@ -51,6 +51,7 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, 
     for path in paths:
         if not os.path.lexists(path):
             raise SettingError(f"{str(path)!r} does not exist. Give a file or a folder to scan.")
+        # A pipe or a device may block whoever opens it.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
     files: dict[str, str] = {}
@@ -60,6 +61,7 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, 
         if path.is_dir():
             found = _walk(str(path), patterns, find_ignored(path))
         for name, problem in found:
+            # A link and its file are one, and paths may overlap.
             real = os.path.realpath(name)
             if real not in seen:
                 seen.add(real)
@@ -73,6 +75,7 @@ def find_ignored(folder: Path) -> frozenset[str]:
     Nothing is ignored if git is not installed, if the folder is not in a work tree, or if it is
     itself ignored: then it was named on purpose.
     """
+    # git decides, as its rules are in several files and in the user's settings.
     command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--directory"]
     try:
         done = subprocess.run(
@@ -97,6 +100,7 @@ def _walk(
             if (below := str(inner / name)) not in skipped
             and not any(fnmatch(text, pattern) for text in (below, name) for pattern in patterns)
         }
+        # os.walk descends into what is left in this list, in its order.
         folders[:] = sorted(
             name
             for name in kept.intersection(folders) - _SKIPPED
@@ -149,6 +153,7 @@ def read_python(data: bytes) -> Source:
     if b"\0" in data:
         raise SourceError("It holds null bytes, so it is not Python source.")
     try:
+        # It reads a BOM and the comment with the encoding, as Python does.
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
     except SyntaxError as error:
@@ -166,6 +171,7 @@ def read_notebook(data: bytes) -> Source:
     """
     try:
         notebook = json.loads(data.decode("utf-8-sig"))
+        # Cells of text and of raw data are left out, but count in the numbers of cells.
         codes = [
             (number, _with_newlines("".join(cell["source"])))
             for number, cell in enumerate(notebook["cells"], 1)
@@ -178,6 +184,8 @@ def read_notebook(data: bytes) -> Source:
     for number, code in codes:
         kept, problem = _clean_cell(code)
         if problem is not None:
+            # One cell that does not parse must not hide the others: cells are one module only after
+            # that.
             source.problems.append((problem[0], number, problem[1]))
             continue
         rows = kept.split("\n")
@@ -216,9 +224,11 @@ def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
     first = code.lstrip("\n").partition("\n")[0]
     if first.startswith("%%"):
         magic = first[2:].split()
+        # A cell in another language, such as %%bash or %%html.
         if not magic or magic[0] not in _PYTHON_MAGICS:
             return "\n" * code.count("\n"), None
         code = code.replace(first, "", 1)
+    # A line such as `x = a\n% b` is Python in a cell that parses, and a magic in one that does not.
     if isinstance(parse(code), tuple):
         code = "\n".join(map(_clean_line, code.split("\n")))
     parsed = parse(code)

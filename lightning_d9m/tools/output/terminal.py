@@ -89,9 +89,7 @@ def find_command(ledgers: Sequence["Ledger"]) -> str:
 def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
     """Return commands that find the cause of a difference.
 
-    Args:
-        command: The arguments of ``d9m locate``: ``--`` and the command that trains.
-        ledgers: Two paths, quoted for a shell.
+    ``command`` has ``--`` and the command that trains, ``ledgers`` two paths, quoted for a shell.
     """
     return [
         (f"d9m locate {command}", "finds the step, module and source line"),

@@ -166,7 +166,7 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         part.tolist() if isinstance(part, Tensor) else list(part)
         for part in (input_lengths, target_lengths)
     )
-    steps, batch, labels = log_probs.shape
+    steps, batch, _ = log_probs.shape
     require(batch > 0, steps > 0, log_probs.dtype in {torch.float32, torch.float64})
     device = log_probs.device
     on_cuda = device.type == "cuda"  # a copy from pinned memory does not make the host wait
@@ -178,25 +178,34 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     mirror = torch.where(past, 0, time - 1 - last_step)
     sizes = (lengths, label_lengths, count, mirror)
     paths = log_alpha + _compute_log_beta(log_probs, padded, *sizes, blank)
-    states = log_alpha.shape[2]
-    state_labels = torch.full((batch, states), blank, dtype=torch.int64, device=device)
-    state_labels[:, 1::2] = padded[:, : states // 2]
-    ranks = torch.arange(states, device=device)
-    real = ranks <= 2 * count  # [batch, states]
-    emitted = log_probs.transpose(0, 1).gather(2, state_labels[:, None].expand(-1, steps, -1))
-    posterior = (paths + neg_log_likelihood[:, None, None] - emitted).exp()
+    real = torch.arange(log_alpha.shape[2], device=device) <= 2 * count  # [batch, states]
     counted = real[:, None] & ~past[..., None] & (paths > -torch.inf)
-    posterior = torch.where(counted, posterior, 0)
-    first = torch.arange(batch, device=device)[:, None] * labels
-    rows = posterior.transpose(1, 2).reshape(batch * states, steps)
-    sums = sum_rows((state_labels + first).flatten(), rows, batch * labels)
-    shares = sums.view(batch, labels, steps).permute(2, 0, 1)
+    log_shares = paths + neg_log_likelihood[:, None, None]
+    shares = _sum_states(log_probs, log_shares, padded, counted, blank)
     result = (log_probs.exp() - shares) * grad[:, None]
     impossible = neg_log_likelihood == torch.inf
     # torch subtracts infinities where nothing can be emitted: its gradient is NaN there.
     result = torch.where(impossible[:, None] | (log_probs == -torch.inf), torch.nan, result)
     silent = past.t() | (impossible & zero_infinity)
     return torch.where(silent[..., None], 0, result).contiguous()
+
+
+def _sum_states(
+    log_probs: Tensor, log_shares: Tensor, padded: Tensor, counted: Tensor, blank: int
+) -> Tensor:
+    """Return the posterior of each label, the sum over its states, ``[time, batch, labels]``."""
+    steps, batch, labels = log_probs.shape
+    states = log_shares.shape[2]
+    # The states are a blank, the first label, a blank, the second label, ..., a blank.
+    state_labels = torch.full((batch, states), blank, dtype=torch.int64, device=padded.device)
+    state_labels[:, 1::2] = padded[:, : states // 2]
+    # Both alpha and beta have the probability of the label that the state emits.
+    emitted = log_probs.transpose(0, 1).gather(2, state_labels[:, None].expand(-1, steps, -1))
+    posterior = torch.where(counted, (log_shares - emitted).exp(), 0)
+    first = torch.arange(batch, device=padded.device)[:, None] * labels
+    rows = posterior.transpose(1, 2).reshape(batch * states, steps)
+    sums = sum_rows((state_labels + first).flatten(), rows, batch * labels)
+    return sums.view(batch, labels, steps).permute(2, 0, 1)
 
 
 def _compute_log_beta(

@@ -121,8 +121,8 @@ def _sample(
     """Write the gradient with respect to the grid, and the neighbors of each sample.
 
     Args:
-        grad_grid: Of the shape of the grid.
-        grid: Of shape ``[batch, *outputs, sides]``.
+        grad_grid: The gradient.
+        grid: Of shape ``[batch, *outputs, sides]``, as its gradient is.
         image: Of shape ``[batch, channels, *sizes]``.
         grad_output: Of shape ``[batch, channels, *outputs]``.
         index: The positions of the neighbors in their plane, of shape ``[neighbors, batch, n]``;
@@ -149,17 +149,26 @@ def _sample(
     if rule.is_nearest:
         grad_grid.zero_()
         return
-    match, here = torch.zeros_like(weights), torch.where(inside, position, 0).view(index.shape)
-    pixels, gradients = image.flatten(2), grad_output.flatten(2).to(weights.dtype)
-    for channel in range(image.shape[1]):
-        read = pixels[:, channel].expand(len(index), -1, -1).gather(2, here)
-        match = match + read.to(match.dtype) * gradients[:, channel]
+    here = torch.where(inside, position, 0).view(index.shape)
+    match = _match_pixels(image, grad_output, here, weights.dtype)
     slopes = []
-    for side in reversed(range(dims)):
+    for side in reversed(range(dims)):  # in the order of the grid's coordinates
+        # The weights of all dimensions but this one, of which the slope counts.
         change = reduce(mul, [both[number == side] for number, both in enumerate(factors)])
         terms = torch.where(inside.view(index.shape), match * change.view(index.shape), 0)
         slopes.append(sum(terms, torch.zeros_like(terms[0])))
     grad_grid.copy_(torch.stack(slopes, dim=-1).view(grad_grid.shape))
+
+
+def _match_pixels(image: Tensor, grad_output: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over channels of each neighbor times the gradient of its sample."""
+    match = torch.zeros_like(index, dtype=dtype)
+    pixels, gradients = image.flatten(2), grad_output.flatten(2).to(dtype)
+    # Channel by channel, as the Triton kernel adds: a sum of torch's has another order.
+    for channel in range(image.shape[1]):
+        read = pixels[:, channel].expand(len(index), -1, -1).gather(2, index)
+        match = match + read.to(dtype) * gradients[:, channel]
+    return match
 
 
 def _find_neighbors(coordinate: Tensor, size: int, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:

@@ -56,12 +56,9 @@ class Taps(NamedTuple):
 
 
 def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -> Taps:
-    """Return the taps of an op along a dimension.
+    """Return the taps of an op along a dimension of ``size`` inputs, as it computes in a dtype.
 
-    Args:
-        forward: The op, on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``.
-        size: The number of inputs.
-        dtype: The dtype in which the op computes.
+    ``forward`` is the op on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``.
     """
     positions = torch.arange(size, dtype=torch.float64, device="cpu")
     ones, centers = forward(torch.stack([torch.ones_like(positions), positions]))
@@ -151,13 +148,8 @@ def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
 def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
     """Propagate a gradient from outputs to inputs, along the last dimensions.
 
-    Args:
-        gradient: Real or complex, of shape ``[..., *outputs]``.
-        taps: Those of the last dimensions.
-        shape: The shape of the result, ``[..., *inputs]``.
-
-    Returns:
-        Contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
+    It is real or complex, of shape ``[..., *outputs]``. The result has the shape ``[..., *inputs]``
+    and is contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
     """
     if gradient.is_complex():
         parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)

@@ -46,58 +46,60 @@ def _plan(
     """
     if not self.is_floating_point():
         return NotImplemented
-    require(reduce in names, not by_slice or index.dim() <= 1)
-    reduce = names[reduce]
-    dims = max(self.dim(), 1)
-    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
-    if not (by_slice or index.numel()):
-        return _NOTHING
-    axis = dim % dims
-    shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
-    if by_slice:
-        wanted = (*shape[:axis], *wanted, *shape[axis + 1 :])
-    # An index of elements may be shorter than the source, and beside the dimension than the target.
-    size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
-    require(
-        len(shape) == len(wanted) == len(given),
-        all(map(le, (*wanted, *size), (*given, *shape))),
-        not by_slice or (source.dim() == self.dim() and wanted == given),
-    )
+    require(reduce in names)
+    reduce, axis = names[reduce], dim % max(self.dim(), 1)
+    shape, size, wanted, given = _fit_shapes(self, dim, index, source, by_slice=by_slice)
     if not prod(wanted):
         return _NOTHING
     keys = wanted[axis] if by_slice else prod(wanted)
-    is_torchs = reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys)
-    narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
+    if reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys):
+        return NotImplemented
     is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
     places = make_places(self.device, *((shape[axis],) if by_slice else size))
-    along, fill = (0, "index_fill_") if by_slice else (axis, "scatter_")
     rule = "mean of values" if reduce == "mean" and not include_self else reduce
     change = _plan_change(self, size, index, wanted, rule, axis)
 
-    def write(
-        target: Tensor,
-        _: int,
-        index: Tensor,
-        source: Tensor,
-        *_more: str,
-        alpha: float = 1,
-        **__: Any,
-    ) -> None:
-        if alpha != 1:
+    def write(target: Tensor, _: int, index: Tensor, source: Tensor, *_r: str, **kw: Any) -> None:
+        if (alpha := kw.get("alpha", 1)) != 1:  # of index_add
             source = source.to(accumulation_dtype(source.dtype)) * alpha
         if is_scalar:
             target, index, source = target.view(shape), index.view(-1), source.view(given)
         keys = index if index.dtype == torch.int64 else index.to(torch.int64)
         # Fails if a place is outside. On CUDA the host does not wait: it is a device-side
         # assertion, as in torch's own kernels, which surfaces as an error at a later call.
-        places.gather(along, keys)
+        places.gather(0 if by_slice else axis, keys)
         if not is_whole:
-            target, source = target[narrow_target], source[narrow_source]
+            target, source = target[tuple(map(slice, size))], source[tuple(map(slice, wanted))]
         if not include_self:
-            getattr(target, fill)(axis, keys, _NEUTRAL[reduce])
+            fill = target.index_fill_ if by_slice else target.scatter_
+            fill(axis, keys, _NEUTRAL[reduce])
         change(target, index, source)
 
-    return NotImplemented if is_torchs else Update(write)
+    return Update(write)
+
+
+def _fit_shapes(
+    self: Tensor, dim: int, index: Tensor, source: Tensor, *, by_slice: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the target, of its part that may change, of the values, of the source.
+
+    An index of elements may be shorter than the source, and beside the dimension than the target.
+    """
+    dims = max(self.dim(), 1)
+    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
+    axis = dim % dims
+    shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
+    if by_slice:
+        wanted = (*shape[:axis], *wanted, *shape[axis + 1 :])
+    size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
+    if by_slice:
+        require(index.dim() <= 1, source.dim() == self.dim(), wanted == given)
+    if by_slice or index.numel():  # as in torch, an empty index of elements may have any shape
+        require(
+            len(shape) == len(wanted) == len(given),
+            all(map(le, (*wanted, *size), (*given, *shape))),
+        )
+    return shape, size, wanted, given
 
 
 def _takes_less_in_torch(
@@ -408,15 +410,11 @@ def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
 
 
 def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> None:
-    """Change the rows of a tensor that keys name.
+    """Change the rows of a contiguous tensor that keys name, by a rule of ``_RULES``.
 
-    Time and memory grow with the number of values, not with the size of the target.
-
-    Args:
-        target: Of shape ``[count, *rest]``, contiguous.
-        keys: Rows, of shape ``[m]``.
-        values: Of shape ``[m, *rest]``.
-        reduce: A key of ``_RULES``. What is in the target is a term or factor as well.
+    Time and memory grow with the number of values, not with the size of the target. With
+    ``values`` of shape ``[m, *rest]``, ``keys`` has the shape ``[m]`` and ``target`` the shape
+    ``[count, *rest]``. What is in the target is a term or factor as well.
     """
     rule = _RULES[reduce]
     if target.numel() <= _MANY * values.numel():

@@ -115,14 +115,9 @@ _CASES: tuple[Column[Any], ...] = (
 
 
 def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Compare the measured behavior of one op on one device with the documentation.
+    """Return sentences that compare the behavior of one op on one device with its documentation.
 
-    Args:
-        rows: The rows of the op; each has ``conditions``, and in ``documented`` the kinds of its
-            lines.
-
-    Returns:
-        The findings as sentences. Without a difference the only one is ``"As documented."``.
+    Each of its rows has ``conditions``, and in ``documented`` the kinds of its lines.
     """
     kinds = {kind for row in rows for kind in row["documented"]}
     default = [row["conditions"]["default"] for row in rows]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op
-from lightning_d9m.tools.lint.rules import Certainty
+from lightning_d9m.tools.lint.rules import RULES, Certainty
 from lightning_d9m.tools.lint.tree import (
     UNKNOWN,
     Call,
@@ -34,7 +34,9 @@ _INTERPOLATIONS = {
     "bicubic": "upsample_bicubic2d_backward",
     "trilinear": "upsample_trilinear3d_backward",
 }
+# They return new tensors, which have no gradient unless it is asked for.
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
+# Sums of integers are exact in any order.
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _RULES = {
@@ -62,15 +64,18 @@ def check_op(call: Call) -> Iterator[Report]:
         name = resolve(call.node.args[0], call.scope)
         call = Call(call.node, call.tree, shift=1)
     conditions = FUNCTIONS.get(name, ())
+    # A method may be called on an object, or by its full name on the class.
     if call.receiver is not None or (not conditions and name.startswith("torch.Tensor.")):
         method = METHODS.get(call.method or name.removeprefix("torch.Tensor."))
         conditions = () if method is None else (method,)
     if conditions and call.receiver is not None:
         kind = read_kind(call.receiver, call.scope)
         base = call.receiver.func if isinstance(call.receiver, ast.Call) else call.receiver
+        # A method of that name of the program itself, or of an object that is not a tensor.
         if kind == "other" or read_last_name(base) in {"self", "cls", "super"}:
             return
         call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
+    # A module may run several ops, such as a convolution and its padding.
     for condition in conditions:
         verdict = condition(call)
         if verdict is not None and not _is_spared(verdict[0], call, name):
@@ -111,6 +116,7 @@ def _is_spared(op: str, call: Call, name: str) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
     first = call.receiver or next(iter(call.node.args), None)
     on_cpu = read_kind(first, call.scope) == "cpu tensor" or _is_guarded(call.node, call.tree)
+    # The catalog describes CUDA; on a CPU most of these ops have a fixed order.
     if op not in _ON_CPU_TOO and on_cpu:
         return True
     if not op.endswith("_backward") or _is_module(name):
@@ -127,6 +133,7 @@ def _is_guarded(node: ast.AST, tree: Tree) -> bool:
     for parent in tree.around(node):
         if isinstance(parent, ast.If | ast.IfExp):
             body = parent.body if isinstance(parent.body, list) else [parent.body]
+            # The else branch is what runs on CUDA.
             within = node in body
             tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
             every = not isinstance(parent.test, ast.BoolOp) or isinstance(parent.test.op, ast.And)
@@ -162,9 +169,10 @@ def _turns_off(node: ast.expr, tree: Tree) -> bool:
 
 
 def explain_op(name: str) -> tuple[Op, str, str]:
-    """Return the catalog's entry of an op, the reason, and the fix unless it is the rule's."""
+    """Return the catalog's entry of an op, the reason and the fix."""
     op = find_op(name)
     backward = "Its gradient: " if name.endswith("_backward") else ""
+    # The catalog has sentences, which become parts of one here.
     does = op.torch_does[0].lower() + op.torch_does[1:].replace("thing:", "thing about it:")
     if does.startswith("nothing"):
         does = f"does {does}"
@@ -180,7 +188,7 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     elif op.status == "exempt" and not op.reason.startswith("torch itself"):
         fix = f"{op.reason} DeterminismCallback() sets it."
     else:
-        fix = ""  # that of the rule
+        fix = RULES[rule].fix
     return op, reason, fix
 
 
@@ -221,6 +229,7 @@ def _padded(default: str, position: int, name: str, dims: int | None = None) -> 
     def check(call: Call) -> Verdict:
         mode = call.read(position, name, default=default)
         pad = None if dims else call.read(1, "pad")
+        # An unknown padding is mostly one of images.
         count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
         if mode is UNKNOWN:
             return f"reflection_pad{count}d_backward", "depends"
@@ -252,6 +261,7 @@ def _windowed(op: str, position: int) -> Condition:
     def check(call: Call) -> Verdict:
         size = call.read(position, "kernel_size", default=UNKNOWN)
         stride = call.read(position + 1, "stride", default=None)
+        # One number stands for all three dimensions.
         both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
         known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
         overlap = known and any(a > b for a, b in zip(*both, strict=True))
@@ -399,6 +409,7 @@ def _is_indexed(call: Call, least: int) -> bool:
 
 def _list_layers() -> dict[str, tuple[Condition, ...]]:
     """Return the conditions of modules and of the functions that belong to them."""
+    # A module and its function differ in the position of arguments.
     table: dict[str, tuple[Condition, ...]] = {}
 
     def add(module: str, function: str, *conditions: Condition) -> None:
