@@ -29,7 +29,11 @@ GUARD = 40
 """Bits below the last place of the greatest term that are added, at least."""
 
 _FRACTION, _BIAS = 52, 1023  # of float64
+# A cut adds a constant that is about 2**size times the greatest term, which must not overflow:
+# terms of float64 near the end of the range are scaled first.
 _LARGE, _DOWN = _BIAS + 900, 64  # the exponent from which terms are scaled by 2**-_DOWN
+# Terms are float64 with a place of 64 bits, and are cut into several pieces: a slice bounds the
+# memory.
 _SLICE = 2**22  # terms that are cut at a time
 _MAGNITUDE = 2**63 - 1  # all bits of a number but its sign
 
@@ -73,7 +77,11 @@ def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
 
     ``guard`` bits below the last place of the greatest term are kept, or more.
     """
+    # The more terms, the fewer bits has a piece: float64 must hold the sum of all first pieces, and
+    # that of all second ones.
     size = max((terms - 1).bit_length(), 2)
+    # The bits of the significand below its first one, in which sums are taken: float16 and bfloat16
+    # are added as float32 is.
     kept = (52 if dtype == torch.float64 else 23) + guard
     first, more = _FRACTION - size, _FRACTION + 2 - size
     return Pieces(1 + max(0, -((first - kept) // more)), size)
@@ -119,9 +127,11 @@ def _accumulate(
 ) -> None:
     flat = out.view(-1)
     list_terms = partial(_list_terms, flat if include else None, keys, values, weights, layout)
+    # The terms are read twice, for the exponents and for the sums: a small list of them is kept.
     if layout.taps * values.numel() <= _SLICE:
         list_terms = partial(iter, list(list_terms()))
     # What goes to no place goes to the row after the last one.
+    # Integers, whose maximum does not depend on the order, in place of floats with NaNs.
     tops = flat.new_zeros(len(flat) + layout.inner, dtype=torch.int64)
     # As integers, the magnitudes of numbers are in the order of the numbers.
     for places, terms in list_terms():
@@ -133,15 +143,18 @@ def _accumulate(
     sums = [torch.full_like(tops, start, dtype=torch.float64) for _ in range(pieces.number)]
     for places, terms in list_terms():
         own = [part if part is None else part.gather(0, places) for part in cuts]
+        # index_add_ uses atomics on CUDA: the sums are exact, so their order does not show.
         for total, piece in zip(sums, cut_terms(terms, own), strict=True):
             total.index_add_(0, places, piece)
     result = round_sums(sums, tops, out.dtype)[: len(flat)]
+    # A NaN that was there keeps its bits.
     flat.copy_(torch.where(flat.isnan(), flat, result) if include else result)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:
     """Return arguments of :func:`_accumulate`: terms over 200 binary orders, in two pieces."""
     terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
+    # The binary orders need the second piece, without which a wrong kernel could pass.
     values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()
     index = (terms.to(torch.int64) * 7 % 12).to(device)
     layout = Layout(2, 1, 2, 300, 1, 11, (300, 0, 1, 0))
@@ -167,6 +180,7 @@ def _list_terms(
     lines = torch.arange(batch * group, device=keys.device).view(batch, group, 1, 1) * count
     beyond, column = batch * group * count, torch.arange(inner, device=keys.device)
     left, parts = _SLICE, list[list[slice]]()
+    # Whole inner dimensions first, so that a slice is one piece of memory where it can be.
     for size in reversed(given.shape):
         parts.insert(0, [slice(start, start + left) for start in range(0, size, left)])
         left = max(1, left // max(size, 1))
@@ -175,6 +189,7 @@ def _list_terms(
         key, terms = indices[tap][common], given[tuple(where)]
         for factor in factors:
             terms = terms.to(factor.dtype) * factor[tap][common]
+        # Python counts from the end, and so do the ops that take indices.
         key = torch.where(key < 0, key + count, key)
         places = torch.where((key >= 0) & (key < count), lines[tuple(where[:2])] + key, beyond)
         places = places * inner + column[where[3]]
@@ -196,6 +211,7 @@ def find_cuts(tops: Tensor, pieces: Pieces, dtype: torch.dtype) -> Sequence[Any]
     tops = tops.to(torch.int64).clamp(max=2 * _BIAS)
     large = tops >= _LARGE
     # The last place of a piece is 2**(last - _BIAS).
+    # Subnormal numbers have exponent 0, and the last place of exponent 1.
     last = torch.where(large, tops - _DOWN, tops).clamp(min=1) + (pieces.size - _FRACTION)
     step = _FRACTION + 2 - pieces.size
     constants = [_find_constant(last - step * turn) for turn in range(pieces.number)]
@@ -232,6 +248,8 @@ def round_sums(sums: Sequence[Tensor], tops: Tensor, dtype: torch.dtype) -> Tens
         errors.append(error)
     result = total
     if errors:
+        # A rounding to odd keeps whether anything lies below, so that the last rounding is the only
+        # one that counts (Boldo and Melquiond 2008).
         tail = errors[0]
         for error in errors[1:]:
             tail = _add_to_odd(error, tail)

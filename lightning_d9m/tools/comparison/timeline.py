@@ -101,8 +101,7 @@ class Timeline:
             self.steps.add(rank, item.step, alone=size)
             return
         if isinstance(item, Batch):
-            # A batch names the place at which each of its values was taken; equal ones count as
-            # compared.
+            # All places of a batch were compared, so modules that do not differ have cells, too.
             modules, when = _list_modules(item.layouts), item.batch
         else:  # after the batches of its epoch
             named = ((group, name) for group, names in item.groups.items() for name in names)

@@ -95,7 +95,7 @@ def scan_file(path: str, rules: frozenset[str], problem: str = "") -> FileScan:
 def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     """Scan one module; see :func:`scan_file`."""
     problems = list(source.problems)
-    # A dict keeps the order, and each report once: nodes may be reached in several ways.
+    # A dict keeps the order, and each report once: two loaders may have one worker_init_fn.
     reports: dict[Report, None] = {}
     try:
         module = parse(source.text)
@@ -106,7 +106,6 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     except RecursionError:
         problems.append((1, 0, "It is nested too deeply to be scanned."))
     lines = source.text.split("\n")
-    # Conditions of one call may name the same op with different reasons; the first one stays.
     kept: dict[tuple[object, ...], Finding] = {}
     for report in reports:
         if report.rule in rules and (

@@ -56,6 +56,7 @@ def format_table(
     from rich.table import Table
     from rich.text import Text
 
+    # rich would wrap or cut all columns alike.
     for left_out in range(len(optional) + 1):
         shown = [column for column in columns if column.title not in optional[:left_out]]
         has_titles = any(column.title for column in shown)
@@ -75,9 +76,12 @@ def format_table(
         if (needed := Console(width=10_000).measure(table).maximum) <= width:
             break
     width = width if wraps else max(width, needed)
+    # Highlighting would color every number. False in place of None keeps colors out of text that is
+    # not printed here, such as Markdown.
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:
         console.print(table)
+    # rich fills each line with blanks, which a copy of the text would have.
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -98,6 +102,7 @@ def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -
     """
     titles, cells = list_cells(columns, rows)
     lines = [titles, ["---"] * len(titles), *cells]
+    # A bar would begin a new cell.
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
@@ -126,6 +131,7 @@ def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> s
     ```
     """
     word, colon, rest = verdict.partition(":")
+    # The word of the verdict is bold, as it is colored on a terminal.
     parts = [f"**{word}**{colon}{rest}"]
     if table:
         parts.append(table)

@@ -40,6 +40,7 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
         f"this run:  {escape(str(comparison.actual), _LONGEST)}",
     ]
     if comparison.expected.exists() and comparison.expected.samefile(comparison.actual):
+        # A link, or a name that was typed twice, would otherwise look like a proof.
         lines.append("Both are the same ledger, so this shows nothing about two runs.")
     for found, title in (
         (comparison.stack, _STACKS[comparison.portable]),
@@ -75,6 +76,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """
     ranges: list[list[int]] = []
     for rank in ranks:
+        # A training of a thousand ranks mostly differs on all of them.
         if ranges and rank == ranges[-1][-1] + 1:
             ranges[-1].append(rank)
         else:
@@ -98,6 +100,7 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
             yield from _format_divergence(rank, found, advise(comparison), verbose=verbose)
             continue
         name = "" if found.name == "(total)" else f" {escape(name_call(found.name, found.call))}"
+        # Ranks with the same sentence share one line.
         counts = f"{found.count:,} of {found.compared:,} differ"
         sentence = f"in {found.where}: {escape(found.kind)}{name}; {counts}."
         same.setdefault(sentence, []).append(found.rank)
@@ -112,6 +115,7 @@ def _format_divergence(
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_kind.items():
         yield f"  {escape(group)}: {count} of {of} differ"
+    # Only the digest of a whole group was recorded, so no name is known.
     if first.names != ("(total)",):
         count = first.by_kind.get(first.kind, (first.count, 0))[0]
         if first.kind == "batch":
@@ -194,6 +198,7 @@ def _state_verdict(comparison: Comparison) -> str:
             f"same ({digests:,} of digests; {epochs}; {ranks})."
             f"{describe_exception(comparison, ' Each run')}"
         )
+    # The text must not say more than what was compared.
     if comparison.verdict == "incomplete":
         return (
             f"incomplete: {count_compared(comparison)} bit for bit the same, as far as both runs "

@@ -65,6 +65,7 @@ def make_run_row(run: int, fit: int | str, ledger: Ledger, verdict: str, **facts
         verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
         **facts: What distinguishes the run: its label, number of processes, seconds, records.
     """
+    # All ranks have the same weights and loss, or the comparison says so.
     outcome = ledger.outcome(min(ledger.files))
     saved = "" if outcome.last is None else outcome.last.totals.get(SAVED, "")
     last = outcome.final
@@ -97,6 +98,7 @@ def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[C
         return repr(float.fromhex(row["loss_hex"])) if row["loss_hex"] else "none"
 
     columns = [field("run")]
+    # Most programs have one fit, whose number would say nothing.
     if len({row["fit"] for row in rows}) > 1:
         columns.append(field("fit"))
     weights: Column[RunRow] = Column("weights", lambda row: cut[row["weights"] or "none"])
@@ -130,6 +132,7 @@ def describe_power(runs: int, option: str, size: int = 1) -> str:
     '--tries 15 would show a difference in 10% of the runs with 95%.'
     """
     rare = 0.1
+    # Up to one half: q is the rate of the rarer result.
     rates = (percent / 100 for percent in range(1, 51))
     rate = next((q for q in rates if (1 - q) ** runs + q**runs <= _MISSED), None)
     count = math.ceil(math.log(_MISSED) / math.log(1 - rare) / size)
@@ -190,6 +193,8 @@ class RepeatReport:
     ) -> None:
         self._labels = [f"run {number}: {run.label}" for number, run in runs.items() if run.label]
         self._failures = {number: run for number, run in runs.items() if run.failure is not None}
+        # A failed run has no ledger, or a part of one: it makes the verdict incomplete, not
+        # different.
         runs = {number: run for number, run in runs.items() if run.failure is None}
         self._runs, self._command, self._output = runs, command, output
         self._resumed, self._printed, self._left = resumed, printed, left
@@ -242,6 +247,7 @@ class RepeatReport:
     def print_out(self, chosen: str, *, verbose: bool = False) -> None:
         """Print the report as text, Markdown or one JSON object."""
         columns = list_run_columns(self.rows, verbose=verbose)
+        # Each paragraph ends with a blank line, the last one too.
         lines = list(self._list_evidence(verbose=verbose))[:-1]
         markdown = format_markdown_table(columns, self.rows)
         if chosen == "text":
@@ -264,6 +270,7 @@ class RepeatReport:
         for entry in self._differing[:1]:
             yield from (*format_evidence(entry.comparison, verbose=verbose), "")
         said = self._list_left()
+        # Different runs have a reason already for what they printed.
         if self._printed and self.verdict != "different":
             said.append(
                 f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
@@ -372,6 +379,8 @@ class RepeatReport:
         ledgers = chain.from_iterable(run.fits.values() for run in self._runs.values())
         if not self._counts or any(LOGICAL_RANKS in own.header.stack for own in ledgers):
             return ""
+        # The next power of two: a number of logical ranks that each of these numbers of processes
+        # divides, if they are powers of two.
         number = 2 ** (max(self._counts) - 1).bit_length()
         return (
             "The runs have no logical ranks. Without them, the same bits on different numbers of "
@@ -384,6 +393,7 @@ class RepeatReport:
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and when")]
         compared, runs = len(self._runs) - 1, _show_path(self._output)
+        # A pair of `d9m locate` would often agree, so it needs more of them.
         rare = len(self._list_runs(self._differing)) < compared
         tries = f"--tries {2 * compared} " if rare else ""
         steps = list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", runs)

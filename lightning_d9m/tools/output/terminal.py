@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_d9m.engine.ledger.folder import Ledger
 
 WIDTH = 80
+# By the words of verdicts, so that each has one color in all commands.
 _WORDS = {
     "green": "equal, whole, found, between records, ok, patched",
     "bold red": "different, not found, damaged, not comparable, differs, other, "
@@ -54,6 +55,7 @@ def paint(meaning: str, shown: str) -> str:
     """Return text in the color of its meaning if standard output is a terminal."""
     from rich.console import Console
 
+    # rich would wrap at the width of the terminal, and color numbers and paths.
     console = Console(highlight=False, soft_wrap=True)
     with console.capture() as capture:
         console.print(style(meaning, shown), end="")
@@ -77,6 +79,7 @@ def wrap_on_terminal(lines: Sequence[str]) -> Sequence[str]:
 
 def terminal_width(limit: int = 100) -> int:
     """Return the terminal's width, or ``COLUMNS``, or 80; at most ``limit``."""
+    # Lines of a very wide terminal are hard to read.
     return min(shutil.get_terminal_size().columns, limit)
 
 

@@ -72,6 +72,7 @@ class Op:
 
     def is_needed(self, torch_version: str) -> bool:
         """Return whether this entry applies to a release of torch."""
+        # Two numbers decide, so that a nightly build counts as its release.
         since, release, until = (
             tuple(map(int, re.findall(r"\d+", version)[:2]))
             for version in (self.since, torch_version, self.until or "999")
@@ -102,6 +103,7 @@ def read_ops(path: Path) -> Iterator[Op]:
     for stanza in stanzas:
         lines = stanza.pop("op")
         fields = {
+            # Words in capitals that name a shared text; others, such as CUDA, stay.
             name: re.sub("[A-Z_]+", lambda word: texts.get(word[0], word[0]), value)
             for name, [value] in stanza.items()
         }
@@ -150,6 +152,7 @@ def find_op(name: str) -> Op:
     for op in OPS:
         if op.name == name:
             return op
+    # A user may write put for put_.
     near = [op.name for op in OPS if name.strip("_") in op.name]
     raise SettingError(
         f"The catalog has no op {name!r}. "
@@ -165,6 +168,7 @@ def search_op(text: str) -> Op:
         SettingError: No op, or several ones, match.
     """
     word = text.partition(" ")[0]
+    # A message of torch holds the exact name, which may be a part of another one.
     for exact in (True, False):
         for part in filter(None, dict.fromkeys((word, word.strip("_")))):
             found = [op for op in OPS if _is_called(op, part, exact=exact)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_d9m.ops.patches.kernels.updates import sum_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 
+# torch's numbers of the reductions.
 _NONE, _MEAN = 0, 1
 _SCANNED = 2**11  # elements of a row that one block scans
 
@@ -30,6 +31,7 @@ def nll_loss2d_forward(
     require(self.is_floating_point(), weight is None or weight.dtype == self.dtype)
     dtype, counted = accumulation_dtype(self.dtype), target != ignore_index
     factors = None if weight is None else weight.to(dtype)
+    # Without a reduction, torch's kernel writes one term for each pixel.
     losses, _ = torch.ops.aten.nll_loss2d_forward(
         self.to(dtype), target, factors, _NONE, ignore_index
     )
@@ -53,11 +55,13 @@ def _median(
     """
     dims = max(self.dim(), 1)
     require(-dims <= dim < dims, self.dtype != torch.bool, not self.is_complex())
+    # A scalar is a row of one element, as for torch.
     rows = self if self.dim() else self.unsqueeze(0)
     size = rows.shape[dim]
     require(size > 0)
     is_nan = rows.isnan()
     nans = is_nan.sum(dim, keepdim=True)
+    # The lower one of two medians, as torch documents it.
     middle = torch.div(size - nans - 1, 2, rounding_mode="floor").clamp_(min=0)
     if not ignore_nan:
         middle = torch.where(nans > 0, size - 1, middle)  # NaNs are sorted behind the numbers
@@ -84,6 +88,8 @@ def _scan(self: Tensor, dim: int, *, name: str, **dtype: Any) -> Any:
     result = dtype.get("dtype") or self.dtype
     exact = not (result.is_floating_point or result.is_complex)
     inside = -self.dim() <= dim < self.dim()
+    # Several rows, integers and wrong arguments are left to torch, whose kernel for them has a
+    # fixed order.
     if exact or not inside or self.numel() != self.shape[dim] or self.numel() <= 1:
         return NotImplemented
     return _scan_blocks(self.to(result).reshape(-1), name).view(self.shape)
@@ -125,6 +131,7 @@ def histc(
     """
     if not self.is_floating_point() or (bins > 0 and not self.numel() and min <= max):
         return NotImplemented  # integers are counted exactly in any order
+    # The bounds are rounded to the dtype of the elements, as in torch.
     low, high = torch.tensor([min, max], dtype=self.dtype, device="cpu").tolist()
     if bins > 0 and low == high:
         low, high = (float(bound) for bound in torch.stack(torch.aminmax(self)).tolist())
@@ -135,7 +142,9 @@ def histc(
     # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
     span = torch.full((), high - low, dtype=self.dtype, device=self.device)
     places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
+    # NaNs and what lies outside get the number after the last bin.
     places = torch.where((values >= low) & (values <= high), places, bins)
+    # The number of places below each bound, in sorted order: integers, so no sum varies.
     bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
     return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
 

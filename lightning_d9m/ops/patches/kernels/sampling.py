@@ -18,6 +18,7 @@ from lightning_d9m.ops.patches.exact_sums import Layout, accumulate, plan_pieces
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.patches.triton.launch import INT32_LIMIT, run_kernel
 
+# torch's numbers of the modes and of the paddings.
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _OUTSIDE = -100.0  # torch's position for coordinates that no integer can represent
@@ -74,6 +75,7 @@ def _sample_backward(
         image.dtype == grid.dtype == grad_output.dtype,
         image.is_floating_point(),
         0 not in image.shape[2:],
+        # torch samples volumes without the bicubic mode.
         mode in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims],
         padding in {_ZEROS, _BORDER, _REFLECTION},
     )
@@ -81,6 +83,7 @@ def _sample_backward(
     outputs, places = prod(grid.shape[1:-1]), prod(sizes)
     rule = Rule(_NEIGHBORS[mode], mode == _NEAREST, mode == _BICUBIC, padding, align_corners)
     integer = torch.int32 if places < INT32_LIMIT else torch.int64
+    # One key and one weight for each neighbor of each sample, which all channels share.
     taps = len(rule.neighbors) ** dims
     index = grid.new_empty((taps, batch, outputs), dtype=integer)
     weights = torch.empty_like(index, dtype=accumulation_dtype(image.dtype))
@@ -89,6 +92,7 @@ def _sample_backward(
     if index.numel():
         more = (*given, index, weights, rule)
         run_kernel("kernels:sample", _sample, _make_example, grad_grid, *more)
+    # The grid's gradient comes from the same kernel, but the image's needs a second one.
     if not output_mask[0]:
         return None, grad_grid
     layout = Layout(taps, batch, channels, outputs, 1, places, (batch * outputs, outputs, 1, 0))
@@ -183,10 +187,12 @@ def _find_neighbors(coordinate: Tensor, size: int, rule: Rule) -> tuple[Tensor, 
     slope = torch.full_like(position, rate * 0.5)
     if not rule.pads_neighbors:
         position, slope = _pad(position, slope, size, rule)
+    # torch rounds half to even, too.
     base = position.round() if rule.is_nearest else position.floor()
     after, places, weights, slopes = position - base, [], [], []
     for offset, factors in rule.neighbors:
         place, weight, change = base + offset, torch.zeros_like(after), torch.zeros_like(after)
+        # Horner's scheme, for the polynomial and its derivative.
         for factor in factors:
             weight, change = weight * after + factor, change * after + weight
         places.append(_pad(place, slope, size, rule)[0] if rule.pads_neighbors else place)
@@ -219,6 +225,7 @@ def _pad(position: Tensor, slope: Tensor, size: int, rule: Rule) -> tuple[Tensor
         # A NaN keeps its slope, as in torch.
         beyond = (position <= 0) | (position >= size - 1)
         slope = torch.where(beyond, 0, slope)
+        # clamp keeps a NaN, and the comparison below moves it outside.
         position = position.clamp(0, size - 1)
     return torch.where(position.abs() <= _FARTHEST, position, _OUTSIDE), slope
 

@@ -25,6 +25,8 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.patches.triton.launch import is_capturing, run_kernel
 
+# Outputs of most ops read fewer than 16 inputs. Where they read more, it is doubled until the taps
+# explain the op.
 _PERIOD = 16
 _SOME = 2**22  # elements that a slice of torch ops adds
 
@@ -61,11 +63,13 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
     ``forward`` is the op on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``.
     """
     positions = torch.arange(size, dtype=torch.float64, device="cpu")
+    # The mean of the positions that an output reads, weighted.
     ones, centers = forward(torch.stack([torch.ones_like(positions), positions]))
     centers = torch.where(ones == 0, 0, centers / ones)
     samples = torch.rand(
         2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu"
     )
+    # The taps are checked on two random rows, since wrong ones would be silent.
     expected = forward(samples)
     period = min(_PERIOD, size)
     while True:
@@ -75,8 +79,10 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
         if period == size or torch.allclose(sums, expected, rtol=0, atol=1e-9):
             break
         period = min(2 * period, size)
+    # Once more in the op's dtype, for the weights as it rounds them.
     if dtype != torch.float64:
         inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
+    # By input, then by output: the order in which a thread adds.
     order = (inputs * len(centers) + outputs).argsort()
     begins = torch.searchsorted(inputs[order], torch.arange(size + 1, device="cpu")).to(torch.int32)
     sizes = (size,), (len(centers),), (int(begins.diff().max()),)
@@ -94,6 +100,7 @@ def _probe(
     phase, outputs = forward(combs.masked_fill(combs > 0, torch.nan)).isnan().nonzero().unbind(1)
     # Of the inputs of this phase, the nearest one to the center.
     nearest = ((centers[outputs] - phase) / period).round().to(torch.int64)
+    # The last input of this phase.
     last = (size - 1 - phase) // period
     inputs = nearest.clamp(min=0).minimum(last) * period + phase
     return inputs, outputs, forward(combs)[phase, outputs]
@@ -122,6 +129,7 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
         one = torch.arange(2, dtype=torch.int32, device="cpu")
+        # The kernel adds along three dimensions; one tap of weight 1 changes nothing.
         none = Taps(one, one[:1], torch.ones(1, dtype=dtype, device="cpu"), (1,), (1,), (0,))
         found = [none] * (3 - len(sides)) + [
             find_taps(partial(run_side, *side), size, dtype) for size, *side in sides
@@ -140,6 +148,7 @@ def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
     if name.endswith("1d"):
         result: Tensor = op(rows.unsqueeze(1), first, *arguments)
         return result.squeeze(1)
+    # An op of two dimensions needs columns, all alike.
     image = rows[:, None, :, None].expand(-1, -1, -1, first[1]).contiguous()
     result = op(image, first, *arguments)
     return result[:, 0, :, 0]
@@ -151,6 +160,7 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
     It is real or complex, of shape ``[..., *outputs]``. The result has the shape ``[..., *inputs]``
     and is contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
     """
+    # A linear op with real weights acts on both parts alone.
     if gradient.is_complex():
         parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
@@ -173,6 +183,7 @@ def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
     results = out.view(-1, prod(taps.inputs)).split(step)
     for given, target in zip(source.view(-1, prod(taps.outputs)).split(step), results, strict=True):
         sums, end, columns = given, len(taps.begins), 1
+        # The last dimension first, as the kernel does: another order would round differently.
         for size, count, most in zip(*(part[::-1] for part in taps[3:]), strict=True):
             begins, end = taps.begins[end - size - 1 : end], end - size - 1
             rows, numbers = sums.reshape(-1, count, columns), begins.diff()[:, None]
@@ -181,6 +192,8 @@ def _apply(out: Tensor, source: Tensor, taps: Taps) -> None:
             for turn in range(most):
                 tap = (begins[:-1] + turn).minimum(begins[-1:] - 1)
                 terms = rows.index_select(1, taps.places[tap]).to(sums.dtype)
+                # Products are rounded before they are added, as the kernel does without fused
+                # additions.
                 terms.mul_(taps.weights[tap][:, None]).add_(sums)
                 sums = torch.where(turn < numbers, terms, sums)
             columns *= size
@@ -278,6 +291,7 @@ def _interpolation_backward(
         grad_output.is_floating_point(),
     )
     sides = resize_sides(forward, output_size, scales, align_corners)
+    # Only its shape and dtype are read.
     image = torch.empty(input_size, dtype=grad_output.dtype, device="meta")
     return _differentiate(grad_output, image, sides, grad_output if keep_format else None)
 

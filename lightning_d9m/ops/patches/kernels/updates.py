@@ -24,6 +24,7 @@ _MUCH = 2**30  # bytes of memory for exact sums, beyond which torch's own kernel
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
+# What is in a place before the values, if the tensor's own value is not a term.
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -torch.inf, "amin": torch.inf}
 _NOTHING = Update(lambda *_, **__: None)
 
@@ -51,6 +52,7 @@ def _plan(
     shape, size, wanted, given = _fit_shapes(self, dim, index, source, by_slice=by_slice)
     if not prod(wanted):
         return _NOTHING
+    # A key of a slice moves a whole slice.
     keys = wanted[axis] if by_slice else prod(wanted)
     if reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys):
         return NotImplemented
@@ -110,6 +112,7 @@ def _takes_less_in_torch(
     Exact sums take 20 to 28 bytes for each element of the target, or of the values if these are
     fewer. torch numbers and sorts the keys, each of which it expands to the target's dimensions.
     """
+    # One float64 for each piece, and the exponent in 32 bits.
     own = 8 * plan_pieces(self.dtype, terms + 1).number + 4
     needed = own * (prod(size) if prod(size) <= _MANY * prod(wanted) else prod(wanted))
     sorts = torch.are_deterministic_algorithms_enabled()
@@ -136,6 +139,7 @@ def _plan_change(
     add = plan_sum(self.dtype, size, index, shape, axis) if is_sum else None
 
     def change(target: Tensor, index: Tensor, values: Tensor) -> None:
+        # A view of the target, or a copy that is written back.
         whole = target.contiguous()
         if add:
             add(whole, index, values)
@@ -216,6 +220,7 @@ def _plan_places(
     reduce: str,
 ) -> Update:
     """Return an update of some dimensions as if they were one, by values expanded to a shape."""
+    # The index of several dimensions becomes one number for each row.
     places, rows = make_places(self.device, *sizes), (prod(shape) // prod(rest), *rest)
     is_laid_out = values.shape == rows
     keys = torch.empty(rows[0], device="meta")
@@ -262,6 +267,7 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         maximum_indices.shape == grad.shape,
         bag_size.shape == grad.shape[:1],
     )
+    # An empty bag has no maximum.
     is_full = (bag_size > 0).unsqueeze(1) & (maximum_indices >= 0)  # -1 in a bag of padding
     index = torch.where(is_full, maximum_indices, num_weights)
     return sum_rows(index, grad, num_weights)
@@ -284,10 +290,13 @@ def _pool_backward(
         0 not in (*shape[1:], *given[-dims:]),
     )
     planes, outputs, inputs = prod(shape[:-dims]), prod(given[-dims:]), prod(shape[-dims:])
+    # Without a window any number of outputs may have read one input.
     pieces = plan_pieces(self.dtype, outputs)
     if window:
         kernel_size, *rest = window
         pooled = rest[0]  # of a fractional pooling
+        # A fractional pooling has the size of its output as an argument; that of the others
+        # follows.
         if len(rest) > 1:
             pooled = torch.max_pool3d(self.new_empty(shape, device="meta"), *window).shape[-dims:]
         require(list(pooled) == list(given[-dims:]))
@@ -351,6 +360,7 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
         return NotImplemented  # integers are counted exactly in any order
     count = len(torch.bincount(self, minlength=minlength))
     require(weights.shape == self.shape)
+    # torch returns float32 for float32, and float64 for every other dtype.
     terms = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
     return sum_rows(self, terms, count)
 
@@ -420,6 +430,7 @@ def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> No
     if target.numel() <= _MANY * values.numel():
         rule(target, keys, values)
         return
+    # The rows that are named, each as often as it is: the first of equal ones is used.
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
     rows = target.index_select(0, ordered)
@@ -447,6 +458,7 @@ def _multiply(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     """Multiply the values of each place, from first to last."""
     bounds = torch.arange(len(rows) + 1, dtype=keys.dtype, device=rows.device)
     ordered, order = torch.sort(torch.cat([bounds[:-1], keys]), stable=True)
+    # Each row itself comes before its values, because the sort is stable.
     offsets = torch.searchsorted(ordered, bounds)
     factors = torch.cat([rows, values]).index_select(0, order).to(accumulation_dtype(rows.dtype))
     # unsafe: the offsets are known to be valid; checking them would wait for the device.
@@ -474,6 +486,7 @@ def _choose(rows: Tensor, keys: Tensor, values: Tensor, *, reduce: str) -> None:
     Without -0.0 the order of equal numbers cannot show. A place keeps its bits if its number stays.
     """
     index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
+    # Adding 0 turns -0.0 into 0.0, so that zeros are equal bits.
     chosen = (rows + 0).scatter_reduce_(0, index, values + 0, reduce)
     kept = (chosen == rows) | (chosen.isnan() & rows.isnan())
     rows.copy_(torch.where(kept, rows, torch.where(chosen.isnan(), torch.nan, chosen)))

@@ -57,6 +57,7 @@ class Inputs:
         self.device = device
         self.dtype = dtype
         self._drawn = drawn or dtype
+        # CUDA's generator draws other numbers than the CPU's.
         self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
@@ -130,6 +131,7 @@ class Case:
         ]
         if not self.op.endswith("_backward"):
             return lambda: self.function(*drawn)
+        # The forward pass runs once: what is measured is the gradient alone.
         leaves = [tensor.requires_grad_() for tensor in drawn if tensor.is_floating_point()]
         output = self.function(*drawn)
         gradient = inputs.normal(*output.shape)
@@ -156,6 +158,7 @@ def plan_cases(
     Raises:
         SettingError: A pattern matches no op.
     """
+    # A pattern without a match would measure nothing, and say that nothing varied.
     names = sorted({case.op for case in list_cases()})
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
@@ -294,6 +297,7 @@ def _unpool(dims: int, image: Tensor, *, duplicates: bool) -> Any:
 
 def _pool_fractions(pool: Callable[..., Any], image: Tensor) -> Any:
     planes, dims = image.shape[:2], image.dim() - 2
+    # Without these samples the pooling draws its own, in each call.
     starts = torch.linspace(0.1, 0.9, planes.numel() * dims, dtype=image.dtype, device="cpu")
     starts = starts.view(*planes, dims).to(image.device)
     return pool(image, 3, [image.shape[-1] // 2] * dims, _random_samples=starts)
@@ -382,6 +386,7 @@ def _align(scores: Tensor, targets: Tensor, *, cudnn: bool = False) -> Tensor:
         torch.full((8,), length, dtype=torch.int32, device="cpu") for length in (100, 30)
     )
     placed = (targets + 1).flatten().cpu().int() if cudnn else targets + 1
+    # torch chooses cuDNN by dtypes and lengths, so that both kernels need their own case.
     with torch.backends.cudnn.flags(enabled=cudnn):
         return nnf.ctc_loss(scores.log_softmax(2), placed, steps, labels, reduction="sum")
 
@@ -433,8 +438,10 @@ def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
     lines: list[DocumentedLine] = []
     kinds: tuple[Literal["switches", "raises"], ...] = ("switches", "raises")
     # The text before the first list, and both of them.
+    # torch has no list of these ops but this text, and no tag on them.
     parts = re.split(r"will (?:act|throw)\s[^*]*?when ``mode=True``:", docstring)
     for kind, part in zip(kinds, parts[1:], strict=False):
+        # A list ends with the first paragraph after it.
         listed = re.split(r"\n\s*\n(?=\s*[A-Z])", part)[0]
         for bullet in re.split(r"\n\s*\* ", listed)[1:]:
             text = " ".join(bullet.split())

@@ -229,7 +229,6 @@ def _padded(default: str, position: int, name: str, dims: int | None = None) -> 
     def check(call: Call) -> Verdict:
         mode = call.read(position, name, default=default)
         pad = None if dims else call.read(1, "pad")
-        # An unknown padding is mostly one of images.
         count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
         if mode is UNKNOWN:
             return f"reflection_pad{count}d_backward", "depends"

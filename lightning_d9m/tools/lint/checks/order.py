@@ -210,7 +210,7 @@ def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped",
             iterated = True
         case ast.Call(function) if node is not function:
             iterated = read_last_name(function) in _ORDERING
-        # A dict or a list has pop with an argument, a set without.
+        # A dict's pop takes a key, and a set's takes nothing.
         case ast.Attribute(attr="pop"):
             call = tree.parent[parent]
             popped = isinstance(call, ast.Call) and call.func is parent and not call.args
