@@ -51,7 +51,7 @@ def try_device(device: torch.device) -> CheckResult:
         except Exception as error:  # noqa: BLE001 - the check reports every failure
             problems.append(f"{type(error).__name__}: {error}")
     # A kernel that is replaced by torch ops warns and still gives the right bits.
-    problems += [str(one.message) for one in caught]
+    problems += [str(warning.message) for warning in caught]
     seconds = f"{time.monotonic() - begin:.1f} s"
     if not problems:
         found = f"a session opens; digests and patched ops are the CPU's (checked in {seconds})"

@@ -21,12 +21,7 @@ class Cause:
     """A kind of cause.
 
     Attributes:
-        kind: ``"stack"``, ``"seed"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
-            ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
-            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialized memory"``,
-            ``"value from outside torch"``, ``"module"``, ``"logged value"``,
-            ``"saved file"``, ``"after training"``, ``"rank drift"``, ``"length"``,
-            ``"incomparable"`` or ``"unknown"``.
+        kind: One of those in ``causes.txt``, or ``"rank drift"``.
         text: One sentence on what differs and what was equal before.
         advice: Instructions for the user.
         narrows: Whether a narrower look, at modules or operations, can add to it.

@@ -332,6 +332,7 @@ class Comparison:
     def logged(self) -> Divergence | None:
         """The first logged value or evaluation that differs before the training does, or None."""
         found = min(self._all, key=lambda entry: entry.when, default=None)
+        # It is named only if the training differs later, or it is the first divergence itself.
         is_first = found is not None and EVALUATED.issuperset(found.by_kind)
         return found if is_first and found not in self.divergences else None
 
@@ -393,6 +394,7 @@ def compare_ledgers(
     # Runs that their headers make incomparable stay so, and a ledger may be long.
     for rank in () if comparison.refusals else common:
         rank_pass = _RankPass(rank, (expected, actual), selected=selected)
+        # It grows while the pairs are read.
         result = rank_pass.result
         for pair in rank_pass.compare_records():
             if watch is not None:
@@ -572,6 +574,7 @@ def find_rank_drift(ledger: Ledger) -> Divergence | None:
     known = next((end.drift for end in ends if end is not None and end.drift is not None), None)
     if known is None or not {known.rank, reference_rank(known)} <= ledger.files.keys():
         return None
+    # Probes have the kind weight where digests have the group weights.
     kinds = {KIND_OF_GROUP.get(known.group)}
     with ledger.open(reference_rank(known)) as one_file, ledger.open(known.rank) as other_file:
         for one, other in align_records(one_file, other_file):

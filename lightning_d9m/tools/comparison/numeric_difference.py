@@ -125,9 +125,9 @@ def measure_variation(reference: Output, output: Output) -> Variation:
     """
     expected, actual = _as_list(reference), _as_list(output)
     elements = sum(tensor.numel() for tensor in expected)
-    one, other = ([(part.shape, part.dtype) for part in own] for own in (expected, actual))
+    forms = [[(part.shape, part.dtype) for part in tensors] for tensors in (expected, actual)]
     # Nothing can be compared element by element: the greatest values stand for that.
-    if one != other:
+    if forms[0] != forms[1]:
         return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
     changed, relative, ulps = 0, 0.0, 0
     for pair in zip(expected, actual, strict=True):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from lightning_d9m.engine.ledger.command import make_git_environment
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.run import Run, Runs
@@ -30,8 +31,6 @@ from lightning_d9m.tools.segments.segment import Segment, run_segment
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
 # A subject and a name may hold any character but a NUL.
 _FORMAT = "%H%x00%s%x00%an%x00%as"
-# Variables that would point git at the user's folder instead of the worktree.
-_LOCATIONS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _LIST = "requirements.txt"
 _PACKAGE = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])? *(?:===?|@) *\S+")
 _EDITABLE = re.compile(r"(?:-e|--editable)\b *(.*)")
@@ -67,10 +66,7 @@ CheckOut: TypeAlias = Callable[[Commit], tuple[Path, Mapping[str, str]]]
 
 
 class Repository:
-    """The repository that holds a folder.
-
-    Args:
-        folder: Any folder in its working tree.
+    """The repository that holds a folder, which may be any in its working tree.
 
     Attributes:
         root: The top of the working tree.
@@ -176,11 +172,11 @@ def run_git(folder: Path, *words: str) -> str:
     Raises:
         CommandError: If it fails.
     """
-    variables = {name: text for name, text in os.environ.items() if name not in _LOCATIONS}
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],
-            env={**variables, "LC_ALL": "C"},
+            # An error that is shown is in English, whatever the user's language is.
+            env={**make_git_environment(), "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -229,9 +225,7 @@ class PackageHistory(Repository):
 def install_packages(environment: Path, path: Path) -> None:
     """Install exactly what a list holds, with uv if it is on PATH, otherwise with venv and pip.
 
-    Args:
-        environment: The folder of the virtual environment; only pip makes an existing one again.
-        path: The list.
+    ``environment`` is the folder of the virtual environment; only pip makes an existing one again.
 
     Raises:
         CommandError: If it cannot be made or filled.

@@ -67,14 +67,9 @@ _QUOTED = re.compile(rf"({_NAME}['\"]?\]? *[:=] *)[rbf]?('[^']+'|\"[^\"]+\")", r
 
 
 class SecretFilter:
-    """Replaces secrets in text.
+    """Replaces secrets in text, and counts those that it has replaced.
 
-    Args:
-        variables: The environment; the values of variables with secret names are secrets wherever
-            they occur.
-
-    Attributes:
-        count: How many secrets were replaced.
+    The values of environment variables with secret names are secrets wherever they occur.
     """
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
@@ -194,14 +189,14 @@ def write_bundle(
             (folder / side).mkdir()
             for rank in ledger.files:
                 _copy_records(ledger, rank, rank_path(folder / side, rank), secrets)
-        files = {str(one.relative_to(folder)): one for one in folder.glob("*/*")}
+        files = {str(file.relative_to(folder)): file for file in folder.glob("*/*")}
         files |= _list_added(added)
         with file_errors(LedgerError, f"No bundle is written to {path}"):
             manifest = Manifest(
                 package=__version__,
                 locate=secrets.clean_values(facts) or None,
                 report=list(map(secrets.clean_code, _list_report(located))),
-                sizes={one: files[one].stat().st_size for one in sorted(files)},
+                sizes={member: files[member].stat().st_size for member in sorted(files)},
                 secrets=secrets.count,
             )
             document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -238,10 +233,10 @@ def _list_added(added: Sequence[Path]) -> dict[str, Path]:
     for path in added:
         if not path.exists():
             raise LedgerError(f"There is nothing at {path} to add. Check --add.")
-        for one in path.rglob("*") if path.is_dir() else [path]:
-            if one.is_file():
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file():
                 # An archive has no folder above its top.
-                files[f"added/{os.path.relpath(one).replace('../', 'parent/')}"] = one
+                files[f"added/{os.path.relpath(file).replace('../', 'parent/')}"] = file
     return files
 
 
@@ -336,7 +331,7 @@ def _read_manifest(archive: ZipFile) -> Manifest:
 
 
 def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
-    members = [one for one in archive.infolist() if _LEDGER_FILE.fullmatch(one.filename)]
+    members = [info for info in archive.infolist() if _LEDGER_FILE.fullmatch(info.filename)]
     size = sum(member.file_size for member in members)
     if size > most_bytes:
         raise LedgerError(

@@ -32,6 +32,7 @@ class LintRule:
     fix: str
 
 
+# Texts are data: they are read in `d9m scan --rules`, in its findings and in docs/commands.md.
 _STANZAS = read_stanzas(Path(__file__).with_name("rules.txt"))
 _FIELDS: list[dict[str, Any]] = [
     {name: value for name, [value] in stanza.items()} for stanza in _STANZAS
@@ -103,5 +104,6 @@ class Finding:
             "cell": self.cell or None,
             "op": self.op or None,
         }
+        # An edit is made by --fix, which reads the finding itself.
         del fields["edit"]
         return fields

@@ -55,13 +55,7 @@ _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]
 
 @dataclass
 class FileScan:
-    """The result of the scan of one file.
-
-    Attributes:
-        findings: Sorted by place.
-        lines: Number of lines.
-        turns_on: True if it turns deterministic algorithms on.
-    """
+    """The result of the scan of one file; ``turns_on`` is about deterministic algorithms."""
 
     findings: list[Finding] = field(default_factory=list)
     lines: int = 0
@@ -108,6 +102,7 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
     for report in reports:
+        # The op may be deterministic in the torch that is installed.
         if report.rule in rules and (
             not report.op or find_op(report.op).is_needed(read_torch_version())
         ):
@@ -186,6 +181,7 @@ def _suppress(
             target = next(following, len(lines)) + 1
         written = _COMMENT.fullmatch(token.string)
         named = {word.strip() for word in written["rules"].split(",")} if written else set()
+        # A finding about a comment lies at the comment.
         place: dict[str, Any] = {"file": path, "line": row, "column": column + 1, "end_line": row}
         place |= {"end_column": token.end[1] + 1, "code": token.string[:CODE]}
         if not named or named - RULES.keys():
@@ -216,14 +212,7 @@ def _list_comments(text: str) -> list[tokenize.TokenInfo]:
 
 @dataclass(frozen=True)
 class FileFix:
-    """The text of a file before and after its edits.
-
-    Attributes:
-        path: The file.
-        before: Its text, with newlines between lines.
-        after: Its edited text.
-        count: Number of edits.
-    """
+    r"""The text of a file before and after so many edits, with ``\n`` between lines."""
 
     path: str
     before: str

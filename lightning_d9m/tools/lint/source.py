@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
+from lightning_d9m.engine.ledger.command import make_git_environment
 from lightning_d9m.errors import SettingError
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
@@ -79,7 +80,12 @@ def find_ignored(folder: Path) -> frozenset[str]:
     command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--directory"]
     try:
         done = subprocess.run(
-            [*command, "-z"], cwd=folder, capture_output=True, check=False, timeout=_GIT_SECONDS
+            [*command, "-z"],
+            cwd=folder,
+            env=make_git_environment(),
+            capture_output=True,
+            check=False,
+            timeout=_GIT_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return frozenset()

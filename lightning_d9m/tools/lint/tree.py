@@ -83,10 +83,8 @@ class Report:
 class Binding:
     """A binding of a name.
 
-    Attributes:
-        kind: How.
-        node: The value of an assignment, the annotation of a parameter, or the definition.
-        name: The full name, for an import.
+    ``node`` is the value of an assignment, the annotation of a parameter, or the definition;
+    ``name`` is the full name of an import.
     """
 
     kind: Literal["import", "assign", "parameter", "definition", "other"]
@@ -162,9 +160,6 @@ class Scope:
 
 class Tree:
     """The nodes of a module in the order of the source.
-
-    Args:
-        module: The parsed module.
 
     Attributes:
         nodes: All nodes but operators.
@@ -330,9 +325,7 @@ def canonical(name: str) -> str:
 def resolve(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> str:
     """Return the full name of an expression's value, such as ``torch.nn.Conv2d``.
 
-    Returns:
-        An empty text where it cannot be read: a parameter, the result of a call, a local
-        definition.
+    It is empty where it cannot be read: a parameter, the result of a call, a local definition.
     """
     if isinstance(node, ast.Attribute):
         base = resolve(node.value, scope, depth)

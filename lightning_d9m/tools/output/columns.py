@@ -68,8 +68,10 @@ def format_table(
             # rich would take brackets in a str for a style: "weight[bold]".
             table.add_row(
                 *(
-                    style(one.meaning(row), one.cell(row)) if one.meaning else Text(one.cell(row))
-                    for one in shown
+                    style(column.meaning(row), column.cell(row))
+                    if column.meaning
+                    else Text(column.cell(row))
+                    for column in shown
                 )
             )
         # A console of the terminal's width would shrink the table to it.
@@ -89,7 +91,8 @@ def list_cells(
     columns: Sequence[Column[Row]], rows: Sequence[Row]
 ) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the cells of a table, for a page."""
-    return [own.title for own in columns], [[own.cell(row) for own in columns] for row in rows]
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return [column.title for column in columns], cells
 
 
 def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:

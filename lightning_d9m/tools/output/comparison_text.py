@@ -95,6 +95,7 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
     ranks = {entry.rank: entry for entry in comparison.ranks}
     same: dict[str, list[int]] = {}
     for number, found in enumerate(comparison.divergences):
+        # One rank shows what differs; the others mostly show the same.
         if number == 0:
             rank = ranks[found.rank]
             yield from _format_divergence(rank, found, advise(comparison), verbose=verbose)
@@ -168,6 +169,7 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
                 f"the first {side.first_place}."
             )
         for found_break in side.breaks:
+            # A sentence of the ledger becomes a part of this one.
             problem = (found_break.problem or "").removesuffix(".")
             problem = f"; {escape(problem, _LONGEST)}" if problem else ""
             yield (
@@ -216,6 +218,7 @@ def _state_verdict(comparison: Comparison) -> str:
     if comparison.refusals:
         names = ", ".join(escape(entry.field) for entry in comparison.refusals)
         return f"not comparable: the runs differ by design ({names})."
+    # Each reason for which nothing was compared has its own sentence.
     if not comparison.ranks:
         return "not comparable: the ledgers have no rank in common."
     return "not comparable: a rank has no digests in common, so nothing was proven."

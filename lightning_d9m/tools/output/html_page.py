@@ -196,7 +196,7 @@ def _draw_values(
     for number, (name, pairs) in enumerate(timeline.values.items(), start=1):
         series = [[(step, one) for step, one, _ in pairs]]
         series += [[(step, other) for step, _, other in run.get(name, ())] for run in runs]
-        lines = [[(step, value) for step, value in own if value is not None] for own in series]
+        lines = [[(step, value) for step, value in run if value is not None] for run in series]
         both = [(step, one, other) for step, one, other in pairs if None not in (one, other)]
         gaps = [(step, abs(one - other)) for step, one, other in both]  # type: ignore[operator]
         label = f"Logged value {number}"
@@ -297,7 +297,7 @@ def draw_chart(
         name: What a line is, for the titles of its steps.
         unit: What the values are, for the axis.
     """
-    finite = sorted(value for own in lines for _, value in own if math.isfinite(value)) or [0.0]
+    finite = sorted(value for line in lines for _, value in line if math.isfinite(value)) or [0.0]
     # A logarithm has no zero: zeros are drawn one power of ten below the least value.
     least = math.log10(next((value for value in finite if value > 0), 1.0)) if log else 0.0
 
@@ -305,7 +305,7 @@ def draw_chart(
         return value if not log else math.log10(value) if value > 0 else least - 1
 
     up = _make_scale(scale(finite[0]), scale(finite[-1]), _BOTTOM, _TOP)
-    steps = sorted({step for own in lines for step, _ in own}) or [0]
+    steps = sorted({step for line in lines for step, _ in line}) or [0]
     across = _make_scale(steps[0], steps[-1], LEFT, _RIGHT)
     low, high = describe_limits(finite[0], finite[-1])
     axis = ", ".join(filter(None, [unit, "logarithmic scale" if log else ""]))
@@ -318,10 +318,10 @@ def draw_chart(
         f'<text x="{_RIGHT}" y="222" text-anchor="end">{f"{steps[-1]:,}" * bool(steps[1:])}</text>',
     ]
     shown: dict[int, list[str]] = {step: [] for step in steps}
-    for number, own in enumerate(lines):
-        for step, value in own:
+    for number, line in enumerate(lines):
+        for step, value in line:
             shown[step].append(f"{name} {number + 1}: {f'{value:.2g}' if log else repr(value)}")
-        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in own]
+        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in line]
         parts += _draw_line(points, number, wide=not (number or log))
     parts += _draw_powers(least, scale(finite[-1]), up) if log else ()
     parts += _draw_steps(shown, across)

@@ -57,13 +57,9 @@ def make_run_row(run: int, fit: int | str, ledger: Ledger, verdict: str, **facts
 
     The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
 
-    Args:
-        run: Number of the run, from 1.
-        fit: Number of the fit within the run, from 1; of another ledger, such as that of saved
-            files, the beginning of its name.
-        ledger: Its ledger.
-        verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
-        **facts: What distinguishes the run: its label, number of processes, seconds, records.
+    Runs and fits are numbered from 1; of another ledger, such as that of saved files, ``fit`` is
+    the beginning of its name. The verdict is ``"reference"`` for run 1, ``"equal"``, ``"differs"``
+    or ``"no match"`` for others. ``facts`` distinguish the run: its label, processes, seconds.
     """
     # All ranks have the same weights and loss, or the comparison says so.
     outcome = ledger.outcome(min(ledger.files))
@@ -144,14 +140,7 @@ def describe_power(runs: int, option: str, size: int = 1) -> str:
 
 @dataclass(frozen=True)
 class FitOutcome:
-    """One fit of one run, compared with the same fit of run 1.
-
-    Attributes:
-        name: Name of its ledger in run 1.
-        ledger: Its ledger.
-        comparison: Its comparison.
-        row: Its row of the table.
-    """
+    """One fit of one run, compared with that of the same name of run 1; its row of the table."""
 
     name: str
     ledger: Ledger
@@ -224,8 +213,8 @@ class RepeatReport:
                 self.rows.append(row)
                 if found is not None:
                     self._compared.append(FitOutcome(name, ledger, found, row))
-        self._differing = [own for own in self._compared if own.row["verdict"] == "differs"]
-        self._partial = [own for own in self._compared if own.row["verdict"] == "incomplete"]
+        self._differing = [fit for fit in self._compared if fit.row["verdict"] == "differs"]
+        self._partial = [fit for fit in self._compared if fit.row["verdict"] == "incomplete"]
         self._unmatched = [
             number
             for number, run in runs.items()
@@ -310,6 +299,7 @@ class RepeatReport:
         )
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         if self._failures:
+            # One run that is left has nothing to agree with.
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         ended = self._describe_exceptions()
         found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
@@ -366,6 +356,7 @@ class RepeatReport:
 
     def _advise(self) -> str:
         """Return what to do about runs that were resumed, or had several numbers of processes."""
+        # Otherwise the checkpoint would be blamed for what varies without it.
         if self._resumed and self._steady is False:
             return (
                 "Two runs that resumed from the same checkpoint differ from each other, so the "
@@ -377,7 +368,7 @@ class RepeatReport:
                 "training uses. Save what differs in state_dict or on_save_checkpoint."
             )
         ledgers = chain.from_iterable(run.fits.values() for run in self._runs.values())
-        if not self._counts or any(LOGICAL_RANKS in own.header.stack for own in ledgers):
+        if not self._counts or any(LOGICAL_RANKS in ledger.header.stack for ledger in ledgers):
             return ""
         # The next power of two: a number of logical ranks that each of these numbers of processes
         # divides, if they are powers of two.

@@ -98,6 +98,7 @@ def read_ops(path: Path) -> Iterator[Op]:
     replacement is the function of the module ``kernel`` that has the operator's name, without
     underscores around it.
     """
+    # The first stanza has the texts that others share.
     shared, *stanzas = read_stanzas(path)
     texts = {name: value for name, [value] in shared.items()}
     for stanza in stanzas:
@@ -120,6 +121,8 @@ def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) ->
         for packet, endings in re.findall(r"([^\s{]+)(?:\{(.*?)\})?", overloads.replace("*", name))
         for ending in endings.split(",")
     ]
+    # An overload with out= has the function of the one without: the dispatcher's call writes the
+    # result.
     kernels = {one: f"{_KERNELS}.{module}:{one.partition('.')[0].strip('_')}" for one in found}
     return Op(
         name=name,

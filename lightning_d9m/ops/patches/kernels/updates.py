@@ -115,6 +115,7 @@ def _takes_less_in_torch(
     # One float64 for each piece, and the exponent in 32 bits.
     own = 8 * plan_pieces(self.dtype, terms + 1).number + 4
     needed = own * (prod(size) if prod(size) <= _MANY * prod(wanted) else prod(wanted))
+    # Only under its flag has torch a deterministic kernel to fall back to.
     sorts = torch.are_deterministic_algorithms_enabled()
     return sorts and needed > _MUCH and keys * 8 * (self.dim() + 6) < needed
 
@@ -224,6 +225,7 @@ def _plan_places(
     places, rows = make_places(self.device, *sizes), (prod(shape) // prod(rest), *rest)
     is_laid_out = values.shape == rows
     keys = torch.empty(rows[0], device="meta")
+    # Only the shape of the keys is known here: they are computed at each call.
     change = _plan_change(self, (prod(sizes), *rest), keys, rows, reduce)
 
     def write(target: Tensor, indices: Any, values: Tensor, *_more: bool) -> None:
@@ -339,6 +341,7 @@ def _unpool(
     """
     _require_planes(self, indices, dims)
     require(all(len(sizes) == dims for sizes in (output_size, *window)), all(map(min, window[:1])))
+    # torch decides about empty planes.
     require(0 not in self.shape[-dims - 1 :])
     planes, count = prod(self.shape[:-dims]), prod(output_size)
     make_places(self.device, count).gather(0, indices.flatten())  # fails if a place is outside

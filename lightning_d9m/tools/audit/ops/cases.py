@@ -62,6 +62,8 @@ class Inputs:
 
     def normal(self, *shape: int) -> Tensor:
         """Draw from the standard normal distribution."""
+        # float64 of the oracle has the rounded values, so its distance to the others is theirs
+        # alone.
         drawn = torch.randn(shape, generator=self._generator, device="cpu")
         return drawn.to(self._drawn).to(self.dtype).to(self.device)
 
@@ -406,6 +408,7 @@ def _flash(*parts: Tensor) -> Tensor:
 
 
 def _resize(given: Tensor) -> Tensor:
+    # resize_ leaves new elements uninitialized.
     quantized = torch.quantize_per_tensor(given, 0.1, 0, torch.qint8)
     return quantized.resize_(2_000).int_repr()
 

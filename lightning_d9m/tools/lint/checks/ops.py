@@ -38,6 +38,7 @@ _INTERPOLATIONS = {
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 # Sums of integers are exact in any order.
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
+# Within these, or below such a decorator, no backward pass runs.
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _RULES = {
     FlagEffect.RAISES: "D9M101",
@@ -135,6 +136,7 @@ def _is_guarded(node: ast.AST, tree: Tree) -> bool:
             body = parent.body if isinstance(parent.body, list) else [parent.body]
             # The else branch is what runs on CUDA.
             within = node in body
+            # `a and not x.is_cuda` excludes CUDA, and `a or not x.is_cuda` does not.
             tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
             every = not isinstance(parent.test, ast.BoolOp) or isinstance(parent.test.op, ast.And)
             for test in tests if within and every else ():
@@ -213,6 +215,8 @@ def _interpolated(position: int) -> Condition:
     def check(call: Call) -> Verdict:
         mode = call.read(position, "mode", default="nearest")
         if mode is UNKNOWN or mode == "area":
+            # In this mode torch calls adaptive average pooling, of as many dimensions as the image
+            # has.
             area = "adaptive_avg_pool2d_backward"
             return area if mode == "area" else "upsample_bilinear2d_backward", "depends"
         if call.read(None, "antialias", default=False) is True and mode != "linear":
@@ -276,6 +280,7 @@ def _sparse_mm(call: Call) -> Verdict:
 
 def _bincount(call: Call) -> Verdict:
     """Accept ``bincount`` with weights."""
+    # Without weights it counts integers.
     value = call.read(1, "weights")
     given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
     return None if value is None else ("bincount", "certain" if given else "depends")
@@ -315,6 +320,7 @@ def _scatter(call: Call) -> Verdict:
     It depends on whether an index is there twice, with different values, as for all ops that
     overwrite: the source does not show it.
     """
+    # A value that is one number is the same wherever it is written first.
     source = call.get(3, "src", "value")
     if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
         return None
@@ -387,6 +393,7 @@ def _uses_indices(node: ast.AST, call: Call) -> bool | None:
             return not (isinstance(last, ast.Name) and not last.id.strip("_"))
         case ast.Assign([ast.Name() as name], value) if value is node:
             _, area, key = call.scope.follow(name)
+            # The result has a name: what is done with the name decides.
             uses = call.tree.find_uses(area, key, parent)
             found = {_uses_indices(use, call) for use in uses}
             return True if True in found else None if None in found else False
@@ -402,6 +409,8 @@ def _is_indexed(call: Call, least: int) -> bool:
     dim = call.get(1, "dim")
     if dim is None or len(call.positional) + len(call.named) < least:
         return False
+    # The type of the object is not known, so its arguments must look like those of a tensor's
+    # method.
     named = isinstance(dim, ast.Name) and ("dim" in dim.id or "axis" in dim.id)
     return named or isinstance(call.read(1, "dim", default=UNKNOWN), int)
 
@@ -464,6 +473,7 @@ def _nll_loss(position: int) -> Condition:
     return lambda call: ("nll_loss2d", "depends") if check(call) else None
 
 
+# Functions of torch that are methods of tensors, too.
 _TENSOR_OPS: dict[str, Condition] = {
     "bincount": _bincount,
     "bmm": _bmm,
