@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from pkgutil import resolve_name
@@ -34,29 +33,16 @@ _varying: set[tuple[str, str]] = set()  # operators and dispatch keys; a session
 _thread = threading.local()
 
 
-@dataclass(frozen=True)
-class AppliedPatches:
-    """The patches in force, as a ledger records them.
-
-    Attributes:
-        device_key: The dispatch key, ``"CUDA"`` in production.
-        names: The ops that are patched, sorted.
-        excluded: The ops that the user excluded, sorted.
-    """
-
-    device_key: str
-    names: tuple[str, ...]
-    excluded: tuple[str, ...]
-
-
 @contextmanager
 def patches_applied(
     device_key: str = "CUDA", exclude: Iterable[str] = ()
-) -> Iterator[AppliedPatches]:
+) -> Iterator[frozenset[str]]:
     """Run the body with a deterministic kernel for each op that torch leaves nondeterministic.
 
+    It gets the names of the ops that are patched.
+
     Args:
-        device_key: The backend's dispatch key. Tests use ``"CPU"``.
+        device_key: The backend's dispatch key: ``"CUDA"`` in production. Tests use ``"CPU"``.
         exclude: Names from the catalog of ops to leave to torch.
 
     Raises:
@@ -65,15 +51,14 @@ def patches_applied(
     """
     if problem := describe_missing_patches():
         raise SettingError(problem)
-    excluded = tuple(sorted(set(exclude)))
-    ops = select_ops(torch.__version__, excluded)
+    ops = select_ops(torch.__version__, exclude)
     if device_key in _active:
         raise SettingError(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
             "again would not change which ops are patched. Leave the first block first."
         )
     # All are registered or none: an op that fails takes the others back.
-    names = tuple(sorted(op.name for op in ops))
+    names = frozenset(op.name for op in ops)
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -83,7 +68,7 @@ def patches_applied(
                 _register(library, op, device_key)
         _active.add(device_key)
         with decompositions_bypassed(names, device_key.lower()):
-            yield AppliedPatches(device_key, names, excluded)
+            yield names
     finally:
         _active.discard(device_key)
         library._destroy()  # noqa: SLF001 - no public method removes a kernel at a known time
@@ -95,10 +80,9 @@ def _register(library: Library, op: Op, device_key: str) -> None:
         key = (f"aten::{overload}", device_key)
         # get_kernel would also return a fallback, which is not a kernel of the backend; a build
         # without the backend has none.
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(*key)  # noqa: SLF001 - torch has no public check
         kernel = Kernel(
             resolve_name(path),
-            get_boxed_kernel(*key) if has_kernel else None,
+            get_boxed_kernel(*key) if _has_kernel(*key) else None,
             getattr(getattr(torch.ops.aten, packet), name or "default")._schema,  # noqa: SLF001 - it names the outputs
             switches=op.flag_effect is FlagEffect.SWITCHES,
         )
@@ -151,7 +135,7 @@ def variation_allowed(names: Iterable[str], device_key: str) -> Iterator[None]:
 
 def _has_kernel(name: str, device_key: str) -> bool:
     with suppress(RuntimeError):  # the operator does not exist
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key)  # noqa: SLF001 - as in _register
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key)  # noqa: SLF001 - torch has no public check
     return False
 
 

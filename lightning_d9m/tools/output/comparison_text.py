@@ -25,12 +25,12 @@ _VALUE = 256
 _LONGEST = 4_096
 
 
-def format_comparison(comparison: Comparison, *, verbose: bool = False) -> list[str]:
+def format_comparison(comparison: Comparison) -> list[str]:
     """Return the lines of a comparison: the verdict, the ledgers, what differs between them.
 
     What may explain a difference, such as another driver, comes before the difference.
     """
-    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison, verbose=verbose)]
+    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison)]
 
 
 def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[str]:

@@ -38,7 +38,7 @@ def find_unaccounted(docstring: str) -> list[str]:
         f"{line.name}{mode and f' {mode}'}{' (MPS)' if line.devices == ('mps',) else ''}"
         for line in read_documentation(docstring)
         if line.kind == "raises"
-        for mode in line.modes or ("",)
+        for mode in re.findall(r"- ``(\w+)``", line.text) or ("",)
     }
     assert len(raising) > 20
     return sorted(raising - known)

@@ -422,14 +422,12 @@ class DocumentedLine:
         name: Such as ``"torch.nn.AvgPool3d"``; a line that names several ops becomes several.
         text: The whole line.
         devices: The types of device that it is about; empty for all.
-        modes: The modes of a list below it, such as ``"bilinear"``; empty for all.
     """
 
     kind: Literal["switches", "raises"]
     name: str
     text: str
     devices: tuple[str, ...]
-    modes: tuple[str, ...] = ()
 
 
 def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
@@ -452,9 +450,8 @@ def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
                 devices = tuple(
                     kind for kind in ("cpu", "cuda", "mps", "xpu") if kind.upper() in text
                 )
-                modes = tuple(re.findall(r"- ``(\w+)``", text))
                 names = re.findall(_NAME, head[0])
-                lines += [DocumentedLine(kind, name, text, devices, modes) for name in names]
+                lines += [DocumentedLine(kind, name, text, devices) for name in names]
     if {line.kind for line in lines} != {*kinds}:
         raise SettingError(
             "The docstring of torch.use_deterministic_algorithms does not have its two lists in "
