@@ -21,7 +21,7 @@ class Cause:
     """A kind of cause.
 
     Attributes:
-        kind: One of those in ``causes.txt``, or ``"rank drift"``.
+        kind: One of those in ``causes.txt``.
         text: One sentence on what differs and what was equal before.
         advice: Instructions for the user.
         narrows: Whether a narrower look, at modules or operations, can add to it.
@@ -44,18 +44,6 @@ def _read_causes() -> Iterator[tuple[str, Cause]]:
 
 
 _CAUSES = dict(_read_causes())
-_RANK_ADVICE = (
-    "Look for what only one rank does: code behind a test of the rank, a parameter that the "
-    "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
-    "the device or the memory of that rank."
-)
-_RANK_TEXTS = {
-    "initial": "The ranks hold different {} before the first step.",
-    "batch": "The ranks hold different {}, which were equal when the batch before began.",
-    "seen": "At the end of the epoch the ranks hold different {}, and did not when its last batch "
-    "began.",
-    "final": "After training the ranks hold different {}.",
-}
 _GROUP_NAMES = {
     "weight": "weights",
     "buffer": "buffers",
@@ -223,9 +211,9 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
     ``steps_seen`` says whether the state at each step of that epoch was compared.
     """
     moment = "seen" if drift.moment == "epoch" and steps_seen else drift.moment
-    text = _RANK_TEXTS.get(moment, "The ranks hold different {}.")
+    text = _CAUSES.get(f"ranks {moment}", _CAUSES["ranks"]).text
     state = _GROUP_NAMES.get(drift.kind, drift.kind)
-    return Cause("rank drift", text.format(state), _RANK_ADVICE)
+    return replace(_CAUSES["ranks"], text=text.format(state))
 
 
 def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place

@@ -484,8 +484,9 @@ class _RankPass:
         # By run, what follows the last record of both. It does not count if the other is a
         # segment, which ends before its run does.
         waiting: tuple[list[Item], list[Item]] = ([], [])
-        first, second = (run.open(self.result.rank) for run in self._runs)
-        with first, second:
+        expected, actual = self._runs
+        rank = self.result.rank
+        with expected.open(rank) as first, actual.open(rank) as second:
             start = max(map(_find_start, (first, second), self._are_parts))
             for item, one, other in self._list_counted(align_records(first, second), start):
                 found = None

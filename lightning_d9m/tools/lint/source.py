@@ -52,7 +52,7 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, 
     for path in paths:
         if not os.path.lexists(path):
             raise SettingError(f"{str(path)!r} does not exist. Give a file or a folder to scan.")
-        # A pipe or a device may block whoever opens it.
+        # A pipe or a device may block the process that opens it.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
     files: dict[str, str] = {}
