@@ -1,8 +1,9 @@
-"""Untrusted values as printable text: a ledger may hold any name."""
+"""Untrusted values as printable text, since a ledger may hold any name; and tables of texts."""
 
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 # Shown of the 32 digits of a digest: enough to tell runs apart, and tables fit 80 columns.
 _DIGEST = re.compile(r"^([0-9a-f]{16})[0-9a-f]{16}(?= |\Z)")
@@ -129,3 +130,19 @@ def pluralize(number: int, noun: str, plural: str = "") -> str:
     ('1 record', '2,500 records')
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def read_stanzas(path: Path) -> Iterator[dict[str, list[str]]]:
+    """Yield the fields of each stanza of a file of the package, by name.
+
+    A stanza ends with a blank line, and a field with its line. A line that begins with a blank
+    continues the line before, and one that begins with ``#`` is a comment.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#"))
+    for stanza in text.strip().split("\n\n"):
+        fields: dict[str, list[str]] = {}
+        for line in re.split(r"\n(?! )", stanza):
+            name, _, value = " ".join(line.split()).partition(":")
+            fields.setdefault(name, []).append(value.strip())
+        yield fields

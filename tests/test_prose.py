@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "examples/README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
     *sorted((ROOT / "docs/notebooks").glob("*.ipynb")),
+    *sorted((ROOT / "lightning_d9m").rglob("*.txt")),
 ]
 _CODE = re.compile(
     r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[^\n]*$|<!--.*?-->", re.DOTALL | re.MULTILINE

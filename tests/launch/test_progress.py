@@ -8,7 +8,7 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_d9m.tools.launch.progress import EpochCounter, RunProgress
+from lightning_d9m.tools.launch.progress import RunProgress
 
 EPOCH = b'{"kind":"digests","moment":"epoch","epoch":3}\n'
 OTHER = b'{"kind":"digests","moment":"final"}\n'
@@ -19,12 +19,14 @@ def test_whole_lines_are_counted_in_pieces_of_any_size(tmp_path_factory, lines, 
     folder = tmp_path_factory.mktemp("run")
     path = folder / "fit-000" / "rank-0.jsonl"
     path.parent.mkdir()
-    text, counter = b"".join(lines), EpochCounter(folder)
+    text, progress = b"".join(lines), RunProgress("run", folder)
     with path.open("wb", buffering=0) as ledger:
         for cut in [*cuts, len(text)]:
             piece, text = text[:cut], text[cut:]
             ledger.write(piece)
-            assert counter.count() == path.read_bytes().count(b'"moment":"epoch","epoch":3}\n')
+            assert progress.count_epochs() == path.read_bytes().count(
+                b'"moment":"epoch","epoch":3}\n'
+            )
 
 
 def test_several_fits_are_added_up_and_one_epoch_is_no_epochs(tmp_path, capsys):

@@ -82,7 +82,7 @@ def test_paths_that_do_not_exist_are_misuse(folder, d9m):
     assert "does not match a rule" in err
 
 
-def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, run):
+def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, run, monkeypatch):
     subprocess.run(["git", "init", "-q", folder], check=True)
     (folder / "build").mkdir()
     for name in ("build/made.py", "local.py", "inner.py"):
@@ -95,7 +95,10 @@ def test_files_that_git_ignores_are_left_out_unless_they_are_named(folder, run):
     assert len(run(folder)[1]) == 2
     assert run(folder / "local.py")[0] == 1
     assert run(folder / "build")[0] == 1
-    assert {file for file, *_ in run(folder / "package")[1]} == set()
+    for hook in ({}, {"GIT_DIR": ".git"}):  # git sets it for the programs of a hook
+        for name, text in hook.items():
+            monkeypatch.setenv(name, text)
+        assert {file for file, *_ in run(folder / "package")[1]} == set()
 
 
 def test_nothing_found_is_status_0_and_something_1(folder, d9m):

@@ -73,14 +73,18 @@ def _read_git(folder: Path, script: str | None) -> dict[str, Scalar]:
     return {"git.commit": commits[0], "git.dirty": dirty}
 
 
+def make_git_environment() -> dict[str, str]:
+    """Return the variables for a git that finds the repository of its folder."""
+    return {name: text for name, text in os.environ.items() if name not in _GIT_VARIABLES}
+
+
 def _run_git(folder: Path, *words: str) -> str | None:
     """Return the output of git; None if it fails, is absent or takes too long."""
-    environment = {name: text for name, text in os.environ.items() if name not in _GIT_VARIABLES}
     try:
         done = subprocess.run(  # noqa: S603 - fixed words and a file name
             [*_GIT, *words],
             cwd=folder,
-            env=environment,
+            env=make_git_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=True,

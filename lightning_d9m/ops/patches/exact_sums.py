@@ -66,7 +66,11 @@ def plan_pieces(dtype: torch.dtype, terms: int, guard: int = GUARD) -> Pieces:
 
     ``guard`` bits below the last place of the greatest term are kept, or more.
     """
+    # The more terms, the fewer bits has a piece: float64 must hold the sum of all first pieces, and
+    # that of all second ones.
     size = max((terms - 1).bit_length(), 2)
+    # The bits of the significand below its first one, in which sums are taken: float16 and bfloat16
+    # are added as float32 is.
     kept = (52 if dtype == torch.float64 else 23) + guard
     first, more = 52 - size, 54 - size
     return Pieces(1 + max(0, -((first - kept) // more)), size)
@@ -103,6 +107,7 @@ def accumulate(
 def _make_example(device: torch.device) -> tuple[Any, ...]:
     """Return arguments of ``kernels.accumulate``: terms over 200 binary orders, in two pieces."""
     terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
+    # The binary orders need the second piece, without which a wrong kernel could pass.
     values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()
     index = (terms.to(torch.int64) * 7 % 12).to(device)
     layout = Layout(2, 1, 2, 300, 1, 11, (300, 0, 1, 0))

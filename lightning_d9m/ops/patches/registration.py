@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from pkgutil import resolve_name
@@ -34,29 +33,16 @@ _varying: set[tuple[str, str]] = set()  # operators and dispatch keys; a session
 _thread = threading.local()
 
 
-@dataclass(frozen=True)
-class AppliedPatches:
-    """The patches in force, as a ledger records them.
-
-    Attributes:
-        device_key: The dispatch key, ``"CUDA"`` in production.
-        names: The ops that are patched, sorted.
-        excluded: The ops that the user excluded, sorted.
-    """
-
-    device_key: str
-    names: tuple[str, ...]
-    excluded: tuple[str, ...]
-
-
 @contextmanager
 def patches_applied(
     device_key: str = "CUDA", exclude: Iterable[str] = ()
-) -> Iterator[AppliedPatches]:
+) -> Iterator[frozenset[str]]:
     """Run the body with a deterministic kernel for each op that torch leaves nondeterministic.
 
+    It gets the names of the ops that are patched.
+
     Args:
-        device_key: The backend's dispatch key. Tests use ``"CPU"``.
+        device_key: The backend's dispatch key: ``"CUDA"`` in production. Tests use ``"CPU"``.
         exclude: Names from the catalog of ops to leave to torch.
 
     Raises:
@@ -65,14 +51,14 @@ def patches_applied(
     """
     if problem := describe_missing_patches():
         raise SettingError(problem)
-    excluded = tuple(sorted(set(exclude)))
-    ops = select_ops(torch.__version__, excluded)
+    ops = select_ops(torch.__version__, exclude)
     if device_key in _active:
         raise SettingError(
             f"The patches are already applied for the dispatch key {device_key!r}; applying them "
             "again would not change which ops are patched. Leave the first block first."
         )
-    names = tuple(sorted(op.name for op in ops))
+    # All are registered or none: an op that fails takes the others back.
+    names = frozenset(op.name for op in ops)
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -82,7 +68,7 @@ def patches_applied(
                 _register(library, op, device_key)
         _active.add(device_key)
         with decompositions_bypassed(names, device_key.lower()):
-            yield AppliedPatches(device_key, names, excluded)
+            yield names
     finally:
         _active.discard(device_key)
         library._destroy()  # noqa: SLF001 - no public method removes a kernel at a known time
@@ -94,10 +80,9 @@ def _register(library: Library, op: Op, device_key: str) -> None:
         key = (f"aten::{overload}", device_key)
         # get_kernel would also return a fallback, which is not a kernel of the backend; a build
         # without the backend has none.
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(*key)  # noqa: SLF001 - torch has no public check
         kernel = Kernel(
             resolve_name(path),
-            get_boxed_kernel(*key) if has_kernel else None,
+            get_boxed_kernel(*key) if _has_kernel(*key) else None,
             getattr(getattr(torch.ops.aten, packet), name or "default")._schema,  # noqa: SLF001 - it names the outputs
             switches=op.flag_effect is FlagEffect.SWITCHES,
         )
@@ -119,6 +104,8 @@ def variation_allowed(names: Iterable[str], device_key: str) -> Iterator[None]:
         SettingError: An operator does not exist, or has no kernel for the backend.
     """
     with ExitStack() as stack:
+        # A name of the catalog may have overloads that only some builds of torch have; an operator
+        # that the user names must exist.
         given = [*names]
         for name in sorted({operator for one in given for operator in _list_operators(one)}):
             namespace, _, overload = name.partition("::")
@@ -132,6 +119,7 @@ def variation_allowed(names: Iterable[str], device_key: str) -> Iterator[None]:
                     f"varying_ops names {name!r}, and no operator of that name has a kernel for "
                     f"{device_key}. Import the package that defines it first, or leave it out."
                 )
+            # A session within a session may allow it again; the outer one takes the kernel back.
             if (name, device_key) in _varying:
                 continue
             _varying.add((name, device_key))
@@ -147,7 +135,7 @@ def variation_allowed(names: Iterable[str], device_key: str) -> Iterator[None]:
 
 def _has_kernel(name: str, device_key: str) -> bool:
     with suppress(RuntimeError):  # the operator does not exist
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key)  # noqa: SLF001 - as in _register
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, device_key)  # noqa: SLF001 - torch has no public check
     return False
 
 
@@ -165,6 +153,8 @@ def is_patched(name: str) -> bool:
 
 
 def _run_varying(call: Any, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    # The kernel reads the flag when it is called, and so may other ops in other threads: it is off
+    # for the call alone.
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(False)  # noqa: FBT003, SLF001 - the public one loads the compiler
@@ -185,11 +175,7 @@ def require(*conditions: bool) -> None:
 
 
 class Update(NamedTuple):
-    """A change of the tensor ``self``: in place, or of a copy.
-
-    Attributes:
-        write: Takes the tensor to change and the op's other arguments.
-    """
+    """A change of the tensor ``self``, in place or of a copy; the op's arguments follow it."""
 
     write: Callable[..., None]
 
@@ -234,6 +220,7 @@ class Kernel:
         self._replacement = replacement
         self._call = call
         self._outputs = [argument.name for argument in schema.arguments if argument.is_out]
+        # The schema says so, and names like add_ only suggest it.
         alias = schema.arguments[0].alias_info
         self._in_place = alias is not None and alias.is_write
         self._switches = switches
@@ -241,6 +228,7 @@ class Kernel:
 
     def __call__(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement and return what torch's kernel would return."""
+        # Per thread, because autograd runs the backward pass of each device in a thread.
         if getattr(_thread, "is_inside", False):
             return self._call(keyset, *args, **kwargs)
         _thread.is_inside, refusal = True, None
@@ -249,6 +237,8 @@ class Kernel:
                 returned = self._replace(args, kwargs)
             except torch.OutOfMemoryError:
                 raise
+            # Wrong arguments must raise torch's own error, with its words: torch's kernel gets
+            # them.
             except (RefusedError, RuntimeError, IndexError, ValueError) as error:
                 # Frames of a traceback would keep the tensors alive until a garbage collection.
                 refusal = error.with_traceback(None) if self._switches else error
@@ -257,6 +247,8 @@ class Kernel:
                 returned = self._call(keyset, *args, **kwargs)
         finally:
             _thread.is_inside = False
+        # Without a deterministic version torch's kernel raises, for the arguments or by its alert.
+        # It took them, so its result may vary.
         if refusal is not None and not self._switches:
             # Torch's kernel took the arguments; its result is discarded.
             given = [
@@ -276,12 +268,14 @@ class Kernel:
         if self._outputs:
             kwargs = {name: kwargs[name] for name in kwargs if name not in self._outputs}
         found = self._find_function(args, kwargs)
+        # torch refuses such calls, in which a value is written before it is read.
         if self._in_place or isinstance(found, Update):
             for target in targets:
                 require(not _shares_memory(target, args[1:]))
         if isinstance(found, Update):
             target = args[0]
             if not self._in_place:
+                # Replacements write into contiguous memory.
                 target = target.clone(memory_format=torch.contiguous_format)
             found.write(target, *args[1:], **kwargs)
             found = target
@@ -298,6 +292,8 @@ class Kernel:
 
     def _find_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the function for arguments like these, or what the replacement returns."""
+        # Checks and plans in Python take longer than a small kernel runs; they depend on these
+        # alone.
         alike = _describe((*args, *kwargs.values()))
         found = self._functions.get(alike)
         if found is None:
@@ -313,6 +309,7 @@ def _describe(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return what a function that a replacement returns may depend on."""
     return tuple(
         [
+            # Not the values: a function must not depend on them.
             (one.shape, one.stride(), one.dtype, one.device)
             if isinstance(one, Tensor)
             else (_describe(one) if type(one) is list else one)
@@ -325,6 +322,7 @@ def _write(target: Tensor, result: Tensor) -> None:
     if target.shape != result.shape:
         # Warns, as torch does, if the output held something of a different shape.
         _maybe_resize_out(target, result.shape)
+        # The strides that torch's kernel would have given a new output.
         target.as_strided_(result.shape, result.stride())
     target.copy_(result)
 
@@ -334,6 +332,7 @@ def _shares_memory(target: Tensor, arguments: Iterable[Any]) -> bool:
 
     As in torch, only dense tensors without internal overlap are compared with each other.
     """
+    # The check takes time, and a contiguous tensor has no overlap.
     if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == _OVERLAP:  # noqa: SLF001 - torch's kernels check the same
         return True
     for one in arguments:
@@ -375,6 +374,7 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
 
     try:
         for name in ("_upsample_linear_vec", "_replication_pad", "max_pool3d_with_indices"):
+            # A release may lack one, as hooks.py says.
             if decompose := getattr(torch_decompositions, name, None):
                 patches.replace(torch_decompositions, name, partial(run, name, decompose))
         yield

@@ -14,6 +14,7 @@ _SIZES = (0, 1, 3, 1021, 40_000, 300_007)  # elements: several chunks, and ends 
 
 def compute_examples(device: torch.device) -> list[torch.Tensor]:
     """Return results of patched ops, one for each Triton kernel; no addition in them rounds."""
+    # Small whole numbers: the sums are exact, so the CPU's result is the only right one.
     rows = torch.arange(12, dtype=torch.float32, device=device)
     index = torch.tensor([0, 1, 1], device=device)
     image = rows[:4].view(1, 1, 2, 2).requires_grad_()
@@ -32,6 +33,7 @@ def try_device(device: torch.device) -> CheckResult:
     begin = time.monotonic()
     problems = []
     with warnings.catch_warnings(record=True) as caught:
+        # Python shows a warning once for each place, and an earlier check may have shown it.
         warnings.simplefilter("always")
         try:
             with deterministic(seed=0):
@@ -48,7 +50,8 @@ def try_device(device: torch.device) -> CheckResult:
                     problems.append("patched ops on the device differ from the CPU's")
         except Exception as error:  # noqa: BLE001 - the check reports every failure
             problems.append(f"{type(error).__name__}: {error}")
-    problems += [str(one.message) for one in caught]
+    # A kernel that is replaced by torch ops warns and still gives the right bits.
+    problems += [str(warning.message) for warning in caught]
     seconds = f"{time.monotonic() - begin:.1f} s"
     if not problems:
         found = f"a session opens; digests and patched ops are the CPU's (checked in {seconds})"

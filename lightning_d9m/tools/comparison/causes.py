@@ -7,9 +7,11 @@ This module imports torch only to look up an operation.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT, SAVED, STATE
+from lightning_d9m.text import read_stanzas
 from lightning_d9m.tools.comparison.ledgers import Comparison
 from lightning_d9m.tools.comparison.timeline import module_of
 
@@ -19,12 +21,7 @@ class Cause:
     """A kind of cause.
 
     Attributes:
-        kind: ``"stack"``, ``"seed"``, ``"initial weights"``, ``"random numbers"``, ``"data"``,
-            ``"optimizer settings"``, ``"optimizer state"``, ``"weights"``, ``"buffers"``,
-            ``"gradients"``, ``"all-reduce"``, ``"op"``, ``"uninitialized memory"``,
-            ``"value from outside torch"``, ``"module"``, ``"logged value"``,
-            ``"saved file"``, ``"after training"``, ``"rank drift"``, ``"length"``,
-            ``"incomparable"`` or ``"unknown"``.
+        kind: One of those in ``causes.txt``.
         text: One sentence on what differs and what was equal before.
         advice: Instructions for the user.
         narrows: Whether a narrower look, at modules or operations, can add to it.
@@ -36,192 +33,17 @@ class Cause:
     narrows: bool = False
 
 
-# Name, and kind if it differs, of each cause ("..." if a narrower look can add to it); what differs
-# and what was equal before; what the user should do.
-_TEXT = """\
-stack
-The two runs have different stacks.
-Advice: Make the fields above equal, and locate again.
-
-initial buffers: buffers
-Buffers differ before the first step.
-Advice: Look for code that writes to them before the training: the model's own, a hook, or the
-validation that Lightning's Trainer runs first.
-
-initial settings: optimizer settings
-The optimizer's settings differ before the first step.
-Advice: Look at the values from which the program computes them, such as in configure_optimizers.
-
-initial gradients: gradients ...
-The first gradients differ, while the weights before the first step are equal.
-Advice: Look at the first batch and at what the model draws: a private generator without a seed, the
-clock, the order of a set or of the files in a folder.
-
-seed
-The program seeds torch's generators with a different number in each run.
-Advice: Give that call a fixed seed, such as the random_seed of a library that draws one when it
-gets none.
-
-initial weights
-The weights differ before the first step.
-Advice: Seed before the model is built: LIGHTNING_D9M=1 or lightning_d9m.enable() at the top of the
-program. Weights from a private generator, such as numpy.random.default_rng(), need their own seed.
-Loaded weights come from a different file.
-
-rng: random numbers
-A random number generator has a different state when the batch begins, so one run drew numbers that
-the other did not draw.
-Advice: Look for draws whose number depends on the clock, the network or another thread.
-
-batch: data
-The batch differs, while the generators and the weights were equal.
-Advice: Look at the dataset and the collate function: a private generator without a seed,
-os.urandom, the clock, the order of a set or of the files in a folder. `d9m scan` finds these in
-the source.
-
-optimizer settings
-The optimizer's settings differ, while the gradients before were equal.
-Advice: Look for code that sets the learning rate or another setting, such as a schedule that reads
-the clock.
-
-optimizer: optimizer state
-The optimizer's state differs, while the weights and the gradients before were equal.
-Advice: Look at the optimizer's arithmetic, and for other code that writes to its state.
-
-weight: weights
-Weights differ, while the gradients before were equal, and so were the optimizer's settings.
-Advice: Look for code that writes to the weights: another thread, a callback, clipping, or the
-optimizer's own step.
-
-weight and setting: weights
-Weights and the optimizer's settings differ, while the gradients before were equal.
-Advice: Both were written in one step. Look for code that sets the learning rate before the
-optimizer steps, and for code that writes to the weights, such as a callback.
-
-buffer: buffers
-Buffers differ, while everything recorded before is equal.
-Advice: Look for code that writes to them: the training step, the validation, a callback, or
-another thread.
-
-gradient: gradients
-Gradients differ when the optimizer uses them, but were equal when the backward pass had computed
-them.
-Advice: Look for code that writes to gradients in between: a hook, a callback, another thread. If
-there is none, suspect the memory of that machine.
-
-all-reduce
-Gradients differ after the ranks have exchanged them, but were equal before.
-Advice: With Horovod, use the strategy 'horovod_d9m'. With NCCL, keep NCCL_ALGO, and make sure that
-no communication hook of yours reorders the sum.
-
-scalar: logged value
-Only a logged value differs; the training itself is equal.
-Advice: If it cannot be equal, such as a measured time, exclude it with ignored_metrics, or with
-LIGHTNING_D9M_IGNORED_METRICS=NAME before the command.
-
-evaluation: logged value ...
-What an evaluation computes differs; the training itself is equal in these two runs.
-Advice: Look at what validation_step reads and computes. EarlyStopping, ReduceLROnPlateau or
-ModelCheckpoint may turn the value into other weights in other runs. Only if nothing reads it, such
-as a measured time, exclude it with ignored_metrics.
-
-steering: logged value ...
-A logged value differs first, and the training differs later.
-Advice: Look at what computes the value, such as validation_step, and at what reads it:
-EarlyStopping, ReduceLROnPlateau or ModelCheckpoint turn it into other weights.
-
-monitor: module
-A monitored value differs, while everything recorded before it is equal.
-Advice: Look at the code between the last equal place and the monitor.
-
-draw: random numbers
-An operation drew different numbers for equal inputs, while the generators of Python, NumPy and
-torch were equal when the batch began.
-Advice: It draws from a private generator, which needs a seed, or other code drew in the same batch,
-such as a thread that prepares the next one: give that its own generator.
-
-drawn: random numbers ...
-The generators of Python, NumPy and torch were equal when the batch began, and one differs when its
-loss is computed, so one run drew numbers in the batch that the other did not draw.
-Advice: Look for a thread that draws from them, such as one that prepares the next batch, and give
-it its own generator; and for draws whose number depends on values.
-
-empty: uninitialized memory
-The inputs of an operation differ although no operation wrote them, and the runs are equal if new
-memory is filled: it reads uninitialized memory.
-Advice: Write to every element of a tensor from torch.empty, empty_like or new_empty before you
-read it, or use torch.zeros.
-
-outside: value from outside torch
-The inputs of an operation differ although no operation wrote them, and filling new memory does not
-change that.
-Advice: Look at the values that the line gets from NumPy, the clock, a file, another thread, or a
-kernel that torch does not see.
-
-number: value from outside torch
-A number that an operation gets differs, although no recorded operation computed it.
-Advice: Look for the values that the line gets from NumPy, the clock, a file, or another thread.
-
-op ...
-An operation gave different outputs, while everything recorded before it is equal.
-
-module ...
-A module computes different values, while everything recorded before it is equal.
-
-saved: saved file
-A file that the program saved differs, while all fits are equal.
-Advice: Look at the code that computes what is saved, such as an average of the weights, and at what
-changes the model after the training.
-
-after training
-All epochs are equal, but the final state differs.
-Advice: Look for code that rewrites the weights when the training ends.
-
-given: module ...
-The inputs of a module differ, while everything recorded before them is equal.
-Advice: Look at the code that computes them: training_step or the loop that calls the model, or a
-hook that changes the batch.
-
-length
-One run continues where the other ends; everything that both recorded is equal.
-Advice: Look for what ends the training: a time limit, or a callback that stops it.
-
-steps: length ...
-The runs end the epoch after different numbers of steps.
-Advice: Look for what ends the training: a time limit, or a callback that stops it.
-
-incomparable
-The two runs are not the same experiment.
-Advice: Make the fields above equal. A seed or a size that changes in each run is the cause.
-
-unknown ...
-The runs differ at the place below; no narrower look showed where it began.
-Advice: If it is rare, raise --tries. If only the first run differs, look for files that it left
-and later runs read. A shorter training makes each look cheaper.
-"""
-
-
 def _read_causes() -> Iterator[tuple[str, Cause]]:
-    for block in _TEXT.split("\n\n"):
-        head, _, sentences = block.partition("\n")
-        text, _, advice = " ".join(sentences.split()).partition(" Advice: ")
-        name, _, kind = head.removesuffix(" ...").partition(": ")
-        yield name, Cause(kind or name, text, advice, narrows=head.endswith(" ..."))
+    for stanza in read_stanzas(Path(__file__).with_name("causes.txt")):
+        fields = {name: value for name, [value] in stanza.items()}
+        kind = fields.get("kind", fields["cause"])
+        cause = Cause(
+            kind, fields["differs"], fields.get("advice", ""), narrows="narrows" in fields
+        )
+        yield fields["cause"], cause
 
 
 _CAUSES = dict(_read_causes())
-_RANK_ADVICE = (
-    "Look for what only one rank does: code behind a test of the rank, a parameter that the "
-    "strategy does not synchronize, a collective that one rank skips. If there is nothing, suspect "
-    "the device or the memory of that rank."
-)
-_RANK_TEXTS = {
-    "initial": "The ranks hold different {} before the first step.",
-    "batch": "The ranks hold different {}, which were equal when the batch before began.",
-    "seen": "At the end of the epoch the ranks hold different {}, and did not when its last batch "
-    "began.",
-    "final": "After training the ranks hold different {}.",
-}
 _GROUP_NAMES = {
     "weight": "weights",
     "buffer": "buffers",
@@ -245,6 +67,7 @@ _KINDS = {
     **dict.fromkeys(("loss", "scalars"), "scalar"),
     "schedulers": "optimizer settings",
 }
+# What a missing seed changes first: what is drawn before the first step, or in a batch.
 _SEEDED = ("initial weights", "initial gradients", "rng", "batch")
 # What a logged value can change through a callback, such as EarlyStopping or ReduceLROnPlateau.
 _STEERED = ("length", "optimizer settings", "logged value", "unknown")
@@ -257,6 +80,7 @@ _NEEDS = {
     **dict.fromkeys(("output", "op"), _BEGUN | {"input"}),
     "gradient": frozenset({"local_gradient"}),
 }
+# Places of modules: what differs there is computed within the step.
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
 
 
@@ -293,11 +117,11 @@ def _select_ops(found: Iterable[Divergence], module: str | None) -> Iterator[Div
 def find_cause(comparison: Comparison, *, batches_seen: bool = False) -> Cause:
     """Return the cause of the first divergence of a comparison.
 
-    Args:
-        comparison: The comparison of two runs.
-        batches_seen: Whether probes saw all batches of the epoch that diverges first. If only its
-            end differs, the cause comes after the last batch's gradients.
+    ``batches_seen`` says whether probes saw all batches of the epoch that diverges first. If only
+    its end differs, the cause comes after the last batch's gradients.
     """
+    # A seed that the program draws itself makes the runs incomparable; the call that draws it says
+    # more than that.
     if comparison.refusals:
         by_seed = any(entry.field == "seed" for entry in comparison.refusals)
         return (by_seed and _find_seeding(comparison)) or _CAUSES["incomparable"]
@@ -311,6 +135,8 @@ def advise(comparison: Comparison) -> str:
     if not comparison.divergences:
         return ""
     cause = _find_cause(comparison, batches_seen=False)
+    # The other kinds need probes, or a look at modules and operations, before advice is worth
+    # reading.
     alone = cause.kind in ("seed", "initial weights", "buffers", "logged value", "length")
     return f"{cause.text} {cause.advice}" if alone else ""
 
@@ -323,6 +149,7 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
         cause = _CAUSES["length" if longer else "unknown"]
         return _add_text(cause, _describe_ends(comparison) if longer else "")
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+    # Whether a logged value matters depends on what differs besides it.
     if name == "scalar":
         name = {"logged values": "scalar", "evaluations": "evaluation"}.get(
             comparison.extent, "steering"
@@ -333,6 +160,8 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
 def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_seen: bool) -> Cause:
     """Return a cause with what else the comparison shows of it."""
     if (logged := comparison.logged) is not None:
+        # The value came first and can reach these through a callback, so it is the cause that is
+        # named.
         if _CAUSES[name].kind in _STEERED:
             return _CAUSES["steering"]
         which = "an evaluation" if logged.kind == "evaluation" else f"the logged {logged.name}"
@@ -347,7 +176,9 @@ def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_see
         said = f"One run ends at step {one}, the other at step {other}{equal}. {ends}".rstrip()
         return replace(_CAUSES[name], text=said, narrows=not batches_seen)
     unseen = sorted(_NEEDS.get(first.kind, frozenset()) - comparison.probes)
-    if first.moment == "batch" and unseen and not _starts_training(first):
+    # Nothing was computed before the state of the first batch.
+    is_begun = first.step == 0 and first.batch == 0 and first.kind in STATE
+    if first.moment == "batch" and unseen and not is_begun:
         said = f"Not recorded, so not ruled out: a difference of {', '.join(unseen)} before it."
         return _add_text(_CAUSES[name], said)
     return _CAUSES[name]
@@ -356,6 +187,7 @@ def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_see
 def _find_seeding(comparison: Comparison) -> Cause | None:
     """Return the cause of runs that a program seeds differently; None if it does not."""
     calls = [text.split("; ") for text in comparison.seeded]
+    # The last calls of each run: one may have made more of them.
     pairs = zip(*calls, strict=False)
     found = next(((one, other) for one, other in pairs if one != other), None)
     return found and _add_text(_CAUSES["seed"], f"Run 1: {found[0]}. The other: {found[1]}.")
@@ -373,21 +205,15 @@ def _describe_ends(comparison: Comparison) -> str:
     return f"{said[0][:1].upper()}{'; '.join(said)[1:]}." if said else ""
 
 
-def _starts_training(first: Divergence) -> bool:
-    return first.step == 0 and first.batch == 0 and first.kind in STATE
-
-
 def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
-    """Return the cause of ranks that drift apart within one run.
+    """Return the cause of ranks that drift apart within one run, from the first place.
 
-    Args:
-        drift: The first place at which a rank differs from the others.
-        steps_seen: Whether the state at each step of that epoch was compared.
+    ``steps_seen`` says whether the state at each step of that epoch was compared.
     """
     moment = "seen" if drift.moment == "epoch" and steps_seen else drift.moment
-    text = _RANK_TEXTS.get(moment, "The ranks hold different {}.")
+    text = _CAUSES.get(f"ranks {moment}", _CAUSES["ranks"]).text
     state = _GROUP_NAMES.get(drift.kind, drift.kind)
-    return Cause("rank drift", text.format(state), _RANK_ADVICE)
+    return replace(_CAUSES["ranks"], text=text.format(state))
 
 
 def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
@@ -398,6 +224,7 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return _INITIAL.get(first.kind, "unknown")
     if first.moment == "final" or first.kind == SAVED:
         return "after training" if first.moment == "final" else SAVED
+    # A fit that an exception ended has the state there in place of that of the epoch's end.
     ends_epoch = first.moment in ("epoch", EXCEPTION)
     if ends_epoch and "step" in first.by_kind:
         return "steps"
@@ -408,6 +235,7 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return "scalar"
     if first.moment != "batch":
         return "unknown"
+    # The weights with which the first batch begins are the initial ones.
     if first.kind == "weight" and first.step == 0 and first.batch == 0:
         return "initial weights"
     if _is_setting(first.kind, first.name):
@@ -418,10 +246,14 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return "weight and setting"
     if first.kind == "op":
         return "draw" if _draws(first.name.rpartition("::")[2]) else "op"
+    # Generators are probed when a batch begins and when its loss is computed: they differ only in
+    # the second probe, or the first kind would be theirs.
     if first.kind in _INSIDE and "rng" in first.by_kind:
         return "drawn"
     if first.kind in _INSIDE:
         return "given" if first.kind == "input" else "module"
+    # What only one rank computes differs on that rank first; a sum that differs reaches all ranks
+    # in the same place.
     everywhere = first.kind == "gradient" and len(found) == ranks > 1
     name = "all-reduce" if everywhere else first.kind
     return name if name in _CAUSES else "unknown"
@@ -434,6 +266,7 @@ def _draws(op: str) -> bool:
     """
     import torch
 
+    # Such as aten.mm.default:1, with the number of an output.
     namespace, _, name = op.partition(":")[0].partition(".")
     packet, _, overload = name.partition(".")
     found = getattr(getattr(torch.ops, namespace), packet, None)

@@ -5,7 +5,7 @@ First differences in stack and settings, then the divergences of the records of 
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -57,6 +57,8 @@ from lightning_d9m.text import escape
 # Groups of digests and kinds of probes and records that hold logged values, and evaluations.
 LOGGED = frozenset({"scalar", "scalars"})
 EVALUATED = LOGGED | {"evaluation"}
+# Records between two updates of the progress line: rich takes longer to draw it than a comparison
+# takes for many of them.
 _TICK = 2**16
 _Fields: TypeAlias = dict[str, FieldDifference]
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
@@ -95,6 +97,7 @@ class RunSide:
         if items:
             self.first_record = self.first_record or describe_record(items[0])
         self.records += len(items)
+        # The caller keeps the list, and its memory must not grow with the run.
         items.clear()
 
     def note(self, item: Item | None) -> None:
@@ -181,6 +184,7 @@ class RankComparison:
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
                 side.places += len(places)
                 side.first_place = side.first_place or f"{escape(name)} in {found.where}"
+        # Whatever differs after the training does follows from it.
         if differing and self.trained_alike:
             self.groups = tuple(dict.fromkeys((*self.groups, *found.by_kind)))
         if differing and _is_earlier(found, self.divergence):
@@ -258,7 +262,7 @@ class Comparison:
     portable: bool = False
     probes: frozenset[str] = frozenset()
     varying_ops: tuple[str, ...] = ()
-    seeded: tuple[str, str] = ("", "")
+    seeded: tuple[str, ...] = ("", "")
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
@@ -277,6 +281,7 @@ class Comparison:
         """
         if self.refusals or not self.ranks:
             return "not comparable"
+        # A missing rank is a difference, whatever the other ranks say.
         whole = not (self.ranks_only_expected or self.ranks_only_actual)
         if not whole or not all(rank.equal or rank.cut_off for rank in self.ranks):
             return "different"
@@ -327,6 +332,7 @@ class Comparison:
     def logged(self) -> Divergence | None:
         """The first logged value or evaluation that differs before the training does, or None."""
         found = min(self._all, key=lambda entry: entry.when, default=None)
+        # It is named only if the training differs later, or it is the first divergence itself.
         is_first = found is not None and EVALUATED.issuperset(found.by_kind)
         return found if is_first and found not in self.divergences else None
 
@@ -377,42 +383,56 @@ def compare_ledgers(
     Raises:
         LedgerError: If a record of either is malformed or was edited.
     """
-    both = (expected, actual)
+    # Headers come first: they decide whether records are worth reading.
+    comparison = _compare_headers(expected, actual)
     common = [rank for rank in expected.files if rank in actual.files]
-    headers: list[tuple[tuple[int, ...], Header, Header]]
-    headers = [((rank,), expected.headers[rank], actual.headers[rank]) for rank in common]
+    # What was probed is not what was computed.
+    selected = all(entry.field not in PROBE_SETTINGS for entry in comparison.settings)
+    refusals: _Fields = {}
+    ranks: list[RankComparison] = []
+    done = ticked = 0
+    # Runs that their headers make incomparable stay so, and a ledger may be long.
+    for rank in () if comparison.refusals else common:
+        rank_pass = _RankPass(rank, (expected, actual), selected=selected)
+        # It grows while the pairs are read.
+        result = rank_pass.result
+        for pair in rank_pass.compare_records():
+            if watch is not None:
+                watch(rank, *pair)
+            so_far = done + result.records + result.places
+            if progress is not None and so_far - ticked > _TICK:
+                progress(ticked := so_far)
+        done += result.records + result.places
+        ranks.append(result)
+        _add_fields(refusals, rank_pass.refusals, (rank,))
+    return replace(
+        comparison, ranks=tuple(ranks), refusals=comparison.refusals or tuple(refusals.values())
+    )
+
+
+def _compare_headers(expected: Ledger, actual: Ledger) -> Comparison:
+    """Return all of a comparison but that of the records."""
+    runs = (expected, actual)
     stack: _Fields = {}
     settings: _Fields = {}
     refusals: _Fields = {}
-    for where, one, other in headers or [((), expected.header, actual.header)]:
+    pairs: list[tuple[tuple[int, ...], Header, Header]] = [
+        ((rank,), header, actual.headers[rank])
+        for rank, header in expected.headers.items()
+        if rank in actual.headers
+    ]
+    for ranks, one, other in pairs or [((), expected.header, actual.header)]:
         differing = stack_differences(one.stack, other.stack)
-        _add_fields(stack, [FieldDifference(*entry) for entry in differing], where)
+        _add_fields(stack, [FieldDifference(*entry) for entry in differing], ranks)
         refused, others = header_differences(one, other)
-        _add_fields(settings, others, where)
-        _add_fields(refusals, refused, where)
+        _add_fields(settings, others, ranks)
+        _add_fields(refusals, refused, ranks)
+    # Where logical ranks do the same on any number of processes, a file without a counterpart is
+    # not a part of the training that only one run has.
     any_processes = same_logical_ranks(expected.header.stack, actual.header.stack)
-    same_size = expected.header.world_size == actual.header.world_size
-    # What was probed is not what was computed.
-    selected = all(entry.field not in PROBE_SETTINGS for entry in settings.values())
-    parts = tuple(SEGMENT in run.header.program for run in both)
-    ranks: list[RankComparison] = []
-    for rank in () if refusals else common:
-        done = sum(entry.records + entry.places for entry in ranks)
-        with expected.open(rank) as one_file, actual.open(rank) as other_file:
-
-            def tick(records: int, done: int = done) -> None:
-                if progress is not None:
-                    progress(done + records)
-
-            files = (one_file, other_file)
-            comparison, found_in_run = _compare_rank(
-                rank, files, tick, watch, probes=same_size, selected=selected, parts=parts
-            )
-        ranks.append(comparison)
-        _add_fields(refusals, found_in_run, (rank,))
     alone = [
-        () if any_processes else tuple(rank for rank in one.files if rank not in other.files)
-        for one, other in ((expected, actual), (actual, expected))
+        () if any_processes else tuple(rank for rank in run.files if rank not in other.files)
+        for run, other in (runs, runs[::-1])
     ]
     return Comparison(
         expected=expected.path,
@@ -420,20 +440,16 @@ def compare_ledgers(
         stack=tuple(stack.values()),
         settings=tuple(settings.values()),
         refusals=tuple(refusals.values()),
-        ranks=tuple(ranks),
+        ranks=(),
         ranks_only_expected=alone[0],
         ranks_only_actual=alone[1],
         portable=are_portable(expected.header.settings, actual.header.settings),
-        seeded=(_list_seeds(expected), _list_seeds(actual)),
+        seeded=tuple(str(run.header.program.get(SEEDED, "")) for run in runs),
         probes=frozenset.intersection(
-            *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in both)
+            *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in runs)
         ),
         varying_ops=list_varying_ops(expected.header, actual.header),
     )
-
-
-def _list_seeds(ledger: Ledger) -> str:
-    return str(ledger.header.program.get(SEEDED, ""))
 
 
 def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[int, ...]) -> None:
@@ -443,110 +459,95 @@ def _add_fields(table: _Fields, fields: Iterable[FieldDifference], ranks: tuple[
         table[repr(entry)] = replace(known, ranks=(*known.ranks, *ranks))
 
 
-def _compare_rank(
-    rank: int,
-    files: tuple[RankReader, RankReader],
-    progress: Callable[[int], None],
-    watch: RecordObserver | None,
-    *,
-    probes: bool,
-    selected: bool,
-    parts: Sequence[bool],
-) -> tuple[RankComparison, list[FieldDifference]]:
-    """Compare two files; stop if they are incomparable.
+class _RankPass:
+    """The comparison of one rank's files.
 
-    ``probes`` says whether batches have counterparts, ``selected`` whether both runs have the same
-    probes of them, and ``parts`` which of the two runs are segments.
+    ``selected`` says whether both runs have the same probes of batches.
+
+    Attributes:
+        result: What was compared so far.
+        refusals: What makes the runs incomparable; nothing is read after the record that shows it.
     """
-    result = RankComparison(rank)
-    sides = (result.expected, result.actual)
-    refusals: list[FieldDifference] = []
-    # By side, what follows the last record of both; it does not count if the other is a segment.
-    alone: tuple[list[Item], list[Item]] = ([], [])
-    ticked = 0
-    for item, one, other in _list_compared(result, files, parts, selected=selected):
-        found = None
-        if isinstance(item, Batch) and not probes:
-            result.uncompared_batches += 1
-            continue
-        if one is None or other is None:
-            _set_aside(sides[one is None], alone[one is None], item, keeps=any(parts))
-        elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
-            result.records += 1
-            if refusals := run_refusals(one, other):
-                break
-        else:
-            found = _find_selected(one, other, selected=selected)
-            result.count(item, found)
-            for side, left in zip(sides, alone, strict=True):
-                side.note_alone(left)
-        if watch is not None:
-            watch(rank, one, other, found)
-        if (done := result.records + result.places) - ticked > _TICK:
-            progress(ticked := done)
-    for side, left, other_ends in zip(sides, alone, parts[::-1], strict=True):
-        side.note_alone([] if other_ends else left)
-    _note_ends(result, files, parts)
-    return result, refusals
 
+    def __init__(self, rank: int, runs: tuple[Ledger, Ledger], *, selected: bool) -> None:
+        self.result = RankComparison(rank)
+        self.refusals: list[FieldDifference] = []
+        self._runs, self._selected = runs, selected
+        self._sides = (self.result.expected, self.result.actual)
+        self._are_parts = [SEGMENT in run.header.program for run in runs]
+        # The micro-batches of a process are those of its logical ranks: on a different number of
+        # processes they have no counterparts.
+        self._have_probes = runs[0].header.world_size == runs[1].header.world_size
 
-def _set_aside(side: RunSide, alone: list[Item], item: Item, *, keeps: bool) -> None:
-    """Count a record that only one run has; keep it, if it may follow the end of a segment."""
-    alone.append(item)
-    if not keeps:  # all records of a longer run would be kept
-        side.note_alone(alone)
+    def compare_records(self) -> Iterator[tuple[Item | None, Item | None, Divergence | None]]:
+        """Yield each record that counts, its counterpart and their difference."""
+        # By run, what follows the last record of both. It does not count if the other is a
+        # segment, which ends before its run does.
+        waiting: tuple[list[Item], list[Item]] = ([], [])
+        expected, actual = self._runs
+        rank = self.result.rank
+        with expected.open(rank) as first, actual.open(rank) as second:
+            start = max(map(_find_start, (first, second), self._are_parts))
+            for item, one, other in self._list_counted(align_records(first, second), start):
+                found = None
+                if isinstance(item, Batch) and not self._have_probes:
+                    self.result.uncompared_batches += 1
+                    continue
+                if one is None or other is None:
+                    side = one is None
+                    waiting[side].append(item)
+                    if not any(self._are_parts):  # all records of a longer run would be kept
+                        self._sides[side].note_alone(waiting[side])
+                elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
+                    self.result.records += 1
+                    self.refusals = run_refusals(one, other)
+                    if self.refusals:
+                        break
+                else:
+                    found = self._find_difference(one, other)
+                    self.result.count(item, found)
+                    for run, records in zip(self._sides, waiting, strict=True):
+                        run.note_alone(records)
+                yield one, other, found
+        ends = zip(self._sides, (first, second), waiting, self._are_parts[::-1], strict=True)
+        for run, file, records, other_is_part in ends:
+            run.note_alone([] if other_is_part else records)
+            run.complete, run.truncated, run.breaks = file.complete, file.truncated, (*file.breaks,)
+        if any(self._are_parts):
+            last_step = self._sides[self._are_parts.index(True)].last_step
+            self.result.segment = (start[2], last_step)
 
+    def _list_counted(
+        self, records: Iterable[RecordPair], start: LedgerPosition
+    ) -> Iterator[tuple[Item, Item | None, Item | None]]:
+        """Yield each record that counts, as the one or the other run has it, and as both have."""
+        is_segment, place = any(self._are_parts), LEDGER_START
+        for one, other in records:
+            item = other or one
+            assert item is not None, "one run has it"
+            place = record_place(item, place)
+            is_pair = one is not None and other is not None
+            # A segment is compared as far as the run has recorded its state, too.
+            if is_pair or not (is_segment and isinstance(item, StepDigests | Batch)):
+                for side, own in zip(self._sides, (one, other), strict=True):
+                    side.note(own)
+            if isinstance(item, StepDigests):
+                # Runs may save at different steps.
+                counts = is_segment and is_pair and place >= start
+            elif isinstance(item, Batch):
+                counts = place >= start and (is_pair or self._selected)
+            else:
+                outside = isinstance(item, End) or place < start
+                counts = isinstance(item, RunFacts) or not (is_segment and outside)
+            if counts:
+                yield item, one, other
 
-def _note_ends(
-    result: RankComparison, files: tuple[RankReader, RankReader], parts: Sequence[bool]
-) -> None:
-    """Note how two files end, that were read, and the steps of a segment."""
-    sides = (result.expected, result.actual)
-    for side, file in zip(sides, files, strict=True):
-        side.complete, side.truncated = file.complete, file.truncated
-        side.breaks = tuple(file.breaks)
-    if any(parts):
-        start = max(map(_find_start, files, parts))[2]
-        result.segment = (start, sides[parts.index(True)].last_step)
-
-
-def _list_compared(
-    result: RankComparison,
-    files: tuple[RankReader, RankReader],
-    parts: Sequence[bool],
-    *,
-    selected: bool,
-) -> Iterator[tuple[Item, Item | None, Item | None]]:
-    """Yield each record that counts, as the one or the other run has it, and as both have it."""
-    sides = (result.expected, result.actual)
-    start, place = max(map(_find_start, files, parts)), LEDGER_START
-    for one, other in align_records(*files):
-        item = other or one
-        assert item is not None, "one run has it"
-        place = record_place(item, place)
-        is_pair = one is not None and other is not None
-        # A segment is compared as far as the run has recorded its state, too.
-        if is_pair or not (any(parts) and isinstance(item, StepDigests | Batch)):
-            for side, own in zip(sides, (one, other), strict=True):
-                side.note(own)
-        if isinstance(item, StepDigests):
-            # Runs may save at different steps.
-            counts = any(parts) and is_pair and place >= start
-        elif isinstance(item, Batch):
-            counts = place >= start and (is_pair or selected)
-        else:
-            outside = isinstance(item, End) or place < start
-            counts = isinstance(item, RunFacts) or not (any(parts) and outside)
-        if counts:
-            yield item, one, other
-
-
-def _find_selected(one: Item, other: Item, *, selected: bool) -> Divergence | None:
-    """Return how counterparts differ; without the places of probes that one did not select."""
-    found = find_difference(one, other)
-    if found is None or selected:
-        return found
-    return replace(found, one_sided=[]) if found.places else None
+    def _find_difference(self, one: Item, other: Item) -> Divergence | None:
+        """Return how counterparts differ, without the probes that one run did not select."""
+        found = find_difference(one, other)
+        if found is None or self._selected:
+            return found
+        return replace(found, one_sided=[]) if found.places else None
 
 
 def _find_start(file: RankReader, is_part: bool) -> LedgerPosition:
@@ -554,6 +555,7 @@ def _find_start(file: RankReader, is_part: bool) -> LedgerPosition:
     if not (is_part and file.breaks):
         return LEDGER_START
     last = file.breaks[-1]
+    # Phase 1 of an epoch has its batches, as in `record_place`.
     return (last.epoch, 1 if last.batch else 0, last.step)
 
 
@@ -573,6 +575,7 @@ def find_rank_drift(ledger: Ledger) -> Divergence | None:
     known = next((end.drift for end in ends if end is not None and end.drift is not None), None)
     if known is None or not {known.rank, reference_rank(known)} <= ledger.files.keys():
         return None
+    # Probes have the kind weight where digests have the group weights.
     kinds = {KIND_OF_GROUP.get(known.group)}
     with ledger.open(reference_rank(known)) as one_file, ledger.open(known.rank) as other_file:
         for one, other in align_records(one_file, other_file):
@@ -614,7 +617,10 @@ def align_records(*readers: RankReader) -> Iterator[RecordPair]:
     heads = [next(stream, None) for stream in streams]
     waiting: dict[Key, deque[tuple[int, Item]]] = {}  # records of one run, by key
     floor = LEDGER_START
+    # Only the run that is behind advances, so what waits belongs to one step.
     while present := [head for head in heads if head is not None]:
+        # Two heads with one key are a pair even if their places differ: a kind without a place has
+        # that of the record before it, which only one run may have.
         lowest = min(place for place, _, _ in present)
         alike = len(present) > 1 and present[0][1] == present[1][1]
         if lowest > floor and not alike:  # what waits has no counterpart any more
@@ -633,6 +639,7 @@ def align_records(*readers: RankReader) -> Iterator[RecordPair]:
             if not queue:
                 del waiting[key]
             one, other = (found, item) if side else (item, found)
+            # Observers tell equal records by identity, without a second comparison of long digests.
             yield (one, one) if one == other else (one, other)
     yield from _list_alone(waiting)
 
@@ -650,6 +657,8 @@ def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, It
 
     place = LEDGER_START
     records = (item for item in reader.records() if not isinstance(item, ProbeLayout))
+    # The key of any other record is a fresh object, equal to no other: only parts of a batch are
+    # joined.
     for _, group in groupby(records, key=name):
         item, *others = group
         if isinstance(item, Batch):

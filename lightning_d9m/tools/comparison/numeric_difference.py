@@ -70,16 +70,19 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     forms = {(value.shape, value.dtype, value.layout) for value in (one, other)}
     if forms != {(one.shape, one.dtype, torch.strided)}:
         return None
+    # A complex number has no order, so its parts are measured.
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     differing = (_bits(one) != _bits(other)).any(-1)
     places = [tuple(at) for at in differing.nonzero()[:_EXAMPLES].tolist()]
     old, new = one[differing], other[differing]
+    # All but integers of 64 bits fit exactly, and differences of float16 do not overflow.
     x, y = old.double(), new.double()
     finite = x.isfinite() & y.isfinite()
     gap = (x - y)[finite].abs()
     scale = torch.maximum(x.abs(), y.abs())[finite]
     relative = torch.where(scale > 0, gap / scale, gap)
+    # An infinity is as far from a number as the format allows, which says nothing.
     ordered = one.is_floating_point() and bool(finite.all())
     return Magnitude(
         count=len(old),
@@ -122,15 +125,18 @@ def measure_variation(reference: Output, output: Output) -> Variation:
     """
     expected, actual = _as_list(reference), _as_list(output)
     elements = sum(tensor.numel() for tensor in expected)
-    one, other = ([(part.shape, part.dtype) for part in own] for own in (expected, actual))
-    if one != other:
+    forms = [[(part.shape, part.dtype) for part in tensors] for tensors in (expected, actual)]
+    # Nothing can be compared element by element: the greatest values stand for that.
+    if forms[0] != forms[1]:
         return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
     changed, relative, ulps = 0, 0.0, 0
     for pair in zip(expected, actual, strict=True):
+        # Lazy conjugates and negations have the bits of the tensor that they view.
         left, right = (part.resolve_conj().resolve_neg().cpu() for part in pair)
         differing = (_bits(left) != _bits(right)).any(-1)
         if bool(differing.any()):
             old, new = left[differing], right[differing]
+            # Equal elements add nothing, and most elements are equal.
             changed += len(old)
             relative += float(_relative(old, new).sum())
             ulps = max(ulps, _ulps(old, new))
@@ -223,6 +229,7 @@ def _ulps(old: Tensor, new: Tensor) -> int:
     """Return the greatest distance of two elements in representable numbers."""
     left, right = _order(old), _order(new)
     low, high = torch.minimum(left, right), torch.maximum(left, right)
+    # The distance of two int64 may need 64 bits, and torch has no wider integer.
     overflows = (low < 0) & (high > _MOST_ULPS + low)
     return int(torch.where(overflows, _MOST_ULPS, high - low).max())
 
@@ -233,6 +240,7 @@ def _order(part: Tensor) -> Tensor:
         bits = _bits(part)
         # Sign and magnitude become two's complement, with -0.0 at -1.
         return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).to(torch.int64)
+    # Flipping the first bit maps 0 to the least int64; torch computes little with uint64.
     if part.dtype == torch.uint64:
         return part.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return part.to(torch.int64)

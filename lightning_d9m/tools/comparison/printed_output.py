@@ -7,7 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 _MOST_PRINTED, _MOST_SHOWN, _MOST_COMMON = 2**20, 60, 20
-# Of that many lines in which two runs differ, one is enough.
+# The time of SequenceMatcher grows with the square of the number of lines. Of that many lines in
+# which two runs differ, one is enough.
 _MOST_LINES = 2000
 # Times, sizes, addresses, progress, and numbers that a line says are measured.
 _VARIES = re.compile(
@@ -41,6 +42,7 @@ def compare_printed(output: Path) -> str:
 
 def _read(log: Path) -> Iterator[str]:
     with log.open(errors="replace") as file:
+        # A program may print the path of its run, whose folder has the run's number.
         text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
     for line in map(str.strip, text.splitlines()):
         if line and not _VARIES.search(line):
@@ -49,6 +51,7 @@ def _read(log: Path) -> Iterator[str]:
 
 def _list_differences(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the lines that differ in pairs; a line that one run lacks has an empty counterpart."""
+    # Most of two outputs is equal at the beginning, which need not be matched.
     start = _find_first(one, other)
     ours, theirs = (lines[start : start + _MOST_LINES] for lines in (one, other))
     for what, low, high, left, right in SequenceMatcher(None, ours, theirs).get_opcodes():

@@ -50,6 +50,8 @@ class StepTable:
     def add(self, row: TableRow, step: int, differing: int = 0, alone: int = 0) -> None:
         """Count a step of a row."""
         self.first, self.last = min(self.first, step), max(self.last, step)
+        # Steps come in order, and how many there will be is not known: two columns become one when
+        # there are too many, so memory does not grow with the run.
         while self.last // self.width - self.first // self.width >= MAX_COLUMNS:
             rows, self.rows, self.width = self.rows, {}, 2 * self.width
             for name, cells in rows.items():
@@ -99,6 +101,7 @@ class Timeline:
             self.steps.add(rank, item.step, alone=size)
             return
         if isinstance(item, Batch):
+            # All places of a batch were compared, so modules that do not differ have cells, too.
             modules, when = _list_modules(item.layouts), item.batch
         else:  # after the batches of its epoch
             named = ((group, name) for group, names in item.groups.items() for name in names)
@@ -112,6 +115,8 @@ class Timeline:
             path = module_of(place.kind, place.name)
             self.steps.add(path, item.step, 1)
             where = (item.epoch, item.step, when, place.position, f"{place.kind} {place.name}")
+            # Records of several ranks come one rank after the other, so a later one may show an
+            # earlier difference.
             self.firsts[path] = min(where, self.firsts.get(path, where))
 
 

@@ -22,19 +22,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from lightning_d9m.engine.ledger.command import make_git_environment
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.segment import Segment, run_segment
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
+# A subject and a name may hold any character but a NUL.
 _FORMAT = "%H%x00%s%x00%an%x00%as"
-# Variables that would point git at the user's folder instead of the worktree.
-_LOCATIONS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _LIST = "requirements.txt"
 _PACKAGE = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])? *(?:===?|@) *\S+")
 _EDITABLE = re.compile(r"(?:-e|--editable)\b *(.*)")
 _LAST_LINES = 3
+# The user may have no name in git's settings, or sign commits with a key that asks for a password.
 _AUTHOR = ("-c", "user.name=d9m", "-c", "user.email=d9m@localhost", "-c", "commit.gpgsign=false")
 
 
@@ -65,10 +66,7 @@ CheckOut: TypeAlias = Callable[[Commit], tuple[Path, Mapping[str, str]]]
 
 
 class Repository:
-    """The repository that holds a folder.
-
-    Args:
-        folder: Any folder in its working tree.
+    """The repository that holds a folder, which may be any in its working tree.
 
     Attributes:
         root: The top of the working tree.
@@ -103,6 +101,7 @@ class Repository:
         Raises:
             SettingError: If there is none.
         """
+        # A revision that begins with a dash is not an option of git.
         words = ("log", "-1", f"--format={_FORMAT}", "--end-of-options", revision)
         try:
             return Commit(*run_git(self.root, *words).rstrip("\n").split("\0"))
@@ -145,8 +144,11 @@ class Repository:
             folder = top / Path.cwd().resolve().relative_to(self.root.resolve())
 
             def check_out(commit: Commit) -> tuple[Path, Mapping[str, str]]:
+                # -x: a file that git ignores, such as a compiled extension, would be imported by
+                # the next commit. The second -f removes repositories that a training cloned.
                 run_git(top, "clean", "-ffdxq")
                 run_git(top, "checkout", "--quiet", "--force", "--detach", commit.sha)
+                # `clean` has removed the links of the commit before.
                 for path in (top / link for link in links if not (top / link).exists()):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.symlink_to(self.root / path.relative_to(top))
@@ -154,10 +156,13 @@ class Repository:
                     raise CommandError(f"The commit does not have the folder {folder}.")
                 return folder, {}
 
+            # A worktree shares the objects of the user's repository, and has its own index and
+            # HEAD: nothing of the user's changes, and no clone is made.
             run_git(self.root, "worktree", "add", "--detach", "--quiet", str(top), "HEAD")
             try:
                 yield check_out
             finally:
+                # The training has left files, for which git refuses without --force.
                 run_git(self.root, "worktree", "remove", "--force", str(top))
 
 
@@ -167,11 +172,11 @@ def run_git(folder: Path, *words: str) -> str:
     Raises:
         CommandError: If it fails.
     """
-    variables = {name: text for name, text in os.environ.items() if name not in _LOCATIONS}
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],
-            env={**variables, "LC_ALL": "C"},
+            # An error that is shown is in English, whatever the user's language is.
+            env={**make_git_environment(), "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -205,6 +210,7 @@ class PackageHistory(Repository):
         It returns the working folder, and variables with which a command finds their python first.
         """
         del links
+        # Beside the lists, in the temporary folder.
         environment = self.root.with_name("environment")
         path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
 
@@ -219,9 +225,7 @@ class PackageHistory(Repository):
 def install_packages(environment: Path, path: Path) -> None:
     """Install exactly what a list holds, with uv if it is on PATH, otherwise with venv and pip.
 
-    Args:
-        environment: The folder of the virtual environment; only pip makes an existing one again.
-        path: The list.
+    ``environment`` is the folder of the virtual environment; only pip makes an existing one again.
 
     Raises:
         CommandError: If it cannot be made or filled.
@@ -244,6 +248,7 @@ def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
         SettingError: If the file cannot be read, or is not a list as `pip freeze` prints it.
     """
     try:
+        # pip freeze and pip-compile continue long lines, such as those with hashes.
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
@@ -253,10 +258,12 @@ def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
     packages: dict[str, str] = {}
     options = []
     for full in text.splitlines():
+        # A # within a URL begins its fragment, so a comment needs a blank before it, as for pip.
         line = re.sub(r"(^|\s)#.*", "", full).strip()
         if line.startswith("-") and not _EDITABLE.match(line):
             options.append(line)
         elif found := _PACKAGE.match(line) or _EDITABLE.match(line):
+            # Names are compared in the form of PEP 503, so that Foo_bar is foo-bar.
             packages[re.sub(r"[-_.]+", "-", found[1]).lower()] = line
         elif line:
             raise SettingError(
@@ -287,6 +294,7 @@ def open_package_history(old: Path, new: Path) -> Iterator[tuple[PackageHistory,
         folder.mkdir()
         run_git(folder, "init", "--quiet")
         current = dict(before)
+        # The first commit is the old list; each of the others changes one package.
         for package in ("", *changed):
             subject = " -> ".join(one.get(package, "nothing") for one in (before, after))
             current.pop(package, None)
@@ -374,6 +382,8 @@ class Bisection:
         """
         side, noun = self.repository.side, self.repository.noun
         with self.repository.open_checkout(self.links) as self._check_out:
+            # The first training is the reference, and the second one shows that it can be
+            # reproduced at all.
             if good is not None and any(
                 self._train("good", good).verdict == "different" for _ in range(2)
             ):
@@ -381,6 +391,7 @@ class Bisection:
                     f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
                     "be blamed. Find the cause first: d9m locate -- COMMAND"
                 )
+            # Checked first: a search among equal commits would blame the last one.
             if self._train("bad", bad).verdict == "equal":
                 until = "" if self.until is None else f" until epoch {self.until}"
                 raise SettingError(
@@ -426,6 +437,7 @@ class Bisection:
 
         The steps back are 1, 2, 4, 8, ... commits along first parents.
         """
+        # Branches that were merged need not have been good on their own.
         ancestors = self.repository.list_commits(bad, "--first-parent")
         last = len(ancestors) - 1
         powers = range(last.bit_length() + 1) if last else ()
@@ -469,11 +481,13 @@ class Bisection:
         """Compare the ledgers of a training with the reference."""
         reference = self.runs.fits
         for name in (name for name in reference if name in run.fits):
+            # A fit that differs settles it, even if the training failed later.
             found = compare_ledgers(reference[name], run.fits[name])
             if found.verdict == "different" or found.refusals:
                 return Trial(commit, "different", seconds, "", found)
         if run.failure is not None:
             return Trial(commit, "skipped", seconds, str(run.failure).partition("\n")[0])
+        # A segment ends in the first fit, so it lacks the later ones.
         if self.until is None and run.fits.keys() != reference.keys():
             return Trial(commit, "different", seconds)
         return Trial(commit, "equal", seconds)

@@ -32,10 +32,13 @@ LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 _MANIFEST = "bundle.json"
 CAPSULE_FACTS = "capsule.json"
+# The only names that are unpacked, so that none leads out of the folder.
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.jsonl", re.ASCII)
+# Lines of source before and after the one that is named.
 _CONTEXT = 5
 _EXCERPT = re.compile(r"\S.*\.py, line \d+:")
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
+# A small archive can hold any number of zeros: a bundle from a stranger must not fill the disk.
 MOST_BYTES = 4 * 2**30
 _MOST_MANIFEST = 64 * 2**20
 REMOVED = "[removed]"
@@ -64,14 +67,9 @@ _QUOTED = re.compile(rf"({_NAME}['\"]?\]? *[:=] *)[rbf]?('[^']+'|\"[^\"]+\")", r
 
 
 class SecretFilter:
-    """Replaces secrets in text.
+    """Replaces secrets in text, and counts those that it has replaced.
 
-    Args:
-        variables: The environment; the values of variables with secret names are secrets wherever
-            they occur.
-
-    Attributes:
-        count: How many secrets were replaced.
+    The values of environment variables with secret names are secrets wherever they occur.
     """
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
@@ -105,6 +103,7 @@ class SecretFilter:
 
     def _replace(self, text: str, further: re.Pattern[str]) -> str:
         def replace(found: re.Match[str]) -> str:
+            # A later pattern finds what an earlier one has replaced, which counts once.
             if REMOVED in found[0]:
                 return found[0]
             self.count += 1
@@ -158,11 +157,14 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
 
 def list_located(ledgers: Sequence[Ledger]) -> list[str]:
     """Return the lines of the report of `d9m locate`, if it compared these two ledgers."""
+    facts = _find_compared(ledgers)
+    return ["", "d9m locate:", *map(printable, facts.get("report", []))] if facts else []
+
+
+def _find_compared(ledgers: Sequence[Ledger]) -> dict[str, Any]:
     facts, compared = find_located(ledgers[1].path)
     paths = [ledger.path.resolve() for ledger in ledgers]
-    if paths != [path.resolve() for path in compared]:
-        return []
-    return ["", "d9m locate:", *map(printable, facts.get("report", []))]
+    return facts if paths == [path.resolve() for path in compared] else {}
 
 
 def write_bundle(
@@ -187,14 +189,14 @@ def write_bundle(
             (folder / side).mkdir()
             for rank in ledger.files:
                 _copy_records(ledger, rank, rank_path(folder / side, rank), secrets)
-        files = {str(one.relative_to(folder)): one for one in folder.glob("*/*")}
+        files = {str(file.relative_to(folder)): file for file in folder.glob("*/*")}
         files |= _list_added(added)
         with file_errors(LedgerError, f"No bundle is written to {path}"):
             manifest = Manifest(
                 package=__version__,
                 locate=secrets.clean_values(facts) or None,
                 report=list(map(secrets.clean_code, _list_report(located))),
-                sizes={one: files[one].stat().st_size for one in sorted(files)},
+                sizes={member: files[member].stat().st_size for member in sorted(files)},
                 secrets=secrets.count,
             )
             document = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -213,6 +215,7 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
     with LedgerWriter(path) as writer:
         writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
         for record in ledger.records(rank):
+            # A batch that was read has its layout, and a line of a ledger has the number of one.
             if isinstance(record, Batch):
                 fields = {name: getattr(record, name) for name in ("epoch", "step", "batch")}
                 layout = numbers[record.layouts[0]]
@@ -230,9 +233,10 @@ def _list_added(added: Sequence[Path]) -> dict[str, Path]:
     for path in added:
         if not path.exists():
             raise LedgerError(f"There is nothing at {path} to add. Check --add.")
-        for one in path.rglob("*") if path.is_dir() else [path]:
-            if one.is_file():
-                files[f"added/{os.path.relpath(one).replace('../', 'parent/')}"] = one
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file():
+                # An archive has no folder above its top.
+                files[f"added/{os.path.relpath(file).replace('../', 'parent/')}"] = file
     return files
 
 
@@ -242,9 +246,7 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         LedgerError: If it cannot be read.
     """
-    facts, compared = find_located(ledgers[1].path)
-    if [path.resolve() for path in compared] != [ledger.path.resolve() for ledger in ledgers]:
-        return {}, []
+    facts = _find_compared(ledgers)
     return facts, list(_list_report(facts))
 
 
@@ -321,6 +323,7 @@ def open_bundle(
 def _read_manifest(archive: ZipFile) -> Manifest:
     if _MANIFEST not in archive.namelist():
         raise ValueError(f"it does not hold {_MANIFEST}")
+    # Its size is read before it is unpacked.
     member = archive.getinfo(_MANIFEST)
     if member.file_size > _MOST_MANIFEST:
         raise ValueError(f"its {_MANIFEST} has {member.file_size:,} bytes")
@@ -328,7 +331,7 @@ def _read_manifest(archive: ZipFile) -> Manifest:
 
 
 def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
-    members = [one for one in archive.infolist() if _LEDGER_FILE.fullmatch(one.filename)]
+    members = [info for info in archive.infolist() if _LEDGER_FILE.fullmatch(info.filename)]
     size = sum(member.file_size for member in members)
     if size > most_bytes:
         raise LedgerError(
@@ -338,4 +341,5 @@ def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
     # A reader of zipfile gives no more than the size that a member names, and makes no links.
     archive.extractall(folder, members)
     for side in SIDES:
+        # A bundle without ledgers of a side gets the error of an empty ledger.
         (folder / side).mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ from lightning_d9m.text import printable
 # Of a folder's files and folders, the least nested first. The home may be on a slow network.
 _MOST_FILES, _MOST_SHARED = 20_000, 2000
 _MOST_SHOWN = 5
+# Their many files change in each run, such as bytecode, and are not what a program reads as data.
 _LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "site-packages", "node_modules"})
 
 
@@ -27,15 +28,14 @@ class FileWatch:
     The folders are the working folder, those of the files that the command names, the home folder
     and that of temporary files. Programs beside the runs may write there, too.
 
-    Args:
-        command: The command.
-        left_out: The folder of the runs' own files.
+    ``left_out`` is the folder of the runs' own files.
     """
 
     def __init__(self, command: Sequence[str], left_out: Path) -> None:
         # A word may be a program, which is too long for a path: `Path` raises an error then.
         named = [Path(word).parent for word in command[1:] if os.path.isfile(word)]  # noqa: PTH113 - as above
         self._own = [place.resolve() for place in (Path.cwd(), *named)]
+        # Libraries keep caches below the home, and programs leave files among temporary ones.
         shared = [place.resolve() for place in (Path(tempfile.gettempdir()), Path.home())]
         self._folders = list(dict.fromkeys([*self._own, *shared]))
         self._left_out = str(left_out.resolve())
@@ -49,9 +49,12 @@ class FileWatch:
         self._runs += 1
         before, self._files = self._files, self._list_files()
         for path, (sign, read) in self._files.items():
+            # A new file has no sign before, so it counts as written.
             known_sign, known_read = before.get(path, (None, read))
             if known_sign != sign:
                 self._written.setdefault(path, []).append(self._runs)
+            # Most systems mount with relatime, which notes only the first read after a write: a
+            # time that has changed proves a read, and one that has not proves nothing.
             elif known_read != read:
                 self._read.setdefault(path, []).append(self._runs)
 
@@ -95,11 +98,14 @@ class FileWatch:
                     if entry.is_dir(follow_symlinks=False):
                         continue
                     stat = entry.stat(follow_symlinks=False)
+                    # A program can set the time of modification back, as `cp -p` and `tar` do, and
+                    # replace a file by one of the same size; it cannot set ctime.
                     sign = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
                     found[entry.path] = (sign, stat.st_atime_ns)
         return found
 
     def _walk(self, folder: str) -> Iterator["os.DirEntry[str]"]:
+        # Breadth first: where the limit cuts, the files near the top have been seen.
         waiting = deque([folder])
         while waiting:
             with suppress(OSError), os.scandir(waiting.popleft()) as entries:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import escape, pluralize, printable, quote
 from lightning_d9m.tools.launch.progress import RunProgress
 
+# Python has no function for prctl, and these numbers are part of the kernel's interface.
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # linux/prctl.h
 _POLL_SECONDS = 0.02
 # A killed process may wait for a disk for an unlimited time.
@@ -44,6 +45,7 @@ _MOST_KILL_SECONDS = 10.0
 def subreaper_enabled() -> Iterator[None]:
     """Adopt orphaned descendants while the body runs, on Linux."""
     before = ctypes.c_int()
+    # macOS has no prctl: there a daemon of the command is not found.
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
     prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(_SET_SUBREAPER, 1, 0, 0, 0)
@@ -58,12 +60,14 @@ class ProcessTree:
     """The processes of a command and all their descendants.
 
     Attributes:
-        leaders: The command's processes; each leads its process group, or is in that of this one.
         others: Children that this process had before; they and their descendants are left alone.
+        received: The signals that this process received meanwhile, in order.
+        leaders: The command's processes; each leads its process group, or is in that of this one.
     """
 
-    leaders: "list[subprocess.Popen[bytes]]"
     others: frozenset[int]
+    received: list[int]
+    leaders: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def start(
         self,
@@ -85,6 +89,7 @@ class ProcessTree:
             if log is not None:
                 with file_errors(LedgerError, f"The log {log} cannot be made"):
                     output = opened.enter_context(log.open("wb"))
+                # A program that reads from the terminal would wait for an answer that nobody gives.
                 streams = {"stdin": subprocess.DEVNULL, "stdout": output}
                 streams |= {"stderr": subprocess.STDOUT, "start_new_session": True}
             try:
@@ -108,6 +113,8 @@ class ProcessTree:
                     with suppress(psutil.NoSuchProcess):
                         if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                             found[process.pid] = process.name()
+                        # An orphan became a child of this process, so nobody else reaps it: it
+                        # would stay a zombie, and its number in use. `Popen` reaps the leaders.
                         elif process is child and child.pid not in leaders:
                             with suppress(ChildProcessError):
                                 os.waitpid(child.pid, os.WNOHANG)
@@ -119,23 +126,21 @@ class ProcessTree:
         running = [leader for leader in self.leaders if leader.poll() is None]
         return bool(running or self.find_descendants())
 
-    def wait(self, seconds: float, terminate_now: Callable[[], bool]) -> bool:
-        """Wait until all have ended, at most ``seconds`` or until ``terminate_now()``.
-
-        Returns:
-            Whether all have ended.
-        """
+    def wait(self, seconds: float, signals: int = 1) -> bool:
+        """Wait at most ``seconds``, or for so many signals; return whether all have ended."""
         start = time.monotonic()
         while self.is_alive():
-            if terminate_now() or time.monotonic() - start >= seconds:
+            if len(self.received) >= signals or time.monotonic() - start >= seconds:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
-    def end(self, grace: float, terminate_now: Callable[[], bool]) -> None:
-        """Send SIGTERM, and SIGKILL after ``grace`` seconds or as soon as ``terminate_now()``."""
+    def end(self, grace: float) -> None:
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds or at one more signal."""
+        # The signal that ends the command, if it was one, has been received already.
+        further = max(1, len(self.received)) + 1
         self._signal(signal.SIGTERM)
-        if not self.wait(grace, terminate_now):
+        if not self.wait(grace, further):
             self.kill()
 
     def kill(self) -> None:
@@ -147,38 +152,43 @@ class ProcessTree:
             time.sleep(_POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
-        # After a leader is reaped its PID can be reused.
         for leader in self.leaders:
-            if leader.poll() is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    # One that runs on the terminal is in the group of this process.
-                    leads = os.getpgid(leader.pid) == leader.pid
-                    (os.killpg if leads else os.kill)(leader.pid, number)
+            _send(leader, number)
         for pid in self.find_descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
 
+def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """Send a signal to a leader and its process group."""
+    # After a leader is reaped its PID can be reused: `poll` reaps, so it comes first.
+    if leader.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            # One that runs on the terminal is in the group of this process.
+            leads = os.getpgid(leader.pid) == leader.pid
+            (os.killpg if leads else os.kill)(leader.pid, number)
+
+
 @contextmanager
 def running_processes(
     grace: float | None = None, pressed: list[int] | None = None
-) -> Iterator[tuple[ProcessTree, list[int]]]:
-    """Yield an empty tree for processes that the body starts, and the signals received so far.
+) -> Iterator[ProcessTree]:
+    """Yield an empty tree for processes that the body starts.
 
     SIGINT, SIGTERM and SIGHUP are raised after the body; see ``signals_deferred``. All processes
     have ended then: the first signal ends them within ``grace`` seconds (by default 5), a further
     one kills them at once. ``pressed`` gets each SIGINT in their place, which ends nothing.
     """
-    tree = ProcessTree([], frozenset(child.pid for child in psutil.Process().children()))
+    others = frozenset(child.pid for child in psutil.Process().children())
     with signals_deferred(pressed) as received, subreaper_enabled():
+        tree = ProcessTree(others, received)
         try:
-            yield tree, received
+            yield tree
         finally:
-            expected = max(1, len(received))
-            limit = _GRACE_SECONDS if grace is None else grace
-            tree.end(limit, lambda: len(received) > expected)
+            tree.end(_GRACE_SECONDS if grace is None else grace)
 
 
+# A name of this module, so that a test can let hours pass.
 _read_clock = time.monotonic  # of the seconds that a command may take
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
@@ -226,19 +236,21 @@ def run_once(
         CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
             of its processes have ended by then.
     """
+    # Without variables of ranks the command starts its own processes, if it trains with several.
     ranks = [{}] if processes is None else make_rank_variables(processes)
     logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
     environment = _make_environment(folder) | dict(variables)
     failed, left = None, dict[int, str]()
     with progress:
-        with running_processes() as (tree, received):
+        with running_processes() as tree:
             for log, own in zip(logs, ranks, strict=True):
                 tree.start(command, working_folder, log, environment | own)
-            statuses = _wait(tree, received, timeout, progress.tick, killed_when)
+            statuses = _wait(tree, timeout, progress.tick, killed_when)
             if statuses is not None and any(status != 0 for status in statuses):
                 failed = _find_failure(tree, statuses, logs)
-            elif not tree.wait(_SETTLE_SECONDS, lambda: bool(received)):
+            elif not tree.wait(_SETTLE_SECONDS):
                 left = tree.find_descendants()
+        # Reported when the line of the progress is gone, and raised when all processes have ended.
         if left:
             _report_left(left)
         if failed is not None:
@@ -264,6 +276,8 @@ class _Turns(AbstractContextManager["_Turns"]):
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
+        # The kernel closes the pipe when this process ends, by SIGKILL too, and the shell's loop
+        # ends with it. In its own session Ctrl-C does not reach it before.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD],
             stdin=subprocess.PIPE,
@@ -290,12 +304,15 @@ class _Turns(AbstractContextManager["_Turns"]):
 
     def change(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
         """Let the run that is behind run."""
+        # Bytes of equal ledgers are equal, so they measure how far a run is without a look into
+        # records.
         sizes = [_size_ledgers(folder) for folder in self._folders]
         if sizes != self._sizes:
             self._sizes, self._since = sizes, _read_clock()
         behind = sizes.index(min(sizes))
         both_run = _read_clock() - self._since > _STALLED_SECONDS
         alone = any(leader.poll() is not None for leader in leaders)
+        # With one of them ended there is nobody to take turns with.
         stopped = [] if both_run or alone else [leaders[1 - behind]]
         self._tell_guard(b"%d" % stopped[0].pid if stopped else b"")
         for leader in leaders:
@@ -314,12 +331,6 @@ class _Turns(AbstractContextManager["_Turns"]):
 
 def _size_ledgers(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("fit-*/rank-0.jsonl"))
-
-
-def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    if leader.poll() is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader.pid, number)
 
 
 def run_beside(
@@ -343,7 +354,7 @@ def run_beside(
         CommandError: If the command does not start.
     """
     logs = [folder / "output.log" for folder in folders]
-    with _Turns(folders) as turns, progress, running_processes() as (tree, received):
+    with _Turns(folders) as turns, progress, running_processes() as tree:
 
         def start(number: int) -> None:
             environment = _make_environment(folders[number]) | dict(variables[number])
@@ -358,9 +369,10 @@ def run_beside(
             progress.tick(passed)
 
         start(0)
+        # In turns each run has half of the time.
         limit = None if timeout is None else 2 * timeout
         try:
-            found = _wait(tree, received, limit, tick, killed_when, ends_at_failure=False)
+            found = _wait(tree, limit, tick, killed_when, ends_at_failure=False)
         finally:
             for leader in tree.leaders:
                 _send(leader, signal.SIGCONT)  # a stopped process does not end
@@ -432,7 +444,6 @@ def _describe_refusal(command: Sequence[str], error: Exception) -> str:
 
 def _wait(
     tree: ProcessTree,
-    received: list[int],
     timeout: float | None,
     tick: Callable[[float], None],
     killed_when: Callable[[], bool],
@@ -446,10 +457,11 @@ def _wait(
         killed, or after a signal to this process, which is raised later: nothing has failed then.
     """
     start = _read_clock()
-    while not received:
+    while not tree.received:
         running = [leader for leader in tree.leaders if leader.poll() is None]
         for leader in running:
             with suppress(subprocess.TimeoutExpired):
+                # They share one tick, so that it takes as long for many ranks as for one.
                 leader.wait(_TICK_SECONDS / len(running))
         passed = _read_clock() - start
         tick(passed)  # it may start another one
@@ -476,11 +488,13 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
         CommandError: If it does not start.
         KeyboardInterrupt: If it failed after Ctrl-C.
     """
+    # The terminal sends Ctrl-C to its whole foreground group, so the command has it already: a
+    # debugger in it may only stop what it runs.
     pressed: list[int] = []
     environment = _make_environment(folder) | dict(variables)
-    with running_processes(pressed=pressed) as (tree, received):
+    with running_processes(pressed=pressed) as tree:
         tree.start(command, None, None, environment)
-        statuses = _wait(tree, received, None, lambda _: None, lambda: False)
+        statuses = _wait(tree, None, lambda _: None, lambda: False)
     status = 0 if statuses is None else statuses[0] or 0
     if status and pressed:
         raise KeyboardInterrupt
@@ -505,8 +519,8 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
-    with running_processes(_JOB_GRACE_SECONDS) as (tree, received):
-        while (waiting or running) and not received:
+    with running_processes(_JOB_GRACE_SECONDS) as tree:
+        while (waiting or running) and not tree.received:
             while waiting and len(running) < jobs:
                 log = waiting.pop(0)
                 running[log] = tree.start(commands[log], None, log)
@@ -527,7 +541,8 @@ def _find_failure(
     if not any(statuses):
         return statuses.index(None), None
     if len(logs) > 1:
-        tree.wait(_SETTLE_SECONDS, lambda: False)
+        tree.wait(_SETTLE_SECONDS)
+    # The status of a later failure is often that of a lost connection, and explains nothing.
     failed = [number for number, leader in enumerate(tree.leaders) if leader.poll()]
     first = min(failed, key=lambda number: logs[number].stat().st_mtime_ns)
     return first, tree.leaders[first].poll()
@@ -578,6 +593,7 @@ def _name_signal(number: int) -> str:
 def _tail(log: Path) -> str:
     """Return the last lines of a log as a terminal shows them, indented for a message."""
     with log.open("rb") as stream:
+        # A log may have gigabytes.
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = stream.read().decode("utf-8", "replace")
     # A progress bar overwrites its line; only the last state of a line is shown.
@@ -602,6 +618,7 @@ def make_rank_variables(count: int) -> list[dict[str, str]]:
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
+        # torchrun's group is a host.
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": _ADDRESS,
@@ -619,6 +636,7 @@ def make_rank_variables(count: int) -> list[dict[str, str]]:
 
 def count_threads(processes: int) -> int:
     """Return how many threads each of several processes may use on this machine, at least 1."""
+    # A job of a cluster or a container may use only some of the cores. macOS lacks this function.
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
     return max(1, cores // processes)

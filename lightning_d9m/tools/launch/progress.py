@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 class StatusLine:
     """A context in which ``update`` shows a line; it is erased at the end.
 
-    Args:
-        quiet: Whether to show nothing even on a terminal.
-
-    Attributes:
-        live: Whether the line is shown.
+    ``live`` says whether it is shown: on a terminal, unless ``quiet`` is set.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -70,27 +66,8 @@ def describe_left(seconds: float) -> str:
 
 
 _LONG = 2  # minutes
+# A record is compact JSON whose fields have a fixed order, so these bytes find it without a parser.
 _EPOCH = b'"moment":"epoch"'
-
-
-class EpochCounter:
-    """Counts the epochs in the ledgers of one run. Reads each byte once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._offsets: dict[Path, int] = {}
-        self._epochs = 0
-
-    def count(self) -> int:
-        """Return the number of epochs that all fits have recorded so far."""
-        for path in self._folder.glob("fit-*/rank-0.jsonl"):
-            # Errors are ignored here; the reader of the ledger reports them.
-            with suppress(OSError), path.open("rb") as stream:
-                stream.seek(self._offsets.get(path, 0))
-                lines, _, rest = stream.read().rpartition(b"\n")
-                self._epochs += lines.count(_EPOCH)
-                self._offsets[path] = stream.tell() - len(rest)
-        return self._epochs
 
 
 class RunProgress(StatusLine):
@@ -107,7 +84,9 @@ class RunProgress(StatusLine):
         super().__init__()
         self._title = title
         self._expected, self._later = expected, later
-        self._counter = EpochCounter(folder)
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        self._epochs = 0
 
     def __enter__(self) -> "Self":
         super().__enter__()
@@ -118,19 +97,32 @@ class RunProgress(StatusLine):
     def tick(self, seconds: float) -> None:
         """Update the line; called a few times a second."""
         if self.live:
-            self.update(f"{self._title}: {seconds:.0f} s{self._epochs()}{self._left(seconds)}")
+            self.update(self._describe(f"{seconds:.0f} s") + self._left(seconds))
 
     def _left(self, seconds: float) -> str:
         return describe_left(max(0.0, self._expected - seconds) + self._expected * self._later)
 
     def __exit__(self, kind: object, *_: object) -> None:
         super().__exit__(kind)
-        self._print(f"{self._title}: {'done' if kind is None else 'stopped'}{self._epochs()}")
+        self._print(self._describe("done" if kind is None else "stopped"))
 
-    def _epochs(self) -> str:
-        """Return the number of epochs after a comma; nothing for a loop that records none."""
-        count = self._counter.count()
-        return f", {pluralize(count, 'epoch')}" if count else ""
+    def _describe(self, state: str) -> str:
+        count = self.count_epochs()  # a loop of the user's may record none
+        epochs = f", {pluralize(count, 'epoch')}" if count else ""
+        return f"{self._title}: {state}{epochs}"
+
+    def count_epochs(self) -> int:
+        """Return the number of epochs that all fits have recorded so far."""
+        for path in self._folder.glob("fit-*/rank-0.jsonl"):
+            # The reader of the ledger reports errors. Each byte is read once: with probes of each
+            # step a ledger is long, and this runs a few times a second.
+            with suppress(OSError), path.open("rb") as stream:
+                stream.seek(self._offsets.get(path, 0))
+                # The training may be in the middle of the last line.
+                lines, _, rest = stream.read().rpartition(b"\n")
+                self._epochs += lines.count(_EPOCH)
+                self._offsets[path] = stream.tell() - len(rest)
+        return self._epochs
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -16,12 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.engine.ledger.folder import (
-    Ledger,
-    list_evaluations,
-    list_fits,
-    read_ledger,
-)
+from lightning_d9m.engine.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests, Json, RunFacts
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.tools.launch.processes import describe_command, run_beside, run_once
@@ -43,6 +38,7 @@ def make_output(chosen: Path | None) -> Path:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."
         with file_errors(LedgerError, what, advice), suppress(FileExistsError):
+            # Two commands may start at once: the number is theirs whose mkdir succeeds.
             folder.mkdir(parents=True)
             if is_first:
                 parent.joinpath(".gitignore").write_text("*\n", encoding="utf-8")
@@ -183,6 +179,7 @@ class Runs:
         may_fail: bool,
     ) -> Run:
         """Return the ledgers that a run has left in its folder."""
+        # An evaluation outside of a fit has a ledger of the same form.
         paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
         try:
             fits = {path.name: read_ledger(path) for path in paths}
@@ -202,6 +199,7 @@ class Runs:
             self.seconds = seconds
         elif not may_fail:
             raise failure
+        # The first run names the fits, and later ones are paired with it.
         self.fits = self.fits or fits
         return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)
 
@@ -230,6 +228,8 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
     Raises:
         LedgerError: If a record is malformed or was edited.
     """
+    # Content is read only where the order is not known: it takes the first and the last records of
+    # each ledger.
     ordinals = [{name: fit.header.fit for name, fit in fits.items()} for fits in (expected, actual)]
     if ordinals[0] == ordinals[1] and len(set(ordinals[0].values())) == len(expected):
         return dict(actual)  # one process wrote them all, in order
@@ -238,20 +238,22 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
     ]
     pairs: dict[str, str] = {}
     for level in range(4):  # of the keys by which a fit finds its counterpart
+        # A fit that found its counterpart by a more exact key keeps it.
         taken = set(pairs.values())
         waiting: dict[Hashable, list[str]] = defaultdict(list)
-        for name, own in keys[1].items():
+        for name, levels in keys[1].items():
             if name not in taken:
-                waiting[own[level]].append(name)
-        for name, own in keys[0].items():
-            if name not in pairs and (names := waiting[own[level]]):
+                waiting[levels[level]].append(name)
+        for name, levels in keys[0].items():
+            if name not in pairs and (names := waiting[levels[level]]):
                 # Of several with the same key, one of the same name is preferred.
                 pairs[name] = names.pop(names.index(name) if name in names else 0)
     paired = {name: actual[pairs[name]] for name in expected if name in pairs}
     for name in sorted(actual.keys() - set(pairs.values())):
+        # It must not take the name of a fit that it does not match.
         free = (f"{_kind(name)}-{number:03d}" for number in count())
         taken = expected.keys() | paired.keys()
-        paired[next(own for own in chain([name], free) if own not in taken)] = actual[name]
+        paired[next(new for new in chain([name], free) if new not in taken)] = actual[name]
     return paired
 
 
@@ -263,8 +265,11 @@ def _list_keys(name: str, ledger: Ledger) -> list[Hashable]:
         if isinstance(record, RunFacts):
             facts.append(record.as_record())
         elif isinstance(record, Digests):
+            # The initial digests and the latest ones.
             totals = [*totals[:1], record.totals]
     content = (json.dumps(part, sort_keys=True) for part in (facts, totals[:1], totals[-1:]))
+    # Digests of the beginning and of the end tell apart fits with equal settings, such as the folds
+    # of a cross-validation.
     key = (_kind(name), ledger.header.seed, ledger.header.fit, *content)
     # Without the last digests, without the initial ones, by name alone.
     return [key, key[:-1], key[:-2], name]

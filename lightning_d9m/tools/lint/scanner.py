@@ -55,13 +55,7 @@ _NODES: Mapping[type[ast.AST], Sequence[Callable[[Any, Tree], Iterator[Report]]]
 
 @dataclass
 class FileScan:
-    """The result of the scan of one file.
-
-    Attributes:
-        findings: Sorted by place.
-        lines: Number of lines.
-        turns_on: True if it turns deterministic algorithms on.
-    """
+    """The result of the scan of one file; ``turns_on`` is about deterministic algorithms."""
 
     findings: list[Finding] = field(default_factory=list)
     lines: int = 0
@@ -95,6 +89,7 @@ def scan_file(path: str, rules: frozenset[str], problem: str = "") -> FileScan:
 def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     """Scan one module; see :func:`scan_file`."""
     problems = list(source.problems)
+    # A dict keeps the order, and each report once: two loaders may have one worker_init_fn.
     reports: dict[Report, None] = {}
     try:
         module = parse(source.text)
@@ -107,6 +102,7 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     lines = source.text.split("\n")
     kept: dict[tuple[object, ...], Finding] = {}
     for report in reports:
+        # The op may be deterministic in the torch that is installed.
         if report.rule in rules and (
             not report.op or find_op(report.op).is_needed(read_torch_version())
         ):
@@ -118,11 +114,13 @@ def scan_source(source: Source, path: str, rules: frozenset[str]) -> FileScan:
     ]
     for finding in _suppress(kept.values(), source.text, path, rules):
         cell, line = source.cells[finding.line - 1] if source.cells else (0, finding.line)
+        # Edits are made in the text of a module, which a notebook's JSON is not.
         end, edit = finding.end_line - finding.line + line, "" if cell else finding.edit
         found.append(replace(finding, cell=cell, line=line, end_line=end, edit=edit))
     return FileScan(
         findings=sorted(finding for finding in found if finding.rule in rules),
         lines=len(lines),
+        # It is a report and not a finding: it concerns all files of the scan.
         turns_on=any(report.rule == settings.TURNED_ON for report in reports),
     )
 
@@ -161,6 +159,7 @@ def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:
 def _find_column(line: str, offset: int) -> int:
     """Return the column in characters of an offset in bytes."""
     if not line.isascii():
+        # ast counts bytes of UTF-8, and editors count characters.
         offset = len(line.encode()[:offset].decode("utf-8", "replace"))
     return offset + 1
 
@@ -177,15 +176,18 @@ def _suppress(
         row, column = token.start
         target = row
         if not lines[row - 1][:column].strip():
+            # The comment stands above what it is about, with other comments between.
             following = (n for n in range(row, len(lines)) if lines[n].strip()[:1] not in {"", "#"})
             target = next(following, len(lines)) + 1
         written = _COMMENT.fullmatch(token.string)
         named = {word.strip() for word in written["rules"].split(",")} if written else set()
+        # A finding about a comment lies at the comment.
         place: dict[str, Any] = {"file": path, "line": row, "column": column + 1, "end_line": row}
         place |= {"end_column": token.end[1] + 1, "code": token.string[:CODE]}
         if not named or named - RULES.keys():
             yield Finding(rule="D9M002", **place)
             continue
+        # A finding may span lines, and the comment may stand on any of them.
         covered = {f for f in findings if f.rule in named and f.line <= target <= f.end_line}
         suppressed |= covered
         unused = (named & rules).difference(finding.rule for finding in covered)
@@ -200,6 +202,8 @@ def _list_comments(text: str) -> list[tokenize.TokenInfo]:
     if not _MARK.search(text):
         return []
     try:
+        # A # within a text is not a comment, so the text is tokenized; that takes longer than a
+        # search, which comes first.
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
         return []
@@ -208,14 +212,7 @@ def _list_comments(text: str) -> list[tokenize.TokenInfo]:
 
 @dataclass(frozen=True)
 class FileFix:
-    """The text of a file before and after its edits.
-
-    Attributes:
-        path: The file.
-        before: Its text, with newlines between lines.
-        after: Its edited text.
-        count: Number of edits.
-    """
+    r"""The text of a file before and after so many edits, with ``\n`` between lines."""
 
     path: str
     before: str
@@ -239,6 +236,7 @@ class FileFix:
         with file_errors(SettingError, f"{path} cannot be fixed", advice):
             data = path.read_bytes()
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            # The text was read with \n, and the file keeps its ends of lines.
             newline = "\r\n" if b"\r\n" in data else "\n"
             path.write_bytes(self.after.replace("\n", newline).encode(encoding))
 
@@ -258,9 +256,11 @@ def _edit(text: str, findings: Sequence[Finding]) -> tuple[str, int]:
     """Make the edits that do not overlap; none if the text would not parse any more."""
     starts = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
     edited, limit, made = text, len(text), 0
+    # From the end, so that the places of the earlier edits stay right.
     for finding in reversed([one for one in findings if one.edit]):
         first = starts[finding.line - 1] + finding.column - 1
         end = starts[finding.end_line - 1] + finding.end_column - 1
+        # One that overlaps a later edit is left to the next round.
         if end <= limit:
             code = finding.edit.replace("{}", text[first:end])
             edited, limit, made = edited[:first] + code + edited[end:], first, made + 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
+from lightning_d9m.engine.ledger.command import make_git_environment
 from lightning_d9m.errors import SettingError
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
@@ -22,10 +23,16 @@ SUFFIXES = (".py", ".pyw", ".ipynb")
 _SKIPPED = {"venv", "__pycache__", "node_modules", "site-packages", "dist-packages"}
 # A work tree on a slow disk is scanned whole rather than not at all.
 _GIT_SECONDS = 30
-_MAGIC_LINE = re.compile(r"^(\s*)(?:%{1,2}|!|\?)(?!=)")
-_MAGIC_VALUE = re.compile(r"^(\s*[\w.,\s\[\]'\"]+=\s*)([%!].*)$")
-_HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
-_TIMED = re.compile(r"^(\s*)%(?:time|prun|memit)\s+(?=\S)")
+# What takes the place of a line of IPython's: the first pattern that matches decides.
+_MAGICS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^(\s*)%(?:time|prun|memit)\s+(?=\S)", r"\1"),  # they run the rest, which is Python
+        (r"^(\s*)(?:%{1,2}|!|\?)(?!=).*", r"\1pass"),
+        (r"^\s*[\w.]+\?{1,2}\s*$", "pass"),
+        (r"^(\s*[\w.,\s\[\]'\"]+=\s*)[%!].*$", r"\1None"),
+    )
+)
 _PYTHON_MAGICS = {"time", "timeit", "capture", "prun", "memit", "python", "python3", "mprun"}
 
 
@@ -45,6 +52,7 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, 
     for path in paths:
         if not os.path.lexists(path):
             raise SettingError(f"{str(path)!r} does not exist. Give a file or a folder to scan.")
+        # A pipe or a device may block the process that opens it.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
     files: dict[str, str] = {}
@@ -54,6 +62,7 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, 
         if path.is_dir():
             found = _walk(str(path), patterns, find_ignored(path))
         for name, problem in found:
+            # A link and its file are one, and paths may overlap.
             real = os.path.realpath(name)
             if real not in seen:
                 seen.add(real)
@@ -67,10 +76,16 @@ def find_ignored(folder: Path) -> frozenset[str]:
     Nothing is ignored if git is not installed, if the folder is not in a work tree, or if it is
     itself ignored: then it was named on purpose.
     """
+    # git decides, as its rules are in several files and in the user's settings.
     command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--directory"]
     try:
         done = subprocess.run(
-            [*command, "-z"], cwd=folder, capture_output=True, check=False, timeout=_GIT_SECONDS
+            [*command, "-z"],
+            cwd=folder,
+            env=make_git_environment(),
+            capture_output=True,
+            check=False,
+            timeout=_GIT_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return frozenset()
@@ -91,6 +106,7 @@ def _walk(
             if (below := str(inner / name)) not in skipped
             and not any(fnmatch(text, pattern) for text in (below, name) for pattern in patterns)
         }
+        # os.walk descends into what is left in this list, in its order.
         folders[:] = sorted(
             name
             for name in kept.intersection(folders) - _SKIPPED
@@ -143,6 +159,7 @@ def read_python(data: bytes) -> Source:
     if b"\0" in data:
         raise SourceError("It holds null bytes, so it is not Python source.")
     try:
+        # It reads a BOM and the comment with the encoding, as Python does.
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
     except SyntaxError as error:
@@ -160,6 +177,7 @@ def read_notebook(data: bytes) -> Source:
     """
     try:
         notebook = json.loads(data.decode("utf-8-sig"))
+        # Cells of text and of raw data are left out, but count in the numbers of cells.
         codes = [
             (number, _with_newlines("".join(cell["source"])))
             for number, cell in enumerate(notebook["cells"], 1)
@@ -172,6 +190,8 @@ def read_notebook(data: bytes) -> Source:
     for number, code in codes:
         kept, problem = _clean_cell(code)
         if problem is not None:
+            # One cell that does not parse must not hide the others: cells are one module only after
+            # that.
             source.problems.append((problem[0], number, problem[1]))
             continue
         rows = kept.split("\n")
@@ -210,9 +230,11 @@ def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
     first = code.lstrip("\n").partition("\n")[0]
     if first.startswith("%%"):
         magic = first[2:].split()
+        # A cell in another language, such as %%bash or %%html.
         if not magic or magic[0] not in _PYTHON_MAGICS:
             return "\n" * code.count("\n"), None
         code = code.replace(first, "", 1)
+    # A line such as `x = a\n% b` is Python in a cell that parses, and a magic in one that does not.
     if isinstance(parse(code), tuple):
         code = "\n".join(map(_clean_line, code.split("\n")))
     parsed = parse(code)
@@ -220,12 +242,5 @@ def _clean_cell(code: str) -> tuple[str, tuple[int, str] | None]:
 
 
 def _clean_line(line: str) -> str:
-    if timed := _TIMED.match(line):
-        return timed[1] + line[timed.end() :]
-    if magic := _MAGIC_LINE.match(line):
-        return f"{magic[1]}pass"
-    if _HELP.match(line):
-        return "pass"
-    if value := _MAGIC_VALUE.match(line):
-        return f"{value[1]}None"
-    return line
+    changed = (pattern.sub(replacement, line, count=1) for pattern, replacement in _MAGICS)
+    return next((text for text in changed if text != line), line)

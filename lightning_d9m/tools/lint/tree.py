@@ -20,10 +20,12 @@ ValueKind = Literal["tensor", "cpu tensor", "other", "unknown"]
 
 _SCOPES = (*FUNCTION_NODES, ast.ClassDef)
 _OTHER_NODES = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr, ast.ListComp)
+# Python has one object for all uses of such a node, so it has no single parent.
 _LEAVES = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 # Longest chain of aliases or values that is followed.
 _DEPTH = 8
 
+# Each pattern is a second path by which torch or Lightning exports the same objects.
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -45,6 +47,7 @@ _FOREIGN = {
     "matplotlib", "mxnet", "numba", "numpy", "os", "pandas", "plotly", "polars", "pyspark",
     "random", "re", "scipy", "seaborn", "sklearn", "statistics", "tensorflow", "xarray",
 }  # fmt: skip
+# They return objects of NumPy, pandas or Python, whatever they were called on.
 _FOREIGN_METHODS = {"numpy", "tolist", "item", "to_numpy", "to_pandas"}
 _OTHER_NAMES = tuple(
     f"torch.{name}"
@@ -80,10 +83,8 @@ class Report:
 class Binding:
     """A binding of a name.
 
-    Attributes:
-        kind: How.
-        node: The value of an assignment, the annotation of a parameter, or the definition.
-        name: The full name, for an import.
+    ``node`` is the value of an assignment, the annotation of a parameter, or the definition;
+    ``name`` is the full name of an import.
     """
 
     kind: Literal["import", "assign", "parameter", "definition", "other"]
@@ -108,6 +109,7 @@ class Scope:
         self.bindings: dict[str, list[Binding]] = defaultdict(list)
         self.attributes: dict[str, list[ast.AST]] = defaultdict(list)
         self.stars: list[str] = []
+        # A function within a method has the same self.
         above = None if parent is None else parent.enclosing_class
         self.enclosing_class: Scope | None = self if isinstance(node, ast.ClassDef) else above
         if isinstance(node, FUNCTION_NODES):
@@ -119,6 +121,7 @@ class Scope:
         """Return the visible bindings of a name and their scope; without any, [] and the module."""
         scope: Scope = self
         while True:
+            # Names of a class body are not visible in its methods, as in Python.
             hidden = scope is not self and isinstance(scope.node, ast.ClassDef)
             if not hidden and (found := scope.bindings.get(name)):
                 return found, scope
@@ -158,9 +161,6 @@ class Scope:
 class Tree:
     """The nodes of a module in the order of the source.
 
-    Args:
-        module: The parsed module.
-
     Attributes:
         nodes: All nodes but operators.
         parent: The parent of each node.
@@ -171,12 +171,16 @@ class Tree:
         self.nodes: list[ast.AST] = []
         self.parent: dict[ast.AST, ast.AST] = {}
         self.scope: dict[ast.AST, Scope] = {}
+        # A stack in place of recursion: generated code is nested more deeply than Python's
+        # recursion limit allows.
         waiting: list[tuple[ast.AST, Scope]] = [(module, Scope(module))]
         while waiting:
             node, scope = waiting.pop()
             self.nodes.append(node)
             self.scope[node] = scope
             self._bind(node, scope)
+            # Decorators, defaults and annotations are evaluated outside of the scope that they
+            # belong to.
             inner = Scope(node, scope) if isinstance(node, _SCOPES) else scope
             children: list[tuple[ast.AST, Scope]] = []
             for name, value in ast.iter_fields(node):
@@ -184,6 +188,7 @@ class Tree:
                     if isinstance(child, ast.AST) and not isinstance(child, _LEAVES):
                         self.parent[child] = node
                         children.append((child, inner if name == "body" else scope))
+            # The last one is taken first, so nodes come in the order of the source.
             waiting += reversed(children)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
@@ -191,6 +196,7 @@ class Tree:
         match node:
             case ast.Import(aliases):
                 for alias in aliases:
+                    # `import a.b` binds a, and `import a.b as c` binds a.b.
                     top = alias.name if alias.asname else alias.name.partition(".")[0]
                     scope.bindings[alias.asname or top].append(Binding("import", name=top))
             case ast.ImportFrom(module, aliases, level):
@@ -204,6 +210,7 @@ class Tree:
                 scope.bindings[name].append(Binding("definition", node))
             case ast.Name(name, ast.Store()):
                 value, statement = self._find_stored(node)
+                # A variable of a comprehension is not visible outside of it.
                 if not isinstance(statement, ast.comprehension):
                     kind: Literal["assign", "other"] = "other" if value is None else "assign"
                     scope.bindings[name].append(Binding(kind, value))
@@ -225,6 +232,7 @@ class Tree:
             case ast.Tuple(targets) | ast.List(targets):
                 whole, statement = self._find_stored(outer)
                 values = whole.elts if isinstance(whole, (ast.Tuple, ast.List)) else []
+                # A starred target or value shifts the others.
                 paired = len(values) == len(targets)
                 return values[targets.index(target)] if paired else None, statement  # type: ignore[arg-type] # it is one of them
             case ast.Starred():
@@ -272,6 +280,8 @@ class Call:
         self.node, self.tree, self.scope = node, tree, tree.scope[node]
         self.parent = tree.parent[node]
         self.name = resolve(node.func, self.scope)
+        # A name that resolves is a function, or a method of a known class; otherwise only its last
+        # part is known.
         self.method, self.receiver = "", None
         if not self.name and isinstance(node.func, ast.Attribute):
             self.method, self.receiver = node.func.attr, node.func.value
@@ -295,6 +305,7 @@ class Call:
         given = self.get(position, *names)
         if given is not None:
             return read_constant(given, self.scope)
+        # An argument may be among those that are unpacked, so its absence says nothing.
         hidden = self.unpacked or (self.starred and position is not None)
         return UNKNOWN if hidden else default
 
@@ -314,9 +325,7 @@ def canonical(name: str) -> str:
 def resolve(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> str:
     """Return the full name of an expression's value, such as ``torch.nn.Conv2d``.
 
-    Returns:
-        An empty text where it cannot be read: a parameter, the result of a call, a local
-        definition.
+    It is empty where it cannot be read: a parameter, the result of a call, a local definition.
     """
     if isinstance(node, ast.Attribute):
         base = resolve(node.value, scope, depth)
@@ -330,6 +339,7 @@ def resolve(node: ast.AST | None, scope: Scope, depth: int = _DEPTH) -> str:
         if binding.kind == "assign" and (name := resolve(binding.node, where, depth - 1)):
             return name
     if found or hasattr(builtins, node.id):
+        # A local definition hides a built-in function.
         return "" if found else f"builtins.{node.id}"
     # The search for an unbound name ends in the module.
     stars = [star for star in where.stars if star.partition(".")[0] in {"torch", "lightning"}]
@@ -353,6 +363,8 @@ def mentions(node: ast.AST, names: Iterable[str]) -> bool:
 
 def find_value(node: ast.AST, scope: Scope) -> tuple[ast.AST, Scope]:
     """Follow a name that is bound once, by an assignment; return its value and that one's scope."""
+    # Of several bindings the source does not say which one counts. `x = x` would be followed
+    # without an end.
     for _ in range(_DEPTH):
         found, where = scope.find(node.id) if isinstance(node, ast.Name) else ([], scope)
         if len(found) != 1 or found[0].kind != "assign" or found[0].node is None:
@@ -399,6 +411,7 @@ def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
         case ast.Call(function):
             name = resolve(function, scope)
             if name.startswith("torch."):
+                # Most of torch.nn makes modules.
                 made = name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter"
                 return "other" if name.startswith(_OTHER_NAMES) and not made else "tensor"
             if name or not isinstance(function, ast.Attribute):

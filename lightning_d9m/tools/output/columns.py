@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from lightning_d9m.tools.output.terminal import (
-    format_next_steps,
-    print_lines,
-    style,
-    wrap,
-)
+from lightning_d9m.tools.output.terminal import format_next_steps, print_lines, style, wrap
 
 Row = TypeVar("Row")
 
@@ -61,6 +56,7 @@ def format_table(
     from rich.table import Table
     from rich.text import Text
 
+    # rich would wrap or cut all columns alike.
     for left_out in range(len(optional) + 1):
         shown = [column for column in columns if column.title not in optional[:left_out]]
         has_titles = any(column.title for column in shown)
@@ -72,17 +68,22 @@ def format_table(
             # rich would take brackets in a str for a style: "weight[bold]".
             table.add_row(
                 *(
-                    style(one.meaning(row), one.cell(row)) if one.meaning else Text(one.cell(row))
-                    for one in shown
+                    style(column.meaning(row), column.cell(row))
+                    if column.meaning
+                    else Text(column.cell(row))
+                    for column in shown
                 )
             )
         # A console of the terminal's width would shrink the table to it.
         if (needed := Console(width=10_000).measure(table).maximum) <= width:
             break
     width = width if wraps else max(width, needed)
+    # Highlighting would color every number. False in place of None keeps colors out of text that is
+    # not printed here, such as Markdown.
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:
         console.print(table)
+    # rich fills each line with blanks, which a copy of the text would have.
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -90,7 +91,8 @@ def list_cells(
     columns: Sequence[Column[Row]], rows: Sequence[Row]
 ) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the cells of a table, for a page."""
-    return [own.title for own in columns], [[own.cell(row) for own in columns] for row in rows]
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return [column.title for column in columns], cells
 
 
 def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
@@ -103,6 +105,7 @@ def format_markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -
     """
     titles, cells = list_cells(columns, rows)
     lines = [titles, ["---"] * len(titles), *cells]
+    # A bar would begin a new cell.
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
@@ -131,6 +134,7 @@ def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> s
     ```
     """
     word, colon, rest = verdict.partition(":")
+    # The word of the verdict is bold, as it is colored on a terminal.
     parts = [f"**{word}**{colon}{rest}"]
     if table:
         parts.append(table)

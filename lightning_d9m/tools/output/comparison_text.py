@@ -25,12 +25,12 @@ _VALUE = 256
 _LONGEST = 4_096
 
 
-def format_comparison(comparison: Comparison, *, verbose: bool = False) -> list[str]:
+def format_comparison(comparison: Comparison) -> list[str]:
     """Return the lines of a comparison: the verdict, the ledgers, what differs between them.
 
     What may explain a difference, such as another driver, comes before the difference.
     """
-    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison, verbose=verbose)]
+    return [*wrap(state_verdict(comparison)), "", *format_evidence(comparison)]
 
 
 def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[str]:
@@ -40,6 +40,7 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
         f"this run:  {escape(str(comparison.actual), _LONGEST)}",
     ]
     if comparison.expected.exists() and comparison.expected.samefile(comparison.actual):
+        # A link, or a name that was typed twice, would otherwise look like a proof.
         lines.append("Both are the same ledger, so this shows nothing about two runs.")
     for found, title in (
         (comparison.stack, _STACKS[comparison.portable]),
@@ -75,6 +76,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """
     ranges: list[list[int]] = []
     for rank in ranks:
+        # A training of a thousand ranks mostly differs on all of them.
         if ranges and rank == ranges[-1][-1] + 1:
             ranges[-1].append(rank)
         else:
@@ -93,11 +95,13 @@ def _format_divergences(comparison: Comparison, *, verbose: bool) -> Iterator[st
     ranks = {entry.rank: entry for entry in comparison.ranks}
     same: dict[str, list[int]] = {}
     for number, found in enumerate(comparison.divergences):
+        # One rank shows what differs; the others mostly show the same.
         if number == 0:
             rank = ranks[found.rank]
             yield from _format_divergence(rank, found, advise(comparison), verbose=verbose)
             continue
         name = "" if found.name == "(total)" else f" {escape(name_call(found.name, found.call))}"
+        # Ranks with the same sentence share one line.
         counts = f"{found.count:,} of {found.compared:,} differ"
         sentence = f"in {found.where}: {escape(found.kind)}{name}; {counts}."
         same.setdefault(sentence, []).append(found.rank)
@@ -112,6 +116,7 @@ def _format_divergence(
     yield from wrap(f"Rank {rank.rank}, {first.where}:")
     for group, (count, of) in first.by_kind.items():
         yield f"  {escape(group)}: {count} of {of} differ"
+    # Only the digest of a whole group was recorded, so no name is known.
     if first.names != ("(total)",):
         count = first.by_kind.get(first.kind, (first.count, 0))[0]
         if first.kind == "batch":
@@ -164,6 +169,7 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
                 f"the first {side.first_place}."
             )
         for found_break in side.breaks:
+            # A sentence of the ledger becomes a part of this one.
             problem = (found_break.problem or "").removesuffix(".")
             problem = f"; {escape(problem, _LONGEST)}" if problem else ""
             yield (
@@ -194,6 +200,7 @@ def _state_verdict(comparison: Comparison) -> str:
             f"same ({digests:,} of digests; {epochs}; {ranks})."
             f"{describe_exception(comparison, ' Each run')}"
         )
+    # The text must not say more than what was compared.
     if comparison.verdict == "incomplete":
         return (
             f"incomplete: {count_compared(comparison)} bit for bit the same, as far as both runs "
@@ -211,6 +218,7 @@ def _state_verdict(comparison: Comparison) -> str:
     if comparison.refusals:
         names = ", ".join(escape(entry.field) for entry in comparison.refusals)
         return f"not comparable: the runs differ by design ({names})."
+    # Each reason for which nothing was compared has its own sentence.
     if not comparison.ranks:
         return "not comparable: the ledgers have no rank in common."
     return "not comparable: a rank has no digests in common, so nothing was proven."

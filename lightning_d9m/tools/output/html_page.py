@@ -24,12 +24,7 @@ from lightning_d9m.engine.ledger.kinds import ROOT
 from lightning_d9m.text import describe_pair, printable, quote
 from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
-from lightning_d9m.tools.comparison.timeline import (
-    StepTable,
-    Timeline,
-    ValuePair,
-    module_of,
-)
+from lightning_d9m.tools.comparison.timeline import StepTable, Timeline, ValuePair, module_of
 from lightning_d9m.tools.history.bundle import find_excerpt
 from lightning_d9m.tools.output.columns import list_cells
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
@@ -41,6 +36,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+# `d9m report` replaces a file only if it finds this in its first bytes.
 GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
 _MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
@@ -48,6 +44,7 @@ _MAX_LINES = 1_000
 _MAX_MODULES = 1_500
 _MAX_EXCERPT = 20  # lines
 # What ran, by its name on the page.
+# Lambdas, because a field of a stack is missing where it does not apply.
 _FACTS: dict[str, Callable[[Header], object]] = {
     "command": lambda header: header.program.get("command"),
     "commit": lambda header: _describe_commit(header.program),
@@ -65,6 +62,7 @@ _FACTS: dict[str, Callable[[Header], object]] = {
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
 # A line has its dashes, too, for who does not tell colors apart, and where lines lie on each other.
 _DASHES = ("", ";stroke-dasharray:9 4", ";stroke-dasharray:2 4", ";stroke-dasharray:9 4 2 4")
+# In pixels of the drawing, which the page scales.
 WIDTH, HEIGHT = 720, 228
 LEFT, _RIGHT = 8, 712
 _TOP, _BOTTOM = 34, 172
@@ -111,6 +109,7 @@ def render_page(compared: ComparedRuns) -> str:
     folder = files("lightning_d9m.tools.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
+    # Only equal runs have one digest of their final weights.
     final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
     evidence = format_evidence(comparison)
     places = [
@@ -142,6 +141,7 @@ def render_page(compared: ComparedRuns) -> str:
         keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
         style=style,
         script=script,
+        # The page's content security policy allows this script, and no other.
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def _draw_values(
     for number, (name, pairs) in enumerate(timeline.values.items(), start=1):
         series = [[(step, one) for step, one, _ in pairs]]
         series += [[(step, other) for step, _, other in run.get(name, ())] for run in runs]
-        lines = [[(step, value) for step, value in own if value is not None] for own in series]
+        lines = [[(step, value) for step, value in run if value is not None] for run in series]
         both = [(step, one, other) for step, one, other in pairs if None not in (one, other)]
         gaps = [(step, abs(one - other)) for step, one, other in both]  # type: ignore[operator]
         label = f"Logged value {number}"
@@ -213,15 +213,13 @@ def _make_environment() -> "Environment":
     environment = Environment(
         loader=PackageLoader("lightning_d9m.tools.output"),
         autoescape=True,
+        # A misspelled name in the template is an error, not an empty text.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {
-        "generator": GENERATOR_TAG,
-        "version": __version__,
-    }
+    environment.globals |= {"generator": GENERATOR_TAG, "version": __version__}
     environment.filters["untrusted"] = _mark_untrusted
     return environment
 
@@ -231,8 +229,10 @@ def _mark_untrusted(value: object, limit: int = 160) -> "Markup":
     from markupsafe import Markup
 
     text = str(value)
+    # Escapes of HTML do not stop characters that turn the direction of text.
     if len(text) > limit or not text.isprintable():
         text = quote(text, limit)
+    # join escapes each part.
     parts = Markup("<wbr>").join(_WORD.split(text))
     return (Markup("{}") if text.isascii() else Markup("<bdi>{}</bdi>")).format(parts)
 
@@ -267,6 +267,7 @@ def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, o
     def order(path: str) -> list[str]:
         return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
 
+    # One scale for all rows, so that shades can be compared.
     most = max(cell[0] for cells in table.rows.values() for cell in cells.values())
     rows: list[tuple[object, ...]] = [
         (f"rank {rank}", "", 0, None, draw_row(table.rows[rank], table, most))
@@ -296,14 +297,15 @@ def draw_chart(
         name: What a line is, for the titles of its steps.
         unit: What the values are, for the axis.
     """
-    finite = sorted(value for own in lines for _, value in own if math.isfinite(value)) or [0.0]
+    finite = sorted(value for line in lines for _, value in line if math.isfinite(value)) or [0.0]
+    # A logarithm has no zero: zeros are drawn one power of ten below the least value.
     least = math.log10(next((value for value in finite if value > 0), 1.0)) if log else 0.0
 
     def scale(value: float) -> float:
         return value if not log else math.log10(value) if value > 0 else least - 1
 
     up = _make_scale(scale(finite[0]), scale(finite[-1]), _BOTTOM, _TOP)
-    steps = sorted({step for own in lines for step, _ in own}) or [0]
+    steps = sorted({step for line in lines for step, _ in line}) or [0]
     across = _make_scale(steps[0], steps[-1], LEFT, _RIGHT)
     low, high = describe_limits(finite[0], finite[-1])
     axis = ", ".join(filter(None, [unit, "logarithmic scale" if log else ""]))
@@ -316,10 +318,10 @@ def draw_chart(
         f'<text x="{_RIGHT}" y="222" text-anchor="end">{f"{steps[-1]:,}" * bool(steps[1:])}</text>',
     ]
     shown: dict[int, list[str]] = {step: [] for step in steps}
-    for number, own in enumerate(lines):
-        for step, value in own:
+    for number, line in enumerate(lines):
+        for step, value in line:
             shown[step].append(f"{name} {number + 1}: {f'{value:.2g}' if log else repr(value)}")
-        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in own]
+        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in line]
         parts += _draw_line(points, number, wide=not (number or log))
     parts += _draw_powers(least, scale(finite[-1]), up) if log else ()
     parts += _draw_steps(shown, across)
@@ -347,6 +349,7 @@ def _draw_steps(
     shown: Mapping[int, Sequence[str]], across: Callable[[float], float]
 ) -> Iterator[str]:
     """Yield a rectangle for each step, half way to those beside it, with its values as title."""
+    # The pointer finds the nearest step, without a hit on a dot.
     edges = [0.0, *((across(a) + across(b)) / 2 for a, b in pairwise(shown)), float(WIDTH)]
     for (left, right), (step, values) in zip(pairwise(edges), shown.items(), strict=True):
         title = "\n".join([f"step {step:,}", *values])
@@ -375,6 +378,7 @@ def describe_limits(low: float, high: float) -> list[str]:
     >>> describe_limits(0.5, 0.7874), describe_limits(2.2463, 2.2461), describe_limits(1, 1)
     (['0.5', '0.787'], ['2.2463', '2.2461'], ['1', '1'])
     """
+    # 17 digits tell any two numbers of float64 apart.
     forms = ([f"{value:.{digits}g}" for value in (low, high)] for digits in range(3, 18))
     return next(shown for shown in forms if low == high or shown[0] != shown[1])
 

@@ -57,14 +57,11 @@ def make_run_row(run: int, fit: int | str, ledger: Ledger, verdict: str, **facts
 
     The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
 
-    Args:
-        run: Number of the run, from 1.
-        fit: Number of the fit within the run, from 1; of another ledger, such as that of saved
-            files, the beginning of its name.
-        ledger: Its ledger.
-        verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
-        **facts: What distinguishes the run: its label, number of processes, seconds, records.
+    Runs and fits are numbered from 1; of another ledger, such as that of saved files, ``fit`` is
+    the beginning of its name. The verdict is ``"reference"`` for run 1, ``"equal"``, ``"differs"``
+    or ``"no match"`` for others. ``facts`` distinguish the run: its label, processes, seconds.
     """
+    # All ranks have the same weights and loss, or the comparison says so.
     outcome = ledger.outcome(min(ledger.files))
     saved = "" if outcome.last is None else outcome.last.totals.get(SAVED, "")
     last = outcome.final
@@ -97,6 +94,7 @@ def list_run_columns(rows: Sequence[RunRow], *, verbose: bool = False) -> list[C
         return repr(float.fromhex(row["loss_hex"])) if row["loss_hex"] else "none"
 
     columns = [field("run")]
+    # Most programs have one fit, whose number would say nothing.
     if len({row["fit"] for row in rows}) > 1:
         columns.append(field("fit"))
     weights: Column[RunRow] = Column("weights", lambda row: cut[row["weights"] or "none"])
@@ -130,6 +128,7 @@ def describe_power(runs: int, option: str, size: int = 1) -> str:
     '--tries 15 would show a difference in 10% of the runs with 95%.'
     """
     rare = 0.1
+    # Up to one half: q is the rate of the rarer result.
     rates = (percent / 100 for percent in range(1, 51))
     rate = next((q for q in rates if (1 - q) ** runs + q**runs <= _MISSED), None)
     count = math.ceil(math.log(_MISSED) / math.log(1 - rare) / size)
@@ -141,14 +140,7 @@ def describe_power(runs: int, option: str, size: int = 1) -> str:
 
 @dataclass(frozen=True)
 class FitOutcome:
-    """One fit of one run, compared with the same fit of run 1.
-
-    Attributes:
-        name: Name of its ledger in run 1.
-        ledger: Its ledger.
-        comparison: Its comparison.
-        row: Its row of the table.
-    """
+    """One fit of one run, compared with that of the same name of run 1; its row of the table."""
 
     name: str
     ledger: Ledger
@@ -190,6 +182,8 @@ class RepeatReport:
     ) -> None:
         self._labels = [f"run {number}: {run.label}" for number, run in runs.items() if run.label]
         self._failures = {number: run for number, run in runs.items() if run.failure is not None}
+        # A failed run has no ledger, or a part of one: it makes the verdict incomplete, not
+        # different.
         runs = {number: run for number, run in runs.items() if run.failure is None}
         self._runs, self._command, self._output = runs, command, output
         self._resumed, self._printed, self._left = resumed, printed, left
@@ -219,8 +213,8 @@ class RepeatReport:
                 self.rows.append(row)
                 if found is not None:
                     self._compared.append(FitOutcome(name, ledger, found, row))
-        self._differing = [own for own in self._compared if own.row["verdict"] == "differs"]
-        self._partial = [own for own in self._compared if own.row["verdict"] == "incomplete"]
+        self._differing = [fit for fit in self._compared if fit.row["verdict"] == "differs"]
+        self._partial = [fit for fit in self._compared if fit.row["verdict"] == "incomplete"]
         self._unmatched = [
             number
             for number, run in runs.items()
@@ -242,6 +236,7 @@ class RepeatReport:
     def print_out(self, chosen: str, *, verbose: bool = False) -> None:
         """Print the report as text, Markdown or one JSON object."""
         columns = list_run_columns(self.rows, verbose=verbose)
+        # Each paragraph ends with a blank line, the last one too.
         lines = list(self._list_evidence(verbose=verbose))[:-1]
         markdown = format_markdown_table(columns, self.rows)
         if chosen == "text":
@@ -264,6 +259,7 @@ class RepeatReport:
         for entry in self._differing[:1]:
             yield from (*format_evidence(entry.comparison, verbose=verbose), "")
         said = self._list_left()
+        # Different runs have a reason already for what they printed.
         if self._printed and self.verdict != "different":
             said.append(
                 f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
@@ -303,6 +299,7 @@ class RepeatReport:
         )
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         if self._failures:
+            # One run that is left has nothing to agree with.
             agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         ended = self._describe_exceptions()
         found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
@@ -359,6 +356,7 @@ class RepeatReport:
 
     def _advise(self) -> str:
         """Return what to do about runs that were resumed, or had several numbers of processes."""
+        # Otherwise the checkpoint would be blamed for what varies without it.
         if self._resumed and self._steady is False:
             return (
                 "Two runs that resumed from the same checkpoint differ from each other, so the "
@@ -370,8 +368,10 @@ class RepeatReport:
                 "training uses. Save what differs in state_dict or on_save_checkpoint."
             )
         ledgers = chain.from_iterable(run.fits.values() for run in self._runs.values())
-        if not self._counts or any(LOGICAL_RANKS in own.header.stack for own in ledgers):
+        if not self._counts or any(LOGICAL_RANKS in ledger.header.stack for ledger in ledgers):
             return ""
+        # The next power of two: a number of logical ranks that each of these numbers of processes
+        # divides, if they are powers of two.
         number = 2 ** (max(self._counts) - 1).bit_length()
         return (
             "The runs have no logical ranks. Without them, the same bits on different numbers of "
@@ -384,6 +384,7 @@ class RepeatReport:
         if self._resumed:  # straight runs may well agree
             return [(f"d9m report {shown}", "shows what differs, and when")]
         compared, runs = len(self._runs) - 1, _show_path(self._output)
+        # A pair of `d9m locate` would often agree, so it needs more of them.
         rare = len(self._list_runs(self._differing)) < compared
         tries = f"--tries {2 * compared} " if rare else ""
         steps = list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", runs)

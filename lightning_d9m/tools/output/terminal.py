@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_d9m.engine.ledger.folder import Ledger
 
 WIDTH = 80
+# By the words of verdicts, so that each has one color in all commands.
 _WORDS = {
     "green": "equal, whole, found, between records, ok, patched",
     "bold red": "different, not found, damaged, not comparable, differs, other, "
@@ -54,6 +55,7 @@ def paint(meaning: str, shown: str) -> str:
     """Return text in the color of its meaning if standard output is a terminal."""
     from rich.console import Console
 
+    # rich would wrap at the width of the terminal, and color numbers and paths.
     console = Console(highlight=False, soft_wrap=True)
     with console.capture() as capture:
         console.print(style(meaning, shown), end="")
@@ -63,12 +65,8 @@ def paint(meaning: str, shown: str) -> str:
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines; a verdict that begins the first one is colored on a terminal."""
     verdict, colon, rest = lines[0].partition(":")
-    if verdict in _STYLES and sys.stdout.isatty():
-        from rich.console import Console
-
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(style(verdict), colon + rest, sep="")
-        lines = lines[1:]
+    if verdict in _STYLES and sys.stdout.isatty():  # rich is loaded only where colors show
+        lines = [f"{paint(verdict, verdict)}{colon}{rest}", *lines[1:]]
     print("\n".join(lines))
 
 
@@ -81,6 +79,7 @@ def wrap_on_terminal(lines: Sequence[str]) -> Sequence[str]:
 
 def terminal_width(limit: int = 100) -> int:
     """Return the terminal's width, or ``COLUMNS``, or 80; at most ``limit``."""
+    # Lines of a very wide terminal are hard to read.
     return min(shutil.get_terminal_size().columns, limit)
 
 
@@ -93,9 +92,7 @@ def find_command(ledgers: Sequence["Ledger"]) -> str:
 def list_next_steps(command: str, ledgers: str) -> list[tuple[str, str]]:
     """Return commands that find the cause of a difference.
 
-    Args:
-        command: The arguments of ``d9m locate``: ``--`` and the command that trains.
-        ledgers: Two paths, quoted for a shell.
+    ``command`` has ``--`` and the command that trains, ``ledgers`` two paths, quoted for a shell.
     """
     return [
         (f"d9m locate {command}", "finds the step, module and source line"),

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_d9m.errors import SettingError
+from lightning_d9m.text import read_stanzas
 
 OpStatus = Literal["patched", "exempt"]
 _KERNELS = "lightning_d9m.ops.patches.kernels"
@@ -71,6 +72,7 @@ class Op:
 
     def is_needed(self, torch_version: str) -> bool:
         """Return whether this entry applies to a release of torch."""
+        # Two numbers decide, so that a nightly build counts as its release.
         since, release, until = (
             tuple(map(int, re.findall(r"\d+", version)[:2]))
             for version in (self.since, torch_version, self.until or "999")
@@ -88,32 +90,26 @@ class Op:
         }
 
 
-def read_ops(text: str) -> Iterator[Op]:
+def read_ops(path: Path) -> Iterator[Op]:
     """Return the ops of stanzas, in which each op of a stanza has all of its fields.
 
     An op has a name, overloads, names in torch's documentation, without ``torch.``, and those in
-    messages. Of the
-    overloads, ``*`` stands for the name, and ``a{,.out}`` for ``a a.out``. Their replacement is the
-    function of the module ``kernel`` that has the operator's name, without underscores around it.
+    messages. Of the overloads, ``*`` stands for the name, and ``a{,.out}`` for ``a a.out``. Their
+    replacement is the function of the module ``kernel`` that has the operator's name, without
+    underscores around it.
     """
-    _, shared, *stanzas = map(_read_fields, text.strip().split("\n\n"))
+    # The first stanza has the texts that others share.
+    shared, *stanzas = read_stanzas(path)
     texts = {name: value for name, [value] in shared.items()}
     for stanza in stanzas:
         lines = stanza.pop("op")
         fields = {
+            # Words in capitals that name a shared text; others, such as CUDA, stay.
             name: re.sub("[A-Z_]+", lambda word: texts.get(word[0], word[0]), value)
             for name, [value] in stanza.items()
         }
         for line in lines:
             yield _make_op(line, fields, texts)
-
-
-def _read_fields(stanza: str) -> dict[str, list[str]]:
-    fields: dict[str, list[str]] = {}
-    for line in re.split(r"\n(?! )", stanza):
-        name, _, value = " ".join(line.split()).partition(":")
-        fields.setdefault(name, []).append(value.strip())
-    return fields
 
 
 def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) -> Op:
@@ -125,6 +121,8 @@ def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) ->
         for packet, endings in re.findall(r"([^\s{]+)(?:\{(.*?)\})?", overloads.replace("*", name))
         for ending in endings.split(",")
     ]
+    # An overload with out= has the function of the one without: the dispatcher's call writes the
+    # result.
     kernels = {one: f"{_KERNELS}.{module}:{one.partition('.')[0].strip('_')}" for one in found}
     return Op(
         name=name,
@@ -143,8 +141,9 @@ def _make_op(line: str, fields: Mapping[str, str], shared: Mapping[str, str]) ->
     )
 
 
-_TEXT = Path(__file__).with_name("ops.txt").read_text(encoding="utf-8")
-OPS: tuple[Op, ...] = tuple(sorted(read_ops(_TEXT), key=lambda op: op.name))
+OPS: tuple[Op, ...] = tuple(
+    sorted(read_ops(Path(__file__).with_name("ops.txt")), key=lambda op: op.name)
+)
 
 
 def find_op(name: str) -> Op:
@@ -156,6 +155,7 @@ def find_op(name: str) -> Op:
     for op in OPS:
         if op.name == name:
             return op
+    # A user may write put for put_.
     near = [op.name for op in OPS if name.strip("_") in op.name]
     raise SettingError(
         f"The catalog has no op {name!r}. "
@@ -171,6 +171,7 @@ def search_op(text: str) -> Op:
         SettingError: No op, or several ones, match.
     """
     word = text.partition(" ")[0]
+    # A message of torch holds the exact name, which may be a part of another one.
     for exact in (True, False):
         for part in filter(None, dict.fromkeys((word, word.strip("_")))):
             found = [op for op in OPS if _is_called(op, part, exact=exact)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_d9m.ops.patches.kernels.updates import sum_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 
+# torch's numbers of the reductions.
 _NONE, _MEAN = 0, 1
 _SCANNED = 2**11  # elements of a row that one block scans
 
@@ -30,6 +31,7 @@ def nll_loss2d_forward(
     require(self.is_floating_point(), weight is None or weight.dtype == self.dtype)
     dtype, counted = accumulation_dtype(self.dtype), target != ignore_index
     factors = None if weight is None else weight.to(dtype)
+    # Without a reduction, torch's kernel writes one term for each pixel.
     losses, _ = torch.ops.aten.nll_loss2d_forward(
         self.to(dtype), target, factors, _NONE, ignore_index
     )
@@ -53,11 +55,13 @@ def _median(
     """
     dims = max(self.dim(), 1)
     require(-dims <= dim < dims, self.dtype != torch.bool, not self.is_complex())
+    # A scalar is a row of one element, as for torch.
     rows = self if self.dim() else self.unsqueeze(0)
     size = rows.shape[dim]
     require(size > 0)
     is_nan = rows.isnan()
     nans = is_nan.sum(dim, keepdim=True)
+    # The lower one of two medians, as torch documents it.
     middle = torch.div(size - nans - 1, 2, rounding_mode="floor").clamp_(min=0)
     if not ignore_nan:
         middle = torch.where(nans > 0, size - 1, middle)  # NaNs are sorted behind the numbers
@@ -84,6 +88,8 @@ def _scan(self: Tensor, dim: int, *, name: str, **dtype: Any) -> Any:
     result = dtype.get("dtype") or self.dtype
     exact = not (result.is_floating_point or result.is_complex)
     inside = -self.dim() <= dim < self.dim()
+    # Several rows, integers and wrong arguments are left to torch, whose kernel for them has a
+    # fixed order.
     if exact or not inside or self.numel() != self.shape[dim] or self.numel() <= 1:
         return NotImplemented
     return _scan_blocks(self.to(result).reshape(-1), name).view(self.shape)
@@ -125,6 +131,7 @@ def histc(
     """
     if not self.is_floating_point() or (bins > 0 and not self.numel() and min <= max):
         return NotImplemented  # integers are counted exactly in any order
+    # The bounds are rounded to the dtype of the elements, as in torch.
     low, high = torch.tensor([min, max], dtype=self.dtype, device="cpu").tolist()
     if bins > 0 and low == high:
         low, high = (float(bound) for bound in torch.stack(torch.aminmax(self)).tolist())
@@ -135,7 +142,9 @@ def histc(
     # A tensor on the device: CUDA multiplies by the reciprocal of a number, which rounds twice.
     span = torch.full((), high - low, dtype=self.dtype, device=self.device)
     places = ((values - low) * bins / span).to(torch.int32).clamp_(max=bins - 1)
+    # NaNs and what lies outside get the number after the last bin.
     places = torch.where((values >= low) & (values <= high), places, bins)
+    # The number of places below each bound, in sorted order: integers, so no sum varies.
     bounds = torch.arange(bins + 1, dtype=torch.int32, device=self.device)
     return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
 
@@ -166,7 +175,7 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         part.tolist() if isinstance(part, Tensor) else list(part)
         for part in (input_lengths, target_lengths)
     )
-    steps, batch, labels = log_probs.shape
+    steps, batch, _ = log_probs.shape
     require(batch > 0, steps > 0, log_probs.dtype in {torch.float32, torch.float64})
     device = log_probs.device
     on_cuda = device.type == "cuda"  # a copy from pinned memory does not make the host wait
@@ -178,25 +187,34 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     mirror = torch.where(past, 0, time - 1 - last_step)
     sizes = (lengths, label_lengths, count, mirror)
     paths = log_alpha + _compute_log_beta(log_probs, padded, *sizes, blank)
-    states = log_alpha.shape[2]
-    state_labels = torch.full((batch, states), blank, dtype=torch.int64, device=device)
-    state_labels[:, 1::2] = padded[:, : states // 2]
-    ranks = torch.arange(states, device=device)
-    real = ranks <= 2 * count  # [batch, states]
-    emitted = log_probs.transpose(0, 1).gather(2, state_labels[:, None].expand(-1, steps, -1))
-    posterior = (paths + neg_log_likelihood[:, None, None] - emitted).exp()
+    real = torch.arange(log_alpha.shape[2], device=device) <= 2 * count  # [batch, states]
     counted = real[:, None] & ~past[..., None] & (paths > -torch.inf)
-    posterior = torch.where(counted, posterior, 0)
-    first = torch.arange(batch, device=device)[:, None] * labels
-    rows = posterior.transpose(1, 2).reshape(batch * states, steps)
-    sums = sum_rows((state_labels + first).flatten(), rows, batch * labels)
-    shares = sums.view(batch, labels, steps).permute(2, 0, 1)
+    log_shares = paths + neg_log_likelihood[:, None, None]
+    shares = _sum_states(log_probs, log_shares, padded, counted, blank)
     result = (log_probs.exp() - shares) * grad[:, None]
     impossible = neg_log_likelihood == torch.inf
     # torch subtracts infinities where nothing can be emitted: its gradient is NaN there.
     result = torch.where(impossible[:, None] | (log_probs == -torch.inf), torch.nan, result)
     silent = past.t() | (impossible & zero_infinity)
     return torch.where(silent[..., None], 0, result).contiguous()
+
+
+def _sum_states(
+    log_probs: Tensor, log_shares: Tensor, padded: Tensor, counted: Tensor, blank: int
+) -> Tensor:
+    """Return the posterior of each label, the sum over its states, ``[time, batch, labels]``."""
+    steps, batch, labels = log_probs.shape
+    states = log_shares.shape[2]
+    # The states are a blank, the first label, a blank, the second label, ..., a blank.
+    state_labels = torch.full((batch, states), blank, dtype=torch.int64, device=padded.device)
+    state_labels[:, 1::2] = padded[:, : states // 2]
+    # Both alpha and beta have the probability of the label that the state emits.
+    emitted = log_probs.transpose(0, 1).gather(2, state_labels[:, None].expand(-1, steps, -1))
+    posterior = torch.where(counted, (log_shares - emitted).exp(), 0)
+    first = torch.arange(batch, device=padded.device)[:, None] * labels
+    rows = posterior.transpose(1, 2).reshape(batch * states, steps)
+    sums = sum_rows((state_labels + first).flatten(), rows, batch * labels)
+    return sums.view(batch, labels, steps).permute(2, 0, 1)
 
 
 def _compute_log_beta(

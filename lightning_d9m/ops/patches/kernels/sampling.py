@@ -17,6 +17,7 @@ from lightning_d9m.ops.patches.exact_sums import Layout, accumulate, plan_pieces
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.patches.triton.launch import INT32_LIMIT, run_kernel
 
+# torch's numbers of the modes and of the paddings.
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _CUBIC = -0.75  # the parameter of torch's cubic convolution
@@ -71,6 +72,7 @@ def _sample_backward(
         image.dtype == grid.dtype == grad_output.dtype,
         image.is_floating_point(),
         0 not in image.shape[2:],
+        # torch samples volumes without the bicubic mode.
         mode in (_BILINEAR, _NEAREST, _BICUBIC)[: 5 - dims],
         padding in {_ZEROS, _BORDER, _REFLECTION},
     )
@@ -78,6 +80,7 @@ def _sample_backward(
     outputs, places = prod(grid.shape[1:-1]), prod(sizes)
     rule = Rule(_NEIGHBORS[mode], mode == _NEAREST, mode == _BICUBIC, padding, align_corners)
     integer = torch.int32 if places < INT32_LIMIT else torch.int64
+    # One key and one weight for each neighbor of each sample, which all channels share.
     taps = len(rule.neighbors) ** dims
     index = grid.new_empty((taps, batch, outputs), dtype=integer)
     weights = torch.empty_like(index, dtype=accumulation_dtype(image.dtype))
@@ -86,6 +89,7 @@ def _sample_backward(
     if index.numel():
         more = (*given, index, weights, rule)
         run_kernel("kernels:sample", None, _make_example, grad_grid, *more)
+    # The grid's gradient comes from the same kernel, but the image's needs a second one.
     if not output_mask[0]:
         return None, grad_grid
     layout = Layout(taps, batch, channels, outputs, 1, places, (batch * outputs, outputs, 1, 0))

@@ -24,6 +24,8 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.patches.triton.launch import is_capturing, run_kernel
 
+# Outputs of most ops read fewer than 16 inputs. Where they read more, it is doubled until the taps
+# explain the op.
 _PERIOD = 16
 
 
@@ -54,19 +56,18 @@ class Taps(NamedTuple):
 
 
 def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -> Taps:
-    """Return the taps of an op along a dimension.
+    """Return the taps of an op along a dimension of ``size`` inputs, as it computes in a dtype.
 
-    Args:
-        forward: The op, on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``.
-        size: The number of inputs.
-        dtype: The dtype in which the op computes.
+    ``forward`` is the op on a CPU: of shape ``[rows, inputs]`` to ``[rows, outputs]``.
     """
     positions = torch.arange(size, dtype=torch.float64, device="cpu")
+    # The mean of the positions that an output reads, weighted.
     ones, centers = forward(torch.stack([torch.ones_like(positions), positions]))
     centers = torch.where(ones == 0, 0, centers / ones)
     samples = torch.rand(
         2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu"
     )
+    # The taps are checked on two random rows, since wrong ones would be silent.
     expected = forward(samples)
     period = min(_PERIOD, size)
     while True:
@@ -76,8 +77,10 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
         if period == size or torch.allclose(sums, expected, rtol=0, atol=1e-9):
             break
         period = min(2 * period, size)
+    # Once more in the op's dtype, for the weights as it rounds them.
     if dtype != torch.float64:
         inputs, outputs, weights = _probe(forward, centers, size, period, dtype)
+    # By input, then by output: the order in which a thread adds.
     order = (inputs * len(centers) + outputs).argsort()
     begins = torch.searchsorted(inputs[order], torch.arange(size + 1, device="cpu")).to(torch.int32)
     sizes = (size,), (len(centers),), (int(begins.diff().max()),)
@@ -95,6 +98,7 @@ def _probe(
     phase, outputs = forward(combs.masked_fill(combs > 0, torch.nan)).isnan().nonzero().unbind(1)
     # Of the inputs of this phase, the nearest one to the center.
     nearest = ((centers[outputs] - phase) / period).round().to(torch.int64)
+    # The last input of this phase.
     last = (size - 1 - phase) // period
     inputs = nearest.clamp(min=0).minimum(last) * period + phase
     return inputs, outputs, forward(combs)[phase, outputs]
@@ -123,6 +127,7 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
         one = torch.arange(2, dtype=torch.int32, device="cpu")
+        # The kernel adds along three dimensions; one tap of weight 1 changes nothing.
         none = Taps(one, one[:1], torch.ones(1, dtype=dtype, device="cpu"), (1,), (1,), (0,))
         found = [none] * (3 - len(sides)) + [
             find_taps(partial(run_side, *side), size, dtype) for size, *side in sides
@@ -141,6 +146,7 @@ def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
     if name.endswith("1d"):
         result: Tensor = op(rows.unsqueeze(1), first, *arguments)
         return result.squeeze(1)
+    # An op of two dimensions needs columns, all alike.
     image = rows[:, None, :, None].expand(-1, -1, -1, first[1]).contiguous()
     result = op(image, first, *arguments)
     return result[:, 0, :, 0]
@@ -149,14 +155,10 @@ def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
 def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
     """Propagate a gradient from outputs to inputs, along the last dimensions.
 
-    Args:
-        gradient: Real or complex, of shape ``[..., *outputs]``.
-        taps: Those of the last dimensions.
-        shape: The shape of the result, ``[..., *inputs]``.
-
-    Returns:
-        Contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
+    It is real or complex, of shape ``[..., *outputs]``. The result has the shape ``[..., *inputs]``
+    and is contiguous, of the gradient's dtype. Half and bfloat16 are added in float32.
     """
+    # A linear op with real weights acts on both parts alone.
     if gradient.is_complex():
         parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
@@ -175,10 +177,7 @@ def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
 
 
 def _differentiate(
-    grad_output: Tensor,
-    self: Tensor,
-    sides: Sequence[Side],
-    format_of: Tensor | None = None,
+    grad_output: Tensor, self: Tensor, sides: Sequence[Side], format_of: Tensor | None = None
 ) -> Callable[..., Tensor]:
     """Return what returns the gradient with respect to the input.
 
@@ -268,6 +267,7 @@ def _interpolation_backward(
         grad_output.is_floating_point(),
     )
     sides = resize_sides(forward, output_size, scales, align_corners)
+    # Only its shape and dtype are read.
     image = torch.empty(input_size, dtype=grad_output.dtype, device="meta")
     return _differentiate(grad_output, image, sides, grad_output if keep_format else None)
 

@@ -24,6 +24,7 @@ _MUCH = 2**30  # bytes of memory for exact sums, beyond which torch's own kernel
 _MODE_MAX = 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _GUARD = 24  # bits that a single piece keeps of the few windows of one input
+# What is in a place before the values, if the tensor's own value is not a term.
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -torch.inf, "amin": torch.inf}
 _NOTHING = Update(lambda *_, **__: None)
 
@@ -46,58 +47,61 @@ def _plan(
     """
     if not self.is_floating_point():
         return NotImplemented
-    require(reduce in names, not by_slice or index.dim() <= 1)
-    reduce = names[reduce]
-    dims = max(self.dim(), 1)
-    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
-    if not (by_slice or index.numel()):
-        return _NOTHING
-    axis = dim % dims
-    shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
-    if by_slice:
-        wanted = (*shape[:axis], *wanted, *shape[axis + 1 :])
-    # An index of elements may be shorter than the source, and beside the dimension than the target.
-    size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
-    require(
-        len(shape) == len(wanted) == len(given),
-        all(map(le, (*wanted, *size), (*given, *shape))),
-        not by_slice or (source.dim() == self.dim() and wanted == given),
-    )
+    require(reduce in names)
+    reduce, axis = names[reduce], dim % max(self.dim(), 1)
+    shape, size, wanted, given = _fit_shapes(self, dim, index, source, by_slice=by_slice)
     if not prod(wanted):
         return _NOTHING
+    # A key of a slice moves a whole slice.
     keys = wanted[axis] if by_slice else prod(wanted)
-    is_torchs = reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys)
-    narrow_target, narrow_source = map(tuple, (map(slice, size), map(slice, wanted)))
+    if reduce == "sum" and _takes_less_in_torch(self, size, wanted, wanted[axis], keys):
+        return NotImplemented
     is_whole, is_scalar = size == shape and wanted == given, 0 in {self.dim(), index.dim()}
     places = make_places(self.device, *((shape[axis],) if by_slice else size))
-    along, fill = (0, "index_fill_") if by_slice else (axis, "scatter_")
     rule = "mean of values" if reduce == "mean" and not include_self else reduce
     change = _plan_change(self, size, index, wanted, rule, axis)
 
-    def write(
-        target: Tensor,
-        _: int,
-        index: Tensor,
-        source: Tensor,
-        *_more: str,
-        alpha: float = 1,
-        **__: Any,
-    ) -> None:
-        if alpha != 1:
+    def write(target: Tensor, _: int, index: Tensor, source: Tensor, *_r: str, **kw: Any) -> None:
+        if (alpha := kw.get("alpha", 1)) != 1:  # of index_add
             source = source.to(accumulation_dtype(source.dtype)) * alpha
         if is_scalar:
             target, index, source = target.view(shape), index.view(-1), source.view(given)
         keys = index if index.dtype == torch.int64 else index.to(torch.int64)
         # Fails if a place is outside. On CUDA the host does not wait: it is a device-side
         # assertion, as in torch's own kernels, which surfaces as an error at a later call.
-        places.gather(along, keys)
+        places.gather(0 if by_slice else axis, keys)
         if not is_whole:
-            target, source = target[narrow_target], source[narrow_source]
+            target, source = target[tuple(map(slice, size))], source[tuple(map(slice, wanted))]
         if not include_self:
-            getattr(target, fill)(axis, keys, _NEUTRAL[reduce])
+            fill = target.index_fill_ if by_slice else target.scatter_
+            fill(axis, keys, _NEUTRAL[reduce])
         change(target, index, source)
 
-    return NotImplemented if is_torchs else Update(write)
+    return Update(write)
+
+
+def _fit_shapes(
+    self: Tensor, dim: int, index: Tensor, source: Tensor, *, by_slice: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the target, of its part that may change, of the values, of the source.
+
+    An index of elements may be shorter than the source, and beside the dimension than the target.
+    """
+    dims = max(self.dim(), 1)
+    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
+    axis = dim % dims
+    shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
+    if by_slice:
+        wanted = (*shape[:axis], *wanted, *shape[axis + 1 :])
+    size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
+    if by_slice:
+        require(index.dim() <= 1, source.dim() == self.dim(), wanted == given)
+    if by_slice or index.numel():  # as in torch, an empty index of elements may have any shape
+        require(
+            len(shape) == len(wanted) == len(given),
+            all(map(le, (*wanted, *size), (*given, *shape))),
+        )
+    return shape, size, wanted, given
 
 
 def _takes_less_in_torch(
@@ -108,8 +112,10 @@ def _takes_less_in_torch(
     Exact sums take 20 to 28 bytes for each element of the target, or of the values if these are
     fewer. torch numbers and sorts the keys, each of which it expands to the target's dimensions.
     """
+    # One float64 for each piece, and the exponent in 32 bits.
     own = 8 * plan_pieces(self.dtype, terms + 1).number + 4
     needed = own * (prod(size) if prod(size) <= _MANY * prod(wanted) else prod(wanted))
+    # Only under its flag has torch a deterministic kernel to fall back to.
     sorts = torch.are_deterministic_algorithms_enabled()
     return sorts and needed > _MUCH and keys * 8 * (self.dim() + 6) < needed
 
@@ -123,12 +129,7 @@ scatter_reduce = partial(_plan, names=_NAMES)
 
 
 def _plan_change(
-    self: Tensor,
-    size: Sequence[int],
-    index: Tensor,
-    shape: Sequence[int],
-    rule: str,
-    axis: int = 0,
+    self: Tensor, size: Sequence[int], index: Tensor, shape: Sequence[int], rule: str, axis: int = 0
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return what changes the places of a dimension that an index names, by values.
 
@@ -139,6 +140,7 @@ def _plan_change(
     add = plan_sum(self.dtype, size, index, shape, axis) if is_sum else None
 
     def change(target: Tensor, index: Tensor, values: Tensor) -> None:
+        # A view of the target, or a copy that is written back.
         whole = target.contiguous()
         if add:
             add(whole, index, values)
@@ -219,9 +221,11 @@ def _plan_places(
     reduce: str,
 ) -> Update:
     """Return an update of some dimensions as if they were one, by values expanded to a shape."""
+    # The index of several dimensions becomes one number for each row.
     places, rows = make_places(self.device, *sizes), (prod(shape) // prod(rest), *rest)
     is_laid_out = values.shape == rows
     keys = torch.empty(rows[0], device="meta")
+    # Only the shape of the keys is known here: they are computed at each call.
     change = _plan_change(self, (prod(sizes), *rest), keys, rows, reduce)
 
     def write(target: Tensor, indices: Any, values: Tensor, *_more: bool) -> None:
@@ -265,6 +269,7 @@ def embedding_bag_dense_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
         maximum_indices.shape == grad.shape,
         bag_size.shape == grad.shape[:1],
     )
+    # An empty bag has no maximum.
     is_full = (bag_size > 0).unsqueeze(1) & (maximum_indices >= 0)  # -1 in a bag of padding
     index = torch.where(is_full, maximum_indices, num_weights)
     return sum_rows(index, grad, num_weights)
@@ -287,10 +292,13 @@ def _pool_backward(
         0 not in (*shape[1:], *given[-dims:]),
     )
     planes, outputs, inputs = prod(shape[:-dims]), prod(given[-dims:]), prod(shape[-dims:])
+    # Without a window any number of outputs may have read one input.
     pieces = plan_pieces(self.dtype, outputs)
     if window:
         kernel_size, *rest = window
         pooled = rest[0]  # of a fractional pooling
+        # A fractional pooling has the size of its output as an argument; that of the others
+        # follows.
         if len(rest) > 1:
             pooled = torch.max_pool3d(self.new_empty(shape, device="meta"), *window).shape[-dims:]
         require(list(pooled) == list(given[-dims:]))
@@ -333,6 +341,7 @@ def _unpool(
     """
     _require_planes(self, indices, dims)
     require(all(len(sizes) == dims for sizes in (output_size, *window)), all(map(min, window[:1])))
+    # torch decides about empty planes.
     require(0 not in self.shape[-dims - 1 :])
     planes, count = prod(self.shape[:-dims]), prod(output_size)
     make_places(self.device, count).gather(0, indices.flatten())  # fails if a place is outside
@@ -354,6 +363,7 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
         return NotImplemented  # integers are counted exactly in any order
     count = len(torch.bincount(self, minlength=minlength))
     require(weights.shape == self.shape)
+    # torch returns float32 for float32, and float64 for every other dtype.
     terms = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
     return sum_rows(self, terms, count)
 
@@ -413,20 +423,17 @@ def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
 
 
 def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> None:
-    """Change the rows of a tensor that keys name.
+    """Change the rows of a contiguous tensor that keys name, by a rule of ``_RULES``.
 
-    Time and memory grow with the number of values, not with the size of the target.
-
-    Args:
-        target: Of shape ``[count, *rest]``, contiguous.
-        keys: Rows, of shape ``[m]``.
-        values: Of shape ``[m, *rest]``.
-        reduce: A key of ``_RULES``. What is in the target is a term or factor as well.
+    Time and memory grow with the number of values, not with the size of the target. With
+    ``values`` of shape ``[m, *rest]``, ``keys`` has the shape ``[m]`` and ``target`` the shape
+    ``[count, *rest]``. What is in the target is a term or factor as well.
     """
     rule = _RULES[reduce]
     if target.numel() <= _MANY * values.numel():
         rule(target, keys, values)
         return
+    # The rows that are named, each as often as it is: the first of equal ones is used.
     ordered = torch.sort(keys, stable=True).values
     slots = torch.searchsorted(ordered, keys)  # the first place of an equal key
     rows = target.index_select(0, ordered)
@@ -454,6 +461,7 @@ def _multiply(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     """Multiply the values of each place, from first to last."""
     bounds = torch.arange(len(rows) + 1, dtype=keys.dtype, device=rows.device)
     ordered, order = torch.sort(torch.cat([bounds[:-1], keys]), stable=True)
+    # Each row itself comes before its values, because the sort is stable.
     offsets = torch.searchsorted(ordered, bounds)
     factors = torch.cat([rows, values]).index_select(0, order).to(accumulation_dtype(rows.dtype))
     # unsafe: the offsets are known to be valid; checking them would wait for the device.
@@ -481,6 +489,7 @@ def _choose(rows: Tensor, keys: Tensor, values: Tensor, *, reduce: str) -> None:
     Without -0.0 the order of equal numbers cannot show. A place keeps its bits if its number stays.
     """
     index = keys.to(torch.int64).view(-1, *[1] * (rows.dim() - 1)).expand_as(values)
+    # Adding 0 turns -0.0 into 0.0, so that zeros are equal bits.
     chosen = (rows + 0).scatter_reduce_(0, index, values + 0, reduce)
     kept = (chosen == rows) | (chosen.isnan() & rows.isnan())
     rows.copy_(torch.where(kept, rows, torch.where(chosen.isnan(), torch.nan, chosen)))

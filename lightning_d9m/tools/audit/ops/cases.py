@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.errors import SettingError
+from lightning_d9m.text import read_stanzas
 
 MeasuredCall: TypeAlias = Callable[[], Tensor | tuple[Tensor, ...]]
 
@@ -32,6 +34,11 @@ SIZES = (
 _SIDES = {1: (256, 4096), 2: (24, 96), 3: (10, 24)}
 _SIDE = -1  # stands for it in a shape
 _NAME = r":\w+:`([\w.]+)`"
+_DOCUMENTED: dict[str, list[str]] = {
+    line: ops[0].split(", ")
+    for stanza in read_stanzas(Path(__file__).with_name("documented.txt"))
+    for line, ops in stanza.items()
+}
 
 
 class Inputs:
@@ -50,10 +57,13 @@ class Inputs:
         self.device = device
         self.dtype = dtype
         self._drawn = drawn or dtype
+        # CUDA's generator draws other numbers than the CPU's.
         self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
         """Draw from the standard normal distribution."""
+        # float64 of the oracle has the rounded values, so its distance to the others is theirs
+        # alone.
         drawn = torch.randn(shape, generator=self._generator, device="cpu")
         return drawn.to(self._drawn).to(self.dtype).to(self.device)
 
@@ -90,8 +100,6 @@ class Case:
         parameters: The shape; unique among the op's cases.
         function: A function of the inputs. It is called often, so it must not change them.
         draws: Draw the inputs; a shape stands for normal numbers.
-        documented: The lines of torch's documentation about it: each the name, a blank, and words
-            that only this line of that name contains.
         quick: Whether ``--quick`` runs it.
         dtypes: Names of the dtypes that it is defined for.
         devices: The types of device that have it; empty for all.
@@ -101,10 +109,14 @@ class Case:
     parameters: Mapping[str, Scalar]
     function: Callable[..., Any]
     draws: tuple[Draw, ...] = ()
-    documented: tuple[str, ...] = ()
     quick: bool = True
     dtypes: tuple[str, ...] = FLOATS
     devices: tuple[str, ...] = ()
+
+    @property
+    def documented(self) -> tuple[str, ...]:
+        """The lines of torch's documentation about it, as ``documented.txt`` names them."""
+        return tuple(line for line, ops in _DOCUMENTED.items() if self.op in ops)
 
     def key(self, dtype: str) -> str:
         """Return the unique name of the case in one dtype."""
@@ -121,6 +133,7 @@ class Case:
         ]
         if not self.op.endswith("_backward"):
             return lambda: self.function(*drawn)
+        # The forward pass runs once: what is measured is the gradient alone.
         leaves = [tensor.requires_grad_() for tensor in drawn if tensor.is_floating_point()]
         output = self.function(*drawn)
         gradient = inputs.normal(*output.shape)
@@ -147,6 +160,7 @@ def plan_cases(
     Raises:
         SettingError: A pattern matches no op.
     """
+    # A pattern without a match would measure nothing, and say that nothing varied.
     names = sorted({case.op for case in list_cases()})
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
@@ -168,40 +182,28 @@ def plan_cases(
 
 def _list_scattering_cases() -> Iterator[Case]:
     """Yield cases in which several values go to one place, and gradients of reads from one."""
-    functions: list[tuple[Any, ...]] = [
-        ("index_put", lambda t, i, v: t.index_put((i,), v), "Tensor.index_put accumulate=False"),
-        (
-            "index_put_accumulate",
-            lambda t, i, v: t.index_put((i,), v, accumulate=True),
-            "Tensor.index_put accumulate=True",
-        ),
-        ("put_", lambda t, i, v: t.clone().put_(i, v), "Tensor.put_ accumulate=False"),
-        (
-            "put_accumulate",
-            lambda t, i, v: t.clone().put_(i, v, accumulate=True),
-            "Tensor.put_ accumulate=True",
-        ),
-        ("scatter_add", lambda t, i, v: t.scatter_add(0, i, v), "Tensor.scatter_add_"),
-        ("scatter", lambda t, i, v: t.scatter(0, i, v), "Tensor.scatter src"),
+    functions: list[tuple[str, Callable[..., Any]]] = [
+        ("index_put", lambda t, i, v: t.index_put((i,), v)),
+        ("index_put_accumulate", lambda t, i, v: t.index_put((i,), v, accumulate=True)),
+        # They change their tensor, and a case runs many times on the same inputs.
+        ("put_", lambda t, i, v: t.clone().put_(i, v)),
+        ("put_accumulate", lambda t, i, v: t.clone().put_(i, v, accumulate=True)),
+        ("scatter_add", lambda t, i, v: t.scatter_add(0, i, v)),
+        ("scatter", lambda t, i, v: t.scatter(0, i, v)),
         ("scatter_with_reduce", lambda t, i, v: t.scatter(0, i, v, reduce="add")),
-        ("index_add", lambda t, i, v: t.index_add(0, i, v), "index_add"),
-        ("index_copy", lambda t, i, v: t.index_copy(0, i, v), "Tensor.index_copy"),
-        ("gather_backward", lambda t, i: t.gather(0, i), "gather"),
-        ("index_select_backward", lambda t, i: t.index_select(0, i), "index_select"),
-        ("getitem_backward", lambda t, i: t[(i,)], "Tensor.__getitem__"),
+        ("index_add", lambda t, i, v: t.index_add(0, i, v)),
+        ("index_copy", lambda t, i, v: t.index_copy(0, i, v)),
+        ("gather_backward", lambda t, i: t.gather(0, i)),
+        ("index_select_backward", lambda t, i: t.index_select(0, i)),
+        ("getitem_backward", lambda t, i: t[(i,)]),
         # Its gradient is `put_` with accumulate; the documentation of the flag does not mention it.
         ("take_backward", lambda t, i: t.take(i)),
     ]
     for reduce in ("sum", "mean", "prod", "amax"):
-        # From 2.15 on one line covers every reduction, on CUDA and on Apple's devices.
-        words = (f"reduce='{reduce}'", "CUDA or MPS") if reduce != "amax" else ()
-        function = partial(_reduce, "scatter_reduce", reduce)
-        known = [f"Tensor.scatter_reduce {text}" for text in words]
-        functions.append((f"scatter_reduce_{reduce}", function, *known))
+        functions.append((f"scatter_reduce_{reduce}", partial(_reduce, "scatter_reduce", reduce)))
         if reduce != "sum":
-            function = partial(_reduce, "index_reduce", reduce)
-            functions.append((f"index_reduce_{reduce}", function, "Tensor.index_reduce"))
-    for op, function, *listed in functions:
+            functions.append((f"index_reduce_{reduce}", partial(_reduce, "index_reduce", reduce)))
+    for op, function in functions:
         for values, places in SIZES:
             draws = (places,), whole(places, values), (values,)
             yield Case(
@@ -209,7 +211,6 @@ def _list_scattering_cases() -> Iterator[Case]:
                 parameters={"values": values, "places": places, "ratio": places / values},
                 function=function,
                 draws=draws[:2] if op.endswith("_backward") else draws,
-                documented=tuple(f"torch.{name}" for name in listed),
                 quick=places == (50 if op == "index_put_accumulate" else 1_000) < values,
             )
 
@@ -228,34 +229,29 @@ def _list_embedding_cases() -> Iterator[Case]:
     def embed(table: Tensor, rows: Tensor, max_norm: float | None = None) -> Tensor:
         return nnf.embedding(rows, table.clone(), max_norm=max_norm)
 
-    listed: tuple[str, ...] = ("torch.nn.Embedding",)
-    yield Case("embedding_dense_backward", rows, embed, draws, listed)
+    yield Case("embedding_dense_backward", rows, embed, draws)
     yield Case("embedding_max_norm", rows, partial(embed, max_norm=1.0), draws)
 
     def add_up(mode: str, table: Tensor, rows: Tensor) -> Tensor:
         starts = torch.arange(0, len(rows), 8, device=rows.device)
         return nnf.embedding_bag(rows, table, starts, mode=mode)
 
-    for mode, word in (("sum", "MPS"), ("mean", "MPS"), ("max", "max")):
-        listed = (f"torch.nn.EmbeddingBag {word}",)
-        yield Case(f"embedding_bag_{mode}_backward", rows, partial(add_up, mode), draws, listed)
+    for mode in ("sum", "mean", "max"):
+        yield Case(f"embedding_bag_{mode}_backward", rows, partial(add_up, mode), draws)
     shape, draws = {"values": 1_000, "times": 100}, ((1_000,), whole(200, 1_000))
-    listed = ("torch.repeat_interleave",)
-    yield Case("repeat_interleave_backward", shape, torch.repeat_interleave, draws, listed)
+    yield Case("repeat_interleave_backward", shape, torch.repeat_interleave, draws)
     for values, places, quick in ((100_000, 1_000, True), (2_000_000, 50, False)):
         shape = {"values": values, "places": places}
         draws = whole(places, values), (values,)
-        count, listed = partial(torch.bincount, minlength=places), ("torch.bincount weights",)
-        yield Case("bincount", shape, count, draws, listed, quick)
+        yield Case("bincount", shape, partial(torch.bincount, minlength=places), draws, quick)
         count = partial(torch.histc, bins=places, min=-1, max=1)
-        yield Case("histc", shape, count, draws[1:], ("torch.histc",), quick, _WIDE)
+        yield Case("histc", shape, count, draws[1:], quick, _WIDE)
 
 
 def _list_images(
     op: str,
     dims: int,
     function: Callable[..., Any],
-    documented: str = "",
     *shapes: tuple[int, ...],
     **parameters: Scalar,
 ) -> Iterator[Case]:
@@ -272,7 +268,6 @@ def _list_images(
                 tuple(side if length == _SIDE else length for length in shape)
                 for shape in ((4, 8, *[_SIDE] * dims), *shapes)
             ),
-            documented=(f"torch.{documented}",) if documented else (),
             quick=size == 0,
         )
 
@@ -281,25 +276,18 @@ def _list_pooling_cases() -> Iterator[Case]:
     for dims in (1, 2, 3):
         for duplicates in (False, True):
             unpool = partial(_unpool, dims, duplicates=duplicates)
-            listed = f"nn.MaxUnpool{dims}d"
-            yield from _list_images(
-                f"max_unpool{dims}d", dims, unpool, listed, duplicates=duplicates
-            )
+            yield from _list_images(f"max_unpool{dims}d", dims, unpool, duplicates=duplicates)
     for dims in (2, 3):
-        fractional, listed = f"fractional_max_pool{dims}d", f"nn.FractionalMaxPool{dims}d"
+        fractional = f"fractional_max_pool{dims}d"
         pool = partial(_pool_fractions, getattr(nnf, fractional))
-        yield from _list_images(f"{fractional}_backward", dims, pool, listed)
-        for kind, label in (("avg", "Avg"), ("max", "Max")):
-            name, listed = f"{kind}_pool{dims}d", f"{label}Pool{dims}d"
+        yield from _list_images(f"{fractional}_backward", dims, pool)
+        for name in (f"avg_pool{dims}d", f"max_pool{dims}d"):
+            # Overlapping windows share inputs.
             pool = partial(getattr(nnf, name), kernel_size=3, stride=2, padding=1)
-            known = "" if listed == "AvgPool2d" else f"nn.{listed}"
-            yield from _list_images(f"{name}_backward", dims, pool, known)
-            # Overlapping windows share inputs; torch lists no adaptive 3-D max pooling.
-            known = "" if listed == "MaxPool3d" else f"nn.Adaptive{listed}"
+            yield from _list_images(f"{name}_backward", dims, pool)
             for output in (5, 32):
                 pool = partial(getattr(nnf, f"adaptive_{name}"), output_size=output)
-                op = f"adaptive_{name}_backward"
-                yield from _list_images(op, dims, pool, known, output=output)
+                yield from _list_images(f"adaptive_{name}_backward", dims, pool, output=output)
 
 
 def _unpool(dims: int, image: Tensor, *, duplicates: bool) -> Any:
@@ -311,6 +299,7 @@ def _unpool(dims: int, image: Tensor, *, duplicates: bool) -> Any:
 
 def _pool_fractions(pool: Callable[..., Any], image: Tensor) -> Any:
     planes, dims = image.shape[:2], image.dim() - 2
+    # Without these samples the pooling draws its own, in each call.
     starts = torch.linspace(0.1, 0.9, planes.numel() * dims, dtype=image.dtype, device="cpu")
     starts = starts.view(*planes, dims).to(image.device)
     return pool(image, 3, [image.shape[-1] // 2] * dims, _random_samples=starts)
@@ -319,16 +308,14 @@ def _pool_fractions(pool: Callable[..., Any], image: Tensor) -> Any:
 def _list_resampling_cases() -> Iterator[Case]:
     """Yield convolutions, interpolation, sampling and padding."""
     for dims in (1, 2, 3):
-        for prefix, name in (("conv", "Conv"), ("conv_transpose", "ConvTranspose")):
+        for prefix, name in (("conv", "conv"), ("conv_transpose", "convtranspose")):
             function: Any = partial(getattr(nnf, f"{prefix}{dims}d"), stride=2)
-            weight, listed = (8, 8, *[3] * dims), f"nn.{name}{dims}d"
-            for ending in ("", "_backward"):
-                op = f"{name.lower()}{dims}d{ending}"
-                yield from _list_images(op, dims, function, listed, weight, kernel=3, stride=2)
-        for mode, kind in (("reflect", "Reflection"), ("replicate", "Replication")):
+            weight = (8, 8, *[3] * dims)
+            for op in (f"{name}{dims}d", f"{name}{dims}d_backward"):
+                yield from _list_images(op, dims, function, weight, kernel=3, stride=2)
+        for mode, kind in (("reflect", "reflection"), ("replicate", "replication")):
             function = partial(nnf.pad, pad=[7] * (2 * dims), mode=mode)
-            op, listed = f"{kind.lower()}_pad{dims}d_backward", f"nn.{kind}Pad{dims}d"
-            yield from _list_images(op, dims, function, listed, pad=7)
+            yield from _list_images(f"{kind}_pad{dims}d_backward", dims, function, pad=7)
 
     def sample(crowd: float, image: Tensor, grid: Tensor) -> Tensor:
         return nnf.grid_sample(image, grid * crowd, align_corners=False)
@@ -336,8 +323,7 @@ def _list_resampling_cases() -> Iterator[Case]:
     for dims in (2, 3):
         for crowd in (1.0, 0.05):  # spread of the samples: over all inputs, or a few
             op, grid = f"grid_sampler_{dims}d_backward", (4, *[_SIDE] * dims, dims)
-            listed, function = "nn.functional.grid_sample", partial(sample, crowd)
-            yield from _list_images(op, dims, function, listed, grid, crowd=crowd)
+            yield from _list_images(op, dims, partial(sample, crowd), grid, crowd=crowd)
     for op, dims, mode, antialias in (
         ("linear1d", 1, "linear", False),
         ("bilinear2d", 2, "bilinear", False),
@@ -347,14 +333,10 @@ def _list_resampling_cases() -> Iterator[Case]:
         ("bilinear2d_aa", 2, "bilinear", True),
         ("bicubic2d_aa", 2, "bicubic", True),
     ):
-        # For Apple's devices torch does not specify the cases.
-        words = "some cases" if antialias else f"``{mode}``"
-        listed = "" if mode == "nearest" else f"nn.functional.interpolate {words}"
         for factor in (2.0, 0.5):
             more: Any = {"scale_factor": factor, "mode": mode, "antialias": antialias}
             function = partial(nnf.interpolate, **more)
-            name = f"upsample_{op}_backward"
-            yield from _list_images(name, dims, function, listed, factor=factor)
+            yield from _list_images(f"upsample_{op}_backward", dims, function, factor=factor)
 
 
 def _list_other_cases() -> Iterator[Case]:
@@ -366,17 +348,15 @@ def _list_other_cases() -> Iterator[Case]:
         ("topk", (64,)),
         ("kthvalue", (500, 1)),
     ):
-        listed = (f"torch.{name}",) if name in {"median", "kthvalue"} else ()
         # The index of an equal element may vary.
         shape: dict[str, Scalar] = {"rows": 256, "columns": 1024, "distinct": 5}
-        yield Case(name, shape, lambda t, n=name, m=more: getattr(torch, n)(t, *m), draws, listed)
+        yield Case(name, shape, lambda t, n=name, m=more: getattr(torch, n)(t, *m), draws)
     for length, quick in ((10_000, True), (1_000_000, False)):
         for name in ("cumsum", "cumprod", "logcumsumexp"):
-            listed = ("torch.cumsum",) if name == "cumsum" else ()
             scan = partial(getattr(torch, name), dim=0)
-            yield Case(name, {"length": length}, scan, ((length,),), listed, quick)
+            yield Case(name, {"length": length}, scan, ((length,),), quick)
     shape, draws = {"side": 128, "entries": 4096}, (_sparse(4, 128, 128), (4, 128, 32))
-    yield Case("bmm_sparse", shape, torch.bmm, draws, ("torch.bmm sparse",), dtypes=_WIDE)
+    yield Case("bmm_sparse", shape, torch.bmm, draws, dtypes=_WIDE)
     draws = _sparse(128, 128), (128, 32)
     yield Case("sparse_mm", shape, torch.sparse.mm, draws, dtypes=_WIDE)
     shape, draws = {"rows": 100, "columns": 64}, ((100, 64), (100, 3))
@@ -384,12 +364,11 @@ def _list_other_cases() -> Iterator[Case]:
     shape = {"side": 64, "classes": 21}
     for name, sides in (("nll_loss", ()), ("nll_loss2d", (64, 64))):
         draws = (64, 21, *sides), whole(21, 64, *sides)
-        yield Case(name, shape, nnf.nll_loss, draws, ("torch.nn.NLLLoss",))
+        yield Case(name, shape, nnf.nll_loss, draws)
     shape, draws = {"steps": 100, "labels": 64}, ((100, 8, 64), whole(4, 8, 30))
-    listed = ("torch.nn.CTCLoss",)
-    yield Case("ctc_loss_backward", shape, _align, draws, listed, dtypes=_WIDE)
+    yield Case("ctc_loss_backward", shape, _align, draws, dtypes=_WIDE)
     name, cudnn, gpu = "ctc_loss_cudnn_backward", partial(_align, cudnn=True), ("cuda",)
-    yield Case(name, shape, cudnn, draws, listed, dtypes=FLOATS[:1], devices=gpu)
+    yield Case(name, shape, cudnn, draws, dtypes=FLOATS[:1], devices=gpu)
     shape, weights = {"steps": 32, "hidden": 64}, [(256, 64), (256, 64), (256,), (256,)] * 2
     draws = (32, 8, 64), *weights
     yield Case("rnn_cudnn_backward", shape, _remember, draws)
@@ -400,8 +379,7 @@ def _list_other_cases() -> Iterator[Case]:
     draws = ((2, 512, 8, 64),) * 3
     name, half = "flash_attn_package_backward", ("float16",)
     yield Case(name, {"length": 512}, _flash, draws, dtypes=half, devices=gpu)
-    draws, listed = ((1_000,),), ("torch.Tensor.resize_ quantized",)
-    yield Case("resize_quantized", {"values": 1_000}, _resize, draws, listed, dtypes=FLOATS[:1])
+    yield Case("resize_quantized", {"values": 1_000}, _resize, ((1_000,),), dtypes=FLOATS[:1])
 
 
 def _align(scores: Tensor, targets: Tensor, *, cudnn: bool = False) -> Tensor:
@@ -410,6 +388,7 @@ def _align(scores: Tensor, targets: Tensor, *, cudnn: bool = False) -> Tensor:
         torch.full((8,), length, dtype=torch.int32, device="cpu") for length in (100, 30)
     )
     placed = (targets + 1).flatten().cpu().int() if cudnn else targets + 1
+    # torch chooses cuDNN by dtypes and lengths, so that both kernels need their own case.
     with torch.backends.cudnn.flags(enabled=cudnn):
         return nnf.ctc_loss(scores.log_softmax(2), placed, steps, labels, reduction="sum")
 
@@ -429,6 +408,7 @@ def _flash(*parts: Tensor) -> Tensor:
 
 
 def _resize(given: Tensor) -> Tensor:
+    # resize_ leaves new elements uninitialized.
     quantized = torch.quantize_per_tensor(given, 0.1, 0, torch.qint8)
     return quantized.resize_(2_000).int_repr()
 
@@ -442,14 +422,12 @@ class DocumentedLine:
         name: Such as ``"torch.nn.AvgPool3d"``; a line that names several ops becomes several.
         text: The whole line.
         devices: The types of device that it is about; empty for all.
-        modes: The modes of a list below it, such as ``"bilinear"``; empty for all.
     """
 
     kind: Literal["switches", "raises"]
     name: str
     text: str
     devices: tuple[str, ...]
-    modes: tuple[str, ...] = ()
 
 
 def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
@@ -461,8 +439,10 @@ def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
     lines: list[DocumentedLine] = []
     kinds: tuple[Literal["switches", "raises"], ...] = ("switches", "raises")
     # The text before the first list, and both of them.
+    # torch has no list of these ops but this text, and no tag on them.
     parts = re.split(r"will (?:act|throw)\s[^*]*?when ``mode=True``:", docstring)
     for kind, part in zip(kinds, parts[1:], strict=False):
+        # A list ends with the first paragraph after it.
         listed = re.split(r"\n\s*\n(?=\s*[A-Z])", part)[0]
         for bullet in re.split(r"\n\s*\* ", listed)[1:]:
             text = " ".join(bullet.split())
@@ -470,9 +450,8 @@ def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
                 devices = tuple(
                     kind for kind in ("cpu", "cuda", "mps", "xpu") if kind.upper() in text
                 )
-                modes = tuple(re.findall(r"- ``(\w+)``", text))
                 names = re.findall(_NAME, head[0])
-                lines += [DocumentedLine(kind, name, text, devices, modes) for name in names]
+                lines += [DocumentedLine(kind, name, text, devices) for name in names]
     if {line.kind for line in lines} != {*kinds}:
         raise SettingError(
             "The docstring of torch.use_deterministic_algorithms does not have its two lists in "

@@ -44,6 +44,7 @@ from lightning_d9m.tools.comparison.numeric_difference import SpreadMeter, measu
 from lightning_d9m.tools.launch.progress import StatusLine, describe_left
 
 _FEWEST_RUNS = 3
+# The worker imports torch and creates a CUDA context on a machine that may be busy.
 _START_SECONDS = 300.0
 _WORKER = [sys.executable, "-m", "lightning_d9m.tools.audit.ops.measurement"]
 _REFUSED = "does not have a deterministic implementation"
@@ -58,6 +59,7 @@ def plan_rows(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[s
     device = settings["device"]
     try:
         kind = torch.zeros(1, device=device).device.type
+    # torch raises AssertionError if it was built without CUDA.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0].rstrip(".")
         raise SettingError(
@@ -111,11 +113,14 @@ def measure_rows(
                     if row["key"] in done:
                         continue
                     text = f"[{number} of {len(plan)}] {row['key']}"
+                    # Rows of an earlier audit took no time in this one.
                     each = (time.monotonic() - start) / max(1, len(done) - known)
                     left = describe_left(each * (len(plan) - len(done)))
                     status.update(f"{text}{left if len(done) > known else ''}")
                     if not status.live:
                         print(text, file=sys.stderr, flush=True)
+                    # One worker for many cases, as its start takes seconds; a new one after a case
+                    # has killed it.
                     worker = worker or _Worker(settings, log)
                     conditions = worker.ask(row["key"], timeout)
                     if conditions is None:
@@ -137,6 +142,7 @@ def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, A
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):  # it was cut
             record = json.loads(line)
+            # A row of another version of torch, or of more runs, is not one of this audit.
             if record["settings"] == settings:
                 done[record["row"]["key"]] = record["row"]
     return done
@@ -162,10 +168,12 @@ class _Worker:
         assert self._process.stdout is not None, "the pipe was requested"
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
+        # A kernel that hangs cannot be interrupted from within its process.
         if not wait([self._process.stdout.fileno()], seconds):
             self._late = seconds
             self._process.kill()
             return None
+        # Half a line was written by a process that died meanwhile.
         answer = self._process.stdout.readline()
         return json.loads(answer) if answer.endswith("\n") else None
 
@@ -191,6 +199,7 @@ def main() -> int:
     It reads one line of JSON for each case, and writes one line with what it measured. What a
     library prints goes to standard error.
     """
+    # A library that prints to descriptor 1 would write between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
@@ -254,6 +263,7 @@ def _measure(
     call: MeasuredCall, device: str, runs: int, seconds: float
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Return the first outputs, and the figures of all."""
+    # It keeps one output and the digests of the others.
     meter = SpreadMeter()
     first: tuple[Tensor, ...] = ()
     times: list[float] = []
@@ -269,6 +279,7 @@ def _measure(
                     noise @ noise
         start = time.perf_counter()
         output = call()
+        # A call of a device returns before the device is done.
         if torch.device(device).type != "cpu":
             synchronize(device)
         times.append(time.perf_counter() - start)
@@ -284,11 +295,13 @@ def _measure(
 def _enter(condition: str, kind: str) -> Iterator[None]:
     """Set torch's flag, and nothing else; patched, all that a session does and the op's patch."""
     flags, threads = capture_flags(), torch.get_num_threads()
+    # The process may have been started with the flag on.
     flags["torch.deterministic_algorithms"] = condition == "deterministic"
     patched = condition == "patched"
     if patched:
         flags = wanted_flags(fill_uninitialized_memory=True)
     with algorithms_switched(flags), patches_applied(kind.upper()) if patched else nullcontext():
+        # On one thread the order of additions is fixed.
         torch.set_num_threads(1 if condition == "oracle" else threads)
         try:
             yield

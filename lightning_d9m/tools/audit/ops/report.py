@@ -44,6 +44,7 @@ def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def render_findings(summary: Mapping[str, Any]) -> str:
     """Return the findings for a terminal, the ops that vary first."""
     ops, broken = summary["ops"], find_broken(summary["rows"])
+    # What varies is what the reader looks for.
     varied = [entry for entry in ops if entry["varied"]["default"]]
     steady = [entry for entry in ops if entry not in varied]
     odd = [entry for entry in steady if entry["findings"] != _DOCUMENTED]
@@ -115,15 +116,12 @@ _CASES: tuple[Column[Any], ...] = (
 
 
 def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Compare the measured behavior of one op on one device with the documentation.
+    """Return sentences that compare the behavior of one op on one device with its documentation.
 
-    Args:
-        rows: The rows of the op; each has ``conditions``, and in ``documented`` the kinds of its
-            lines.
-
-    Returns:
-        The findings as sentences. Without a difference the only one is ``"As documented."``.
+    Each of its rows has ``conditions``, and in ``documented`` the kinds of its lines.
     """
+    # Cases of one op differ in shape, and the documentation does not speak of shapes: one case that
+    # varies is enough.
     kinds = {kind for row in rows for kind in row["documented"]}
     default = [row["conditions"]["default"] for row in rows]
     ran = [entry for entry in default if entry["outcome"] == "ran"]
@@ -145,6 +143,7 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if "raises" in kinds and any(entry["outcome"] == "ran" for entry in flagged) and not raised:
         findings.append("Documented as raising, and ran.")
     patched = [row["conditions"]["patched"] for row in raised]
+    # A replacement that works shows that torch could have one.
     if any(entry["outcome"] == "ran" and not varies(entry) for entry in patched):
         findings.append(
             "Raises, although a deterministic version exists: the patched op gave one output."

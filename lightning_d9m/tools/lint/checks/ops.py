@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op
-from lightning_d9m.tools.lint.rules import Certainty
+from lightning_d9m.tools.lint.rules import RULES, Certainty
 from lightning_d9m.tools.lint.tree import (
     UNKNOWN,
     Call,
@@ -34,7 +34,9 @@ _INTERPOLATIONS = {
     "bicubic": "upsample_bicubic2d_backward",
     "trilinear": "upsample_trilinear3d_backward",
 }
+# They return new tensors, which have no gradient unless it is asked for.
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
+# Sums of integers are exact in any order.
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 # Methods that return the same numbers. Those that round to 16 bits are missing: they count ones
 # only up to 256 or 2048, and `to` is here although it may round.
@@ -43,6 +45,7 @@ _KEEP_NUMBERS = {
     *("reshape", "squeeze", "to", "type_as", "unsqueeze", "view"),
 }
 _DEPTH = 8  # of expressions that are followed; `x = x.float()` would have no end
+# Within these, or below such a decorator, no backward pass runs.
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _RULES = {
     FlagEffect.RAISES: "D9M101",
@@ -53,7 +56,7 @@ _RULES = {
 }
 # Ops that vary, or raise, on a CPU as well.
 _ON_CPU_TOO = {
-    *("max_unpool2d", "max_unpool3d", "put_", "index_put", "index_put_accumulate", "index_copy"),
+    *("max_unpool2d", "max_unpool3d", "put_", "index_put", "index_put_accumulate", "index_copy")
 }
 
 
@@ -69,15 +72,18 @@ def check_op(call: Call) -> Iterator[Report]:
         name = resolve(call.node.args[0], call.scope)
         call = Call(call.node, call.tree, shift=1)
     conditions = FUNCTIONS.get(name, ())
+    # A method may be called on an object, or by its full name on the class.
     if call.receiver is not None or (not conditions and name.startswith("torch.Tensor.")):
         method = METHODS.get(call.method or name.removeprefix("torch.Tensor."))
         conditions = () if method is None else (method,)
     if conditions and call.receiver is not None:
         kind = read_kind(call.receiver, call.scope)
         base = call.receiver.func if isinstance(call.receiver, ast.Call) else call.receiver
+        # A method of that name of the program itself, or of an object that is not a tensor.
         if kind == "other" or read_last_name(base) in {"self", "cls", "super"}:
             return
         call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
+    # A module may run several ops, such as a convolution and its padding.
     for condition in conditions:
         verdict = condition(call)
         if verdict is not None and not _is_spared(verdict[0], call, name):
@@ -118,6 +124,7 @@ def _is_spared(op: str, call: Call, name: str) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
     first = call.receiver or next(iter(call.node.args), None)
     on_cpu = read_kind(first, call.scope) == "cpu tensor" or _is_guarded(call.node, call.tree)
+    # The catalog describes CUDA; on a CPU most of these ops have a fixed order.
     if op not in _ON_CPU_TOO and on_cpu:
         return True
     if not op.endswith("_backward") or _is_module(name):
@@ -134,7 +141,9 @@ def _is_guarded(node: ast.AST, tree: Tree) -> bool:
     for parent in tree.around(node):
         if isinstance(parent, ast.If | ast.IfExp):
             body = parent.body if isinstance(parent.body, list) else [parent.body]
+            # The else branch is what runs on CUDA.
             within = node in body
+            # `a and not x.is_cuda` excludes CUDA, and `a or not x.is_cuda` does not.
             tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
             every = not isinstance(parent.test, ast.BoolOp) or isinstance(parent.test.op, ast.And)
             for test in tests if within and every else ():
@@ -172,6 +181,7 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     """Return the catalog's entry of an op, the reason and the fix."""
     op = find_op(name)
     backward = "Its gradient: " if name.endswith("_backward") else ""
+    # The catalog has sentences, which become parts of one here.
     does = op.torch_does[0].lower() + op.torch_does[1:].replace("thing:", "thing about it:")
     if does.startswith("nothing"):
         does = f"does {does}"
@@ -187,10 +197,7 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     elif op.status == "exempt" and not op.reason.startswith("torch itself"):
         fix = f"{op.reason} DeterminismCallback() sets it."
     else:
-        fix = (
-            "Turn deterministic algorithms on: DeterminismCallback(), Trainer(deterministic=True) "
-            "or torch.use_deterministic_algorithms(True)."
-        )
+        fix = RULES[rule].fix
     return op, reason, fix
 
 
@@ -215,6 +222,8 @@ def _interpolated(position: int) -> Condition:
     def check(call: Call) -> Verdict:
         mode = call.read(position, "mode", default="nearest")
         if mode is UNKNOWN or mode == "area":
+            # In this mode torch calls adaptive average pooling, of as many dimensions as the image
+            # has.
             area = "adaptive_avg_pool2d_backward"
             return area if mode == "area" else "upsample_bilinear2d_backward", "depends"
         if call.read(None, "antialias", default=False) is True and mode != "linear":
@@ -262,6 +271,7 @@ def _windowed(op: str, position: int) -> Condition:
     def check(call: Call) -> Verdict:
         size = call.read(position, "kernel_size", default=UNKNOWN)
         stride = call.read(position + 1, "stride", default=None)
+        # One number stands for all three dimensions.
         both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
         known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
         overlap = known and any(a > b for a, b in zip(*both, strict=True))
@@ -277,6 +287,7 @@ def _sparse_mm(call: Call) -> Verdict:
 
 def _bincount(call: Call) -> Verdict:
     """Accept ``bincount`` with weights."""
+    # Without weights it counts integers.
     value = call.read(1, "weights")
     given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
     return None if value is None else ("bincount", "certain" if given else "depends")
@@ -332,6 +343,7 @@ def _scatter(call: Call) -> Verdict:
     It depends on whether an index is there twice, with different values, as for all ops that
     overwrite: the source does not show it.
     """
+    # A value that is one number is the same wherever it is written first.
     source = call.get(3, "src", "value")
     if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
         return None
@@ -404,6 +416,7 @@ def _uses_indices(node: ast.AST, call: Call) -> bool | None:
             return not (isinstance(last, ast.Name) and not last.id.strip("_"))
         case ast.Assign([ast.Name() as name], value) if value is node:
             _, area, key = call.scope.follow(name)
+            # The result has a name: what is done with the name decides.
             uses = call.tree.find_uses(area, key, parent)
             found = {_uses_indices(use, call) for use in uses}
             return True if True in found else None if None in found else False
@@ -419,12 +432,15 @@ def _is_indexed(call: Call, least: int) -> bool:
     dim = call.get(1, "dim")
     if dim is None or len(call.positional) + len(call.named) < least:
         return False
+    # The type of the object is not known, so its arguments must look like those of a tensor's
+    # method.
     named = isinstance(dim, ast.Name) and ("dim" in dim.id or "axis" in dim.id)
     return named or isinstance(call.read(1, "dim", default=UNKNOWN), int)
 
 
 def _list_layers() -> dict[str, tuple[Condition, ...]]:
     """Return the conditions of modules and of the functions that belong to them."""
+    # A module and its function differ in the position of arguments.
     table: dict[str, tuple[Condition, ...]] = {}
 
     def add(module: str, function: str, *conditions: Condition) -> None:
@@ -480,6 +496,7 @@ def _nll_loss(position: int) -> Condition:
     return lambda call: ("nll_loss2d", "depends") if check(call) else None
 
 
+# Functions of torch that are methods of tensors, too.
 _TENSOR_OPS: dict[str, Condition] = {
     "bincount": _bincount,
     "bmm": _bmm,

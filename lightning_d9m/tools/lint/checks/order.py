@@ -26,6 +26,7 @@ Elements = Literal["numbers", "strings", "unknown"]
 
 _LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
 _COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
+# Functions of os.path, and fields of a stat.
 _FILE_TIMES = {
     *("getmtime", "getctime", "getatime"),
     *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
@@ -33,6 +34,7 @@ _FILE_TIMES = {
 _SETS = {"builtins.set", "builtins.frozenset", "weakref.WeakSet"}
 _SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
 _SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
+# What returns texts, and what returns numbers: the hash of a number is the same in each run.
 _TEXTS = {"str", "repr", "chr", "hex", "format", "basename", "strip", "lower", "upper", "split"}
 _NUMBERS = {"range", "int", "len", "ord", "round", "arange", "float"}
 _MIXED = (
@@ -46,15 +48,18 @@ _FREE = {
     "issubset", "union", "intersection", "difference", "isdisjoint", "issuperset", "heapify",
     "fsum", "iter_sorted",
 }  # fmt: skip
+# Functions whose result has the order of their argument.
 _PASSED_ON = {
     "list", "tuple", "iter", "map", "filter", "reversed", "chain", "tqdm", "array", "asarray",
     "from_iterable", "deque", "fspath", "islice", "enumerate", "zip",
 }  # fmt: skip
 _NUMBERED = {"enumerate", "zip"}
+# Methods that keep the order in which they are called.
 _COLLECTING = {
     "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
     "add_module", "register_module", "register_buffer", "register_parameter", "send",
 }  # fmt: skip
+# What a person reads does not steer a training.
 _SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
 # They pick or pair items by position, or keep them in their order as data.
 _PLACING = {
@@ -74,11 +79,13 @@ def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
     certainty: Certainty = "certain"
     if call.name in {"os.walk", "os.fwalk"}:
+        # os.walk yields names in lists, and a program sorts them within its loop: dirs.sort().
         loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
         if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
         certainty = "depends"
     elif call.name not in _LISTINGS:
+        # Path.glob and similar methods of any object, since its type is not known.
         one_pattern = call.method == "glob" and len(call.node.args) == 1
         path_like = call.method in {"iterdir", "rglob"} or one_pattern
         if not path_like or read_kind(call.receiver, call.scope) == "tensor":
@@ -119,7 +126,9 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     _, area, name = call.scope.follow(target) if target else ([], None, "")
     uses = [use for use in call.tree.find_uses(area, name) if use is not ordered]
     users = [call.tree.parent[use] for use in uses] if target else [call.parent]
-    if all(_is_choice(user) for user in users):
+    # A subscript that picks one end, such as the newest file.
+    ends = ast.Constant | ast.UnaryOp | ast.Slice
+    if all(isinstance(user, ast.Subscript) and isinstance(user.slice, ends) for user in users):
         return
     judged = (
         _judge_name(target, call.parent, call.tree, _DEPTH - 1)
@@ -128,12 +137,6 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     )
     if judged:
         yield Report("D9M306", call.node, "depends")
-
-
-def _is_choice(node: ast.AST) -> bool:
-    """Return whether a subscript picks one end, such as the newest file."""
-    ends = ast.Constant | ast.UnaryOp | ast.Slice
-    return isinstance(node, ast.Subscript) and isinstance(node.slice, ends)
 
 
 def check_completion(call: Call) -> Iterator[Report]:
@@ -150,6 +153,7 @@ def check_hash(call: Call) -> Iterator[Report]:
     """Find ``hash()`` of a possible string whose number is used: in arithmetic, or as a seed."""
     if call.name != "builtins.hash" or len(call.node.args) != 1:
         return
+    # __hash__ serves dicts and sets, whose order the rule of sets judges.
     methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
     if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
         return
@@ -206,6 +210,7 @@ def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped",
             iterated = True
         case ast.Call(function) if node is not function:
             iterated = read_last_name(function) in _ORDERING
+        # A dict's pop takes a key, and a set's takes nothing.
         case ast.Attribute(attr="pop"):
             call = tree.parent[parent]
             popped = isinstance(call, ast.Call) and call.func is parent and not call.args
@@ -217,6 +222,7 @@ def _has_one_element(node: ast.expr, tree: Tree) -> bool:
     """Return whether a set is written with one element, or tested to have one before its use."""
     if isinstance(node, ast.Set):
         return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+    # Equal text, as the same names mean the same set within a function.
     written = ast.dump(node)
     for test in ast.walk(tree.scope[node].node):
         match test:
@@ -303,6 +309,7 @@ def _read_element(node: ast.AST) -> Elements:
             found = _read_element(operand)
         case ast.Call(function) if (name := read_last_name(function)) in _TEXTS | _NUMBERS:
             found = "strings" if name in _TEXTS else "numbers"
+        # "a%s" % x is a text.
         case ast.BinOp(left, ast.Mod() | ast.FloorDiv()):
             text = isinstance(left, (ast.Constant, ast.JoinedStr))
             found = "strings" if text else "numbers"
@@ -317,13 +324,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
     It does so certainly if the source shows what the order decides: its elements get numbers, are
     picked by position in ``__getitem__``, by a slice or at random, become an array, or random
     numbers are drawn for each of them. What leaves a function only depends: another one may sort
-    it.
-
-    Args:
-        node: The iterable.
-        tree: Its module.
-        numbered: Whether numbers go with its elements, as ``enumerate`` gives them.
-        depth: Most names and loops that are followed.
+    it. ``numbered`` says whether numbers go with its elements, as ``enumerate`` gives them, and
+    ``depth`` how many names and loops are followed at most.
     """
     parent = tree.parent.get(node)
     judged: Certainty | None = None
@@ -331,6 +333,8 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
         case ast.Call(function) if node is not function:
             judged = _judge_argument(parent, tree, numbered=numbered, depth=depth)
         case ast.comprehension(iter=values) if values is node:
+            # What the comprehension makes has the order of what it iterates over, if it has an
+            # order.
             made = tree.parent[parent]
             if not isinstance(made, (ast.SetComp, ast.DictComp)):
                 judged = _judge_order(made, tree, numbered=numbered, depth=depth)
@@ -344,11 +348,14 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
             target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
             judged = _judge_name(target, parent, tree, depth - 1) if depth else None
         case ast.Subscript(value, part) if value is node:
+            # A dataset whose __getitem__ takes an element by its position gives each index another
+            # sample.
             functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
             given = getattr(next(functions, None), "name", "") == "__getitem__"
             judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
         case ast.Subscript(slice=part) if part is node:  # positions
             judged = "depends"
+        # A test of emptiness.
         case ast.BoolOp() if getattr(tree.parent[parent], "test", None) is parent:
             pass
         case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
@@ -381,15 +388,12 @@ def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -
 def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> Certainty | None:
     """Judge the order of a named iterable: a name in its scope, an attribute in its class.
 
-    Args:
-        target: The name or attribute.
-        statement: The statement that makes the iterable; uses within it do not count.
-        tree: The module.
-        depth: Most names and loops that are followed.
+    Uses within the statement that makes the iterable do not count.
     """
     _, area, key = tree.scope[statement].follow(target)
     if area is None:
         return "depends"
+    # Flow is not followed: any use after a sort, or before it, is taken for one of the sorted list.
     uses = tree.find_uses(area, key, statement)
     # A name of a module or class without uses may be used elsewhere.
     unused = not uses and not isinstance(area, FUNCTION_NODES)
@@ -423,6 +427,7 @@ def _judge_loop(  # noqa: C901 - one case for each kind of node
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
     counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
+    # A function that the body defines runs elsewhere.
     nodes: list[ast.AST] = list(loop.body)
     for node in nodes:  # grows
         nodes += [] if isinstance(node, FUNCTION_NODES) else ast.iter_child_nodes(node)

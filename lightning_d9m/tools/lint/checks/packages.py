@@ -33,6 +33,7 @@ CALLS: dict[str, tuple[str, Certainty]] = {
 def check_package(call: Call) -> Iterator[Report]:
     """Find a call of another package's kernel that varies."""
     found = CALLS.get(call.name)
+    # Only a bias that has a gradient is added to with atomics; without score_mod there is none.
     if found is None or (call.name == _FLEX and call.get(3, "score_mod") is None):
         return
     op, reason, fix = explain_op(found[0])

@@ -46,6 +46,7 @@ _GLOBAL_SEEDS = {
 }
 _ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
 _SYSTEM_DRAWS = {"random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits"}
+# Clocks, the process, the system's generator, addresses: what differs in each run.
 _ENTROPY = (
     r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
     r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
@@ -53,6 +54,7 @@ _ENTROPY = (
     r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
 )
 _SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
+# With these a generator gets its seed or its state after it was made.
 _SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate", "bit_generator"}
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
@@ -71,11 +73,13 @@ def check_setting_call(call: Call) -> Iterator[Report]:
         mode = call.read(0, "mode", default=UNKNOWN)
         warn_only = call.read(None, "warn_only", default=False)
     elif call.name == "torch.set_deterministic_debug_mode":
+        # torch takes a word or a number.
         given = call.read(0, "debug_mode", default=UNKNOWN)
         modes = {"default": False, 0: False, "warn": "warn", 1: "warn", "error": True, 2: True}
         mode = modes.get(given, UNKNOWN) if isinstance(given, (str, int)) else UNKNOWN
     elif call.name == f"{_CUDNN}flags" and call.read(1, "benchmark") is True:
         yield Report("D9M401", call.node)
+    # Each of ours turns deterministic algorithms on.
     elif call.name in _OURS or (
         call.name.startswith("lightning_d9m.") and call.name.endswith("Callback")
     ):
@@ -106,6 +110,7 @@ def check_choice_by_time(call: Call) -> Iterator[Report]:
     """Find ``triton.autotune`` over several configurations, and ``torch.compile`` that tunes."""
     if call.name == "triton.autotune":
         match call.get(0, "configs"):
+            # With one configuration there is nothing to measure.
             case ast.List([one]) if not isinstance(one, ast.Starred):
                 pass
             case given:
@@ -120,6 +125,7 @@ def check_seed(call: Call) -> Iterator[Report]:
     node, name = call.node, call.name
     seed = call.get(0, "seed", "x", "a", "entropy")
     if name in _ALWAYS_FROM_SYSTEM or _reseeds_generator(call):
+        # `--fix` writes the call that takes a seed in place of the one that draws it.
         method = "manual_seed_all" if name.endswith("_all") else "manual_seed"
         owner = ast.unparse(node.func).rpartition(".")[0]
         alone = owner and isinstance(call.parent, ast.Expr)  # its result is not used
@@ -145,6 +151,7 @@ def check_seed(call: Call) -> Iterator[Report]:
         if seed is not None:
             yield from _check_entropy(call, seed)
     else:
+        # Any function may take a seed by one of these names, such as scikit-learn's.
         words = (call.named[word] for word in _SEED_WORDS if word in call.named)
         if any(_find_entropy(value, call.scope) for value in words):
             yield Report("D9M203", node)
@@ -218,6 +225,7 @@ def check_worker_seed(call: Call) -> Iterator[Report]:
     for inner in [Call(part, call.tree) for part in parts if isinstance(part, ast.Call)]:
         seeding = inner.name in {*_FROM_SYSTEM_WHEN_EMPTY, "torch.manual_seed"}
         if seeding and inner.read(0, "seed", "a") not in (None, UNKNOWN):
+            # An edit must not use a name that the file has not imported.
             known = resolve(ast.Name("torch"), inner.scope) == "torch"
             edit = f"{ast.unparse(inner.node.func)}(torch.initial_seed() % 2**32)"
             yield Report("D9M207", inner.node, edit=edit if known else "")
