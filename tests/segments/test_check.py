@@ -1,6 +1,6 @@
 """``d9m check`` rejects runs that a program with one thing wrong has made, and names the place.
 
-The programs are processes; ``benchmarks/segments.py`` has more kinds of wrong runs.
+The programs are processes; ``benchmarks/segments/`` has more kinds of wrong runs.
 """
 
 import json
@@ -25,9 +25,9 @@ from lightning_d9m.tools.segments.segment import RecordedRun
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/checked_training.py"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks/segments"))
 
-import segments as measured  # noqa: E402
+import wrong_runs as measured  # noqa: E402 - benchmarks are not installed
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def made(tmp_path_factory, forking_python):
     def make(name, copy=None):
         path = folder / (name.replace(" ", "-") or "honest")
         if not path.exists():
-            measured.train(forking_python, path, WRONG=name)
-        return path if copy is None else Path(shutil.copytree(path, copy))
+            measured.publish(forking_python, path, name)
+        return (path if copy is None else Path(shutil.copytree(path, copy))) / "run"
 
     return make
 
@@ -103,7 +103,7 @@ def test_a_run_that_ends_elsewhere_differs_in_its_last_segment(check, made, name
 )
 def test_changed_files_are_found(check, made, tmp_path, name, number, reason):
     folder = made("", tmp_path / "copy")
-    measured.list_edits(made("rate"))[name](folder)
+    measured.list_edits(made("rate").parent)[name](folder.parent)
     status, segments, _ = check(folder, "--only", str(number))
     assert status == 1
     assert reason in segments[number]["reason"]

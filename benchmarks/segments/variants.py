@@ -1,4 +1,4 @@
-"""Trainings that differ in one thing, for benchmarks/proof_checks.py: python variants.py NAME."""
+"""Trainings that differ in one thing, for checks.py: python variants.py NAME."""
 
 import sys
 

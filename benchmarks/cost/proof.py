@@ -3,7 +3,7 @@
 The share is the CPU time, of all threads, within the functions that commit, over that of the fit,
 so that neither the noise of whole fits counts nor what else the machine does:
 
-    python benchmarks/proof.py [--epochs 6] [prove] [digits] [10M]
+    python benchmarks/cost/proof.py [--epochs 6] [prove] [digits] [10M]
 """
 
 import argparse
@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from measurement import describe_machine, keep
+from measurement import RESULTS, describe_machine, keep
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -117,5 +117,4 @@ if __name__ == "__main__":
     found = {}
     for part in arguments.parts:  # d9m prove is first, because it takes the first fit of a program
         found[part] = measure_prove() if part == "prove" else measure_share(part, arguments.epochs)
-    results = Path(__file__).parent / "results/proof.json"
-    keep(results, {"machine": describe_machine(), **found})
+    keep(RESULTS / "proof.json", {"machine": describe_machine(), **found})
