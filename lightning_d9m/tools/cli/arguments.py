@@ -16,6 +16,8 @@ from typing import Any
 
 from lightning_d9m.errors import SettingError
 
+# The exit status of a command whose result has a verdict.
+STATUS = {"equal": 0, "different": 1, "incomplete": 3}
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000
 
@@ -74,6 +76,9 @@ actual:THIS_RUN?  ledger of the later run, in the same forms
 SIGNER = """
 --signer METHOD  how model_signing verifies the signature, in its words, such as "key --public_key
     FILE", or "sigstore --identity TEXT --identity_provider URL"
+"""
+OUTPUT = """
+-o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 """
 TIMEOUT = """
 --timeout SECONDS  stop a run that takes longer and treat it as hanging

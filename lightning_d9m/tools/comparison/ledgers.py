@@ -29,6 +29,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Batch,
     Digests,
     End,
+    Evaluation,
     Header,
     ProbeLayout,
     RankDrift,
@@ -478,7 +479,10 @@ def _compare_rank(
         else:
             found = _find_selected(one, other, selected=selected)
             result.count(item, found)
-            for side, left in zip(sides, alone, strict=True):
+            # One within an epoch has the place of its end, which a segment need not have reached.
+            for side, left in (
+                () if isinstance(item, Evaluation) else zip(sides, alone, strict=True)
+            ):
                 side.note_alone(left)
         if watch is not None:
             watch(rank, one, other, found)
