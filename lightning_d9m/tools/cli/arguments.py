@@ -7,6 +7,7 @@ cannot say, by the name of an argument.
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -52,6 +53,21 @@ def positive_seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
 
 
+def signing_words(text: str) -> str:
+    """Parse words of ``model_signing``, quoted as in a shell; an argparse ``type``.
+
+    >>> signing_words("key --public_key 'my key.pem'")
+    "key --public_key 'my key.pem'"
+    """
+    with suppress(ValueError):  # a quote is open
+        if shlex.split(text):
+            return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not valid; allowed: words of model_signing, each quote closed, such as "
+        "key --private_key FILE."
+    )
+
+
 _PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|OLD|NEW|REFERENCE|THIS_RUN")
 _FORM = re.compile(
     r"(?P<names>(?:-\S+ ?)*)(?:(?P<dest>\w+):)?(?P<value>\S*?)(?P<nargs>[?*+]?)"
@@ -59,6 +75,7 @@ _FORM = re.compile(
 )
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     "EPOCH": whole_number(0),
+    "METHOD": signing_words,
     "N": whole_number(1),
     "SECONDS": positive_seconds,
 }

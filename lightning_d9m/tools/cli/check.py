@@ -115,13 +115,12 @@ def run(arguments: argparse.Namespace) -> int:
         remove_checkpoints(links, names)
         if names:
             report.notes.append(f"The checkpoints before a difference are kept in {links}.")
+        notes = [*list_limits(recorded), *limits, name_other_command(recorded, command)]
+        report.notes = [*filter(None, notes), *report.notes]
+        if arguments.follow:
+            report.there = [own.number for own in report.checked]
+        report.write(recorded)
         if report.checked or report.problems:
-            notes = [*list_limits(recorded), *limits, name_other_command(recorded, command)]
-            report.notes = [*filter(None, notes), *report.notes]
-            report.there = (
-                report.there if not arguments.follow else [o.number for o in report.checked]
-            )
-            report.write(recorded)
             print_check(report, arguments.format, command)
     _write_verdict(arguments, report)
     return STATUS[report.verdict]
@@ -196,6 +195,9 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     if not is_drawn:
         refuse_options(arguments, ["choose"], "nothing is left to choose")
         return None, arguments.only or there
+    if recorded.end is None:
+        why = "the run has not ended, and segments are chosen by its whole ledger; give --only"
+        refuse_options(arguments, ["choose"], why)
     seed = SystemRandom().randrange(10**6) if seed is None else seed
     file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]
     return seed, choose_segments(file, seed, there, count)
@@ -221,6 +223,7 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
     def note(log: Path, status: int) -> None:
         try:
             found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
+            (entry,) = found["checked"]  # none, if a signal has ended it
         except (OSError, ValueError):  # none, or a part of it
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             said = said or "It could not write its log: check the space on its disk."
@@ -228,7 +231,7 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
                 f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
                 f"{log}."
             ) from None
-        (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
+        checked = CheckedSegment(**entry)
         report.checked.append(checked)
         done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
         print(f"{done}: {checked.verdict}", file=sys.stderr)

@@ -235,8 +235,10 @@ def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
     numbers = [segment.number for segment, _ in segments]
     report = CheckReport(str(first.path), str(runs.output), there=numbers)
     kept = set()
-    for segment, label in segments:
-        checked = _check_resumed(recorded, runs, segment, label, allow_objects=allow_objects)
+    options = {"variables": _ALLOW_OBJECTS if allow_objects else {}}
+    for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
+        title = f"segment {segment.number} ({segment.number} of {len(segments)})"
+        checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
         report.checked.append(checked)
         if checked.verdict != "equal" and segment.start is not None:
             kept.add(segment.start.path.name)
@@ -248,15 +250,13 @@ def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
 
 
 def _check_resumed(
-    recorded: RecordedRun, runs: Runs, segment: Segment, label: str, *, allow_objects: bool
+    recorded: RecordedRun, runs: Runs, segment: Segment, label: str, title: str, **options: Any
 ) -> CheckedSegment:
     """Resume, and compare with the straight run, as far as that has states to compare."""
     last = min(segment.stop, recorded.last_step)
     known = CheckedSegment(segment.number, segment.first, last, label=label)
-    given = {"variables": _ALLOW_OBJECTS if allow_objects else {}}
-    checked = check_segment(
-        recorded, runs, segment, known, segment.first, f"segment {segment.number}", **given
-    )
+    # The straight run has records after its points alone, not at the end of each segment.
+    checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
     if checked.verdict == "failed":
         said = _read_log(runs.output / f"segment-{segment.number:03d}")
         remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
