@@ -41,7 +41,7 @@ _EXAMPLES = (
 )
 # What a program of an example gets, too, by the end of its name.
 _WAYS = {"": {}, ", portable": {"LIGHTNING_D9M_PORTABLE": "1"}}
-_WILD = sorted((ROOT / "benchmarks/wild").glob("**/*_*.py"))
+_WILD = sorted({*(ROOT / "benchmarks/wild").glob("**/*.py")} - {ROOT / "benchmarks/wild/run.py"})
 # The program of each honest training with its arguments, and its variables.
 HONEST: dict[str, tuple[list[str], dict[str, str]]] = {
     **{name: (["benchmarks/segments/variants.py", name], {}) for name in VARIANTS},

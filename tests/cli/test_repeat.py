@@ -146,7 +146,11 @@ def test_nothing_is_overwritten(repeat, tmp_path):
         (["--", "bad\0name"], 3, "does not start: embedded null"),
         (["-o", "new\0folder", "--", "true"], 2, "cannot be made: embedded null"),
         (["-o", "/proc/x", "--", "true"], 2, "No such file or directory. Check the path. Give"),
-        (["--allow-objects", "--", "true"], 2, "--allow-objects is only for --interrupt"),
+        (
+            ["--allow-objects", "--", "true"],
+            2,
+            "--allow-objects has no effect here: only --interrupt",
+        ),
         (["-n", "2", "much", "--", "true"], 2, "d9m repeat: error: unrecognized arguments: much"),
         (["--", "true"], 3, "'true' ended well but wrote no ledger"),
         (["--timeout", "0.3", "--", "sleep", "60"], 3, "still running after 0.3 s"),

@@ -3,6 +3,7 @@
 The programs are processes; ``benchmarks/segments/`` has more kinds of wrong runs.
 """
 
+import glob
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
     encode_record,
 )
-from lightning_d9m.tools.segments.check import CheckedSegment, _link, remove_links
+from lightning_d9m.tools.segments.check import _link, remove_checkpoints
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ROOT = Path(__file__).parents[2]
@@ -129,20 +130,24 @@ def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, mon
             assert training.poll() is None
         status, out, errors = d9m("check", "run", "--follow", "--json", "--", *words, "again")
     assert status == 0, errors
-    assert json.loads(out)["share"] == 1.0
+    found = json.loads(out)
+    assert (found["share"], found["segments"]) == (1.0, len(found["checked"]))
     assert not list(tmp_path.glob("d9m-runs/*/checkpoints"))
 
 
-def test_the_links_before_a_difference_are_kept(tmp_path):
-    """Of a file or a folder, each named by its step."""
-    for name in ("links/15-last.ckpt", "links/30-step=30.ckpt", "links/45-last.ckpt/rank-0"):
+def test_checkpoints_are_removed_but_for_those_that_are_kept(tmp_path):
+    """Each is a file or a folder; a folder that nothing is left in goes, too."""
+    for name in ("links/15-last.ckpt", "links/30-step=[30].ckpt", "links/45-last.ckpt/rank-0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    checked = [CheckedSegment(1, 15, 30), CheckedSegment(2, 30, 45, "persistent")]
-    assert remove_links(tmp_path / "links", checked)
-    assert [path.name for path in (tmp_path / "links").iterdir()] == ["30-step=30.ckpt"]
-    assert not remove_links(tmp_path / "links", checked[:1])
-    assert not remove_links(tmp_path / "links", checked)
+    folder = tmp_path / "links"
+    remove_checkpoints(folder, pattern=glob.escape("15-last.ckpt"))
+    assert len([*folder.iterdir()]) == 2
+    remove_checkpoints(folder, ["30-step=[30].ckpt"])
+    assert [path.name for path in folder.iterdir()] == ["30-step=[30].ckpt"]
+    remove_checkpoints(folder)
+    assert not folder.exists()
+    remove_checkpoints(folder)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -90,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     there = [own.number for own in recorded.list_segments()]
     report = CheckReport(str(recorded.ledger.path), str(output), choice, there, problems=problems)
+    # Of a segment, only the first fit is compared.
     runs = Runs(command, output, arguments.timeout, evaluations=False)
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> CheckedSegment:
@@ -117,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
             report.notes.append(f"The checkpoints before a difference are kept in {links}.")
         notes = [*list_limits(recorded), *limits, name_other_command(recorded, command)]
         report.notes = [*filter(None, notes), *report.notes]
-        if arguments.follow:
+        if arguments.follow:  # checkpoints that the run has removed since began segments, too
             report.there = [own.number for own in report.checked]
         report.write(recorded)
         if report.checked or report.problems:

@@ -19,7 +19,7 @@ from typing import Any
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, POINTS
-from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.errors import CommandError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
@@ -29,6 +29,7 @@ from lightning_d9m.tools.cli.arguments import (
     TIMEOUT,
     TRAINING,
     get_command,
+    refuse_options,
     whole_number,
 )
 from lightning_d9m.tools.comparison.printed_output import compare_printed
@@ -119,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all runs are equal, 1 if some differ, 3 if none differs but some failed.
     """
     argv = get_command(arguments)
-    _check_arguments(arguments)
+    if not arguments.interrupt:
+        refuse_options(arguments, ["allow_objects"], "only --interrupt loads checkpoints")
     output = make_output(arguments.output)
     runs = Runs(argv, output, arguments.timeout)
     if arguments.interrupt:
@@ -170,14 +172,6 @@ def _plan_runs(
             command = [word.replace(_PLACEHOLDER, str(count)) for word in argv]
             processes = None if starts_itself else count
             yield title, count, {"command": command, "processes": processes, "variables": threads}
-
-
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.allow_objects and not arguments.interrupt:
-        raise SettingError(
-            "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
-            "add --interrupt."
-        )
 
 
 def _read_counts(text: str) -> tuple[int, ...]:

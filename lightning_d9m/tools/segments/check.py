@@ -225,6 +225,7 @@ def check_segment(
         checked, found = _compare(recorded, first, segment, checked, due)
         if found is None:
             return checked
+        # Two runs that agree with each other rule out chance; see the head of this file.
         again = run_segment(runs, segment, f"{name}-again", f"{title}, again", **options)
         repeated, differs = _compare(recorded, again, segment, checked, due)
     except CommandError as error:
@@ -277,6 +278,7 @@ def _compare(
     checked = replace(checked, ledgers=(*checked.ledgers, str(ledger.path)))
     resumed = find_resume(ledger)
     own = recorded.ledger.files[min(recorded.ledger.files)]
+    # Without this, a checkpoint of another run of the same program would pass for this one's.
     if resumed is not None and (
         resumed.step != segment.first or not holds_record(own, resumed.parent_check)
     ):
@@ -322,6 +324,8 @@ def follow_run(
     grown, last = time.monotonic(), -1
     while True:
         recorded = RecordedRun(path, kept)
+        # Read before the links are made: a checkpoint that is written after the last record may be
+        # a later one at the same path, whose record is still to come.
         before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
         for point in recorded.points:
             if point.is_there and point.step not in kept:
@@ -341,6 +345,8 @@ def follow_run(
         if new:
             segment = new[0]
             done.add(segment.number)
+            # A link keeps the file on the disk when the run removes it, so that of each segment
+            # goes as soon as nothing needs it: a long run would fill the disk.
             if check(recorded, segment.number).verdict == "equal" and segment.start is not None:
                 remove_checkpoints(folder, pattern=glob.escape(segment.start.path.name))
             continue
