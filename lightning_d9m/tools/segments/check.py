@@ -185,14 +185,10 @@ def check_number(
         return CheckedSegment(number, 0, 0, "failed", reason)
     segment, *after = there
     last = after[0].first if after else recorded.last_step
-    checked, due = (
-        CheckedSegment(number, segment.first, last),
-        min(segment.stop, recorded.last_step),
-    )
-    may_fail = not after and recorded.has_failed
-    return check_segment(
-        recorded, runs, segment, checked, due, title, later=later, may_fail=may_fail
-    )
+    checked = CheckedSegment(number, segment.first, last)
+    due = min(segment.stop, recorded.last_step)
+    options = {"later": later, "may_fail": not after and recorded.has_failed}
+    return check_segment(recorded, runs, segment, checked, due, title, **options)
 
 
 def check_segment(
@@ -359,9 +355,9 @@ def follow_run(
 
 
 def remove_checkpoints(folder: Path, kept: Collection[str] = (), pattern: str = "*") -> None:
-    """Remove checkpoints from a folder, but for those with these names, and the folder if empty."""
+    """Remove checkpoints but for those whose names begin with one of these, and an empty folder."""
     for path in folder.glob(pattern):
-        if path.name not in kept:
+        if not path.name.startswith(tuple(kept)):  # ranks may have files beside it
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with suppress(OSError):  # it is not empty, or not there
         folder.rmdir()
