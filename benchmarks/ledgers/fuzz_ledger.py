@@ -40,34 +40,11 @@ SECONDS = 10
 # Bytes that reading may take: the buffers, and so many times the size of the files.
 BUFFERS, FACTOR = 8 * 2**20, 64
 VALUES = (
-    0,
-    1,
-    -1,
-    2,
-    255,
-    256,
-    2**16,
-    2**31,
-    2**63 - 1,
-    2**63,
-    10**30,
-    0.5,
-    -0.0,
-    True,
-    False,
-    None,
+    *(0, 1, -1, 2, 255, 256, 2**16, 2**31, 2**63 - 1, 2**63, 10**30),
+    *(0.5, -0.0, True, False, None),
 )
 TEXTS = (
-    "",
-    "a",
-    "f" * 32,
-    "F" * 32,
-    "0x1.8p-1",
-    "\x1b[31m",
-    "\u202e",
-    "end",
-    "probes",
-    "frames",
+    *("", "a", "f" * 32, "F" * 32, "0x1.8p-1", "\x1b[31m", "\u202e", "end", "probes", "frames"),
     "x" * 5000,
 )
 

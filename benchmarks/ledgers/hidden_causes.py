@@ -1,23 +1,25 @@
 """Hidden causes of differences between two runs, and whether ``d9m locate`` shows their line.
 
 Each cause stands in a helper module of a small training program in the style of real ones. The
-lines that a user needs end in ``#!``. Runs are forks of this process, which start at once; where
+lines that a user needs end in ``#!``. Runs are forks of a process that has imported torch; where
 addresses must differ from run to run, they are new interpreters.
 
     python benchmarks/ledgers/hidden_causes.py [NAME ...]
 """
 
-import contextlib
 import io
 import json
-import os
-import runpy
 import sys
 import tempfile
 import time
-import traceback
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest import mock
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+
+from forking_python import shared_python
+
+from lightning_d9m.tools.cli.main import main
 
 BASE = """
 import torch
@@ -345,62 +347,16 @@ def list_causes():
         name, lines = line, []
 
 
-def run_forked(command, folder, *, variables, **_):
-    """Replace ``run_once`` by a fork of this process, in which torch is imported already."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-            os.environ |= {
-                "LIGHTNING_D9M": "1",
-                "LIGHTNING_D9M_LEDGER_DIR": str(folder),
-                **variables,
-            }
-            from lightning_d9m.integrations.autoload.entry_points import load
-
-            load()
-            sys.argv = command[1:]
-            sys.path.insert(0, str(Path.cwd()))
-            runpy.run_path(command[1], run_name="__main__")
-            status = 0
-        except BaseException:  # noqa: BLE001 - the log has it
-            traceback.print_exc()
-        finally:
-            from multiprocessing.util import _exit_function
-
-            _exit_function()
-            sys.stdout.flush()
-            os._exit(status)
-    from lightning_d9m.errors import CommandError
-
-    _, status = os.waitpid(pid, 0)
-    if status:
-        raise CommandError(f"status {status}" + (folder / "output.log").read_text()[-2000:])
-
-
 def measure(flags, code):
     """Return whether the runs differed, the kind of cause, and whether the line was shown."""
-    from lightning_d9m.tools.cli.main import main
-    from lightning_d9m.tools.launch import run as launched
-
     helper = f"{BASE}\nBASE_DATA = data\n{code}\n"
     wanted = {n for n, line in enumerate(helper.split("\n"), 1) if line.endswith("#!")}
-    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+    with tempfile.TemporaryDirectory() as place, chdir(place):
         Path("helper.py").write_text(helper.replace("#!", ""))
         Path("train.py").write_text(TRAINER if "fit" in flags else LOOP)
-        printed, said = io.StringIO(), io.StringIO()
-        forked = mock.patch.object(launched, "run_once", run_forked)
-        with contextlib.ExitStack() as stack:
-            if "fresh" not in flags:
-                stack.enter_context(forked)
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            stack.enter_context(contextlib.redirect_stderr(said))
-            words = ["locate", "--json", "--one-by-one", "-o", "out"]
-            words += ["--", sys.executable, "train.py"]
+        python = sys.executable if "fresh" in flags else shared_python()
+        words = ["locate", "--json", "--one-by-one", "-o", "out", "--", python, "train.py"]
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as said:
             status = main(words)
         if status == 2:
             return "failed", said.getvalue()[-1500:], []
@@ -418,10 +374,6 @@ def measure(flags, code):
 
 def run():
     chosen, rows = sys.argv[1:], []
-    import lightning  # noqa: F401
-    import scipy.stats.qmc  # noqa: F401
-    import sklearn.model_selection  # noqa: F401
-
     for title, flags, code in list_causes():
         if chosen and title not in chosen:
             continue

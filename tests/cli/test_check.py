@@ -99,8 +99,8 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
     there = [Segment(None, 1, number) for number in range(40)]
     file = tmp_path / "rank-0.jsonl"
     file.write_text("")
-    ledger = SimpleNamespace(files={0: file})
-    recorded = type("Recorded", (), {"list_segments": lambda _: there, "ledger": ledger})
+    facts = {"ledger": SimpleNamespace(files={0: file}), "end": "finished"}
+    recorded = type("Recorded", (), {"list_segments": lambda _: there, **facts})
     monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
 
     def choose(*options):
@@ -116,23 +116,27 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
             "nothing is left to choose"
             in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
         )
+    recorded.end = None
+    assert "the run has not ended" in d9m("check", "run", "--choose", "1", "--", "x")[2]
     assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
     report = CheckReport("run", "out", 5, 40, 400, [CheckedSegment(n, n, n + 1) for n in range(3)])
     assert report.missed == pytest.approx(37 / 40)
 
 
-def test_a_signal_ends_all_jobs_and_their_trainings(check, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_jobs_and_their_trainings(check, tmp_path, number):
     check("", "--print-commands")  # which trains
     Path("script.py").write_text(
         f"{PROGRAM}Path('started').write_text(str(os.getpid()))\ntime.sleep(60)\n"
     )
-    words = ["check", "trained", "--jobs", "2", "--", sys.executable, "script.py"]
+    words = ["check", "trained", "--jobs", "2", "-o", "out", "--", sys.executable, "script.py"]
     checking = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words])
     deadline = time.monotonic() + 60
     while not Path("started").exists() or not Path("started").read_text():
         assert checking.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    checking.send_signal(signal.SIGINT)
-    assert checking.wait(60) == 130
+    checking.send_signal(number)
+    assert checking.wait(60) == 128 + number
+    assert json.loads(Path("out/check.json").read_text())["verdict"] == "incomplete"
     assert has_ended(int(Path("started").read_text()))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_runs import Runs, make_facts, make_probes, write_rank
+from ledger_runs import Runs, make_facts, make_probes, make_weights, write_rank
 
 from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
@@ -160,6 +160,24 @@ def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
     found = compare(*folders).first
     assert (found.moment, found.step) == (first, 1)
     assert found.name == ("layers.0.weight" if first == "batch" else "(total)")
+
+
+@pytest.mark.parametrize("batches", [0, 4])
+@pytest.mark.parametrize("loss", ["0x1p+0", "0x1p+1"])
+def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss, batches):
+    """The run has its record after that of the epoch, and the segment at its end."""
+    folders = []
+    for value, stop in (("0x1p+0", 4), (loss, 2)):
+        probes = make_probes([("loss", "")], [(step, step) for step in range(min(batches, stop))])
+        states = [StepDigests(epoch=0, step=s, totals={}, entries={}) for s in range(1, stop + 1)]
+        seen = Evaluation(name="validate", epoch=0, step=1, batches=1, scalars={"loss": value})
+        end = [make_weights("epoch", 0, {"w": "0" * 32}, step=4)] if stop == 4 else []
+        own = {} if end else {"program": {SEGMENT: "until 2"}}
+        records = [make_facts(), *probes, *states, *end, seen]
+        folders.append(write_rank(create_ledger_folder(tmp_path), records, **own))
+    found = compare(*folders)
+    assert found.verdict == ("equal" if loss == "0x1p+0" else "different"), found
+    assert compare(*folders[::-1]).verdict == found.verdict
 
 
 class TestOneSided:

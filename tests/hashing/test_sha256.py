@@ -1,6 +1,7 @@
 """SHA-256 of values is that of hashlib over the bytes that docs/digest.md defines."""
 
 import hashlib
+import subprocess
 
 import torch
 
@@ -36,3 +37,11 @@ def test_values_by_name_are_hashed_on_threads_in_any_order(monkeypatch):
         assert hash_named(values) == known
     assert hash_named(dict(reversed(values.items()))) == known
     assert hash_named({**values, "d": 0}) != known
+
+
+def test_a_process_that_ends_starts_no_threads(forking_python):
+    """A loop without a Recorder records its last state there."""
+    code = "import atexit; from lightning_d9m.engine.hashing.sha256 import hash_named\n"
+    code += "atexit.register(lambda: print(hash_named({'a': 1, 'b': 2})))"
+    done = subprocess.run([forking_python, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == hash_named({"a": 1, "b": 2})

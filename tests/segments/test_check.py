@@ -1,8 +1,9 @@
 """``d9m check`` rejects runs that a program with one thing wrong has made, and names the place.
 
-The programs are processes; ``benchmarks/segments.py`` has more kinds of wrong runs.
+The programs are processes; ``benchmarks/segments/`` has more kinds of wrong runs.
 """
 
+import glob
 import json
 import os
 import shutil
@@ -20,14 +21,14 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
     encode_record,
 )
-from lightning_d9m.tools.segments.check import CheckedSegment, _link, remove_links
+from lightning_d9m.tools.segments.check import _link, remove_checkpoints
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/checked_training.py"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks/segments"))
 
-import segments as measured  # noqa: E402
+import wrong_runs as measured  # noqa: E402 - benchmarks are not installed
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def made(tmp_path_factory, forking_python):
     def make(name, copy=None):
         path = folder / (name.replace(" ", "-") or "honest")
         if not path.exists():
-            measured.train(forking_python, path, WRONG=name)
-        return path if copy is None else Path(shutil.copytree(path, copy))
+            measured.publish(forking_python, path, name)
+        return (path if copy is None else Path(shutil.copytree(path, copy))) / "run"
 
     return make
 
@@ -103,7 +104,7 @@ def test_a_run_that_ends_elsewhere_differs_in_its_last_segment(check, made, name
 )
 def test_changed_files_are_found(check, made, tmp_path, name, number, reason):
     folder = made("", tmp_path / "copy")
-    measured.list_edits(made("rate"))[name](folder)
+    measured.list_edits(made("rate").parent)[name](folder.parent)
     status, segments, _ = check(folder, "--only", str(number))
     assert status == 1
     assert reason in segments[number]["reason"]
@@ -129,20 +130,24 @@ def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, mon
             assert training.poll() is None
         status, out, errors = d9m("check", "run", "--follow", "--json", "--", *words, "again")
     assert status == 0, errors
-    assert json.loads(out)["share"] == 1.0
+    found = json.loads(out)
+    assert (found["share"], found["segments"]) == (1.0, len(found["checked"]))
     assert not list(tmp_path.glob("d9m-runs/*/checkpoints"))
 
 
-def test_the_links_before_a_difference_are_kept(tmp_path):
-    """Of a file or a folder, each named by its step."""
-    for name in ("links/15-last.ckpt", "links/30-step=30.ckpt", "links/45-last.ckpt/rank-0"):
+def test_checkpoints_are_removed_but_for_those_that_are_kept(tmp_path):
+    """Each is a file or a folder; a folder that nothing is left in goes, too."""
+    for name in ("links/15-last.ckpt", "links/30-step=[30].ckpt", "links/45-last.ckpt/rank-0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    checked = [CheckedSegment(1, 15, 30), CheckedSegment(2, 30, 45, "persistent")]
-    assert remove_links(tmp_path / "links", checked)
-    assert [path.name for path in (tmp_path / "links").iterdir()] == ["30-step=30.ckpt"]
-    assert not remove_links(tmp_path / "links", checked[:1])
-    assert not remove_links(tmp_path / "links", checked)
+    folder = tmp_path / "links"
+    remove_checkpoints(folder, pattern=glob.escape("15-last.ckpt"))
+    assert len([*folder.iterdir()]) == 2
+    remove_checkpoints(folder, ["30-step=[30].ckpt"])
+    assert [path.name for path in folder.iterdir()] == ["30-step=[30].ckpt"]
+    remove_checkpoints(folder)
+    assert not folder.exists()
+    remove_checkpoints(folder)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -15,20 +15,35 @@ import lightning as L
 import torch
 import trainings
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_d9m import Recorder, TransformersCallback, deterministic
+from lightning_d9m import (
+    HorovodDeterministicStrategy,
+    Recorder,
+    TransformersCallback,
+    deterministic,
+)
 
 FOLDER, WHAT = Path(sys.argv[1]), sys.argv[2:]
 WORLD = int(os.environ.get("RANKS", "1"))
+STRATEGY = os.environ.get("STRATEGY", "ddp")
+STRATEGIES = {
+    "": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "fsdp2": ModelParallelStrategy,
+    "horovod": HorovodDeterministicStrategy,
+}
 SEEN = []
 
 
 def fingerprint(model, batch):
     """Return the SHA-256 of the weights, the batch and the generator."""
     tensors = [*model.parameters(), *batch, torch.get_rng_state()]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    local = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
+    return hashlib.sha256(b"".join(own.numpy().tobytes() for own in local)).hexdigest()
 
 
 class Net(L.LightningModule):
@@ -36,6 +51,10 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(7)
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.2))
+
+    def configure_model(self):
+        if STRATEGY == "fsdp2":
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, index):
         SEEN.append(fingerprint(self, batch))
@@ -64,7 +83,8 @@ def fit():
         filename="{step}",
         save_on_train_epoch_end=False,
     )
-    words = {"max_epochs": 2, "devices": WORLD, "strategy": "ddp" if WORLD > 1 else "auto"}
+    strategy = STRATEGIES[STRATEGY if WORLD > 1 else ""]()
+    words = {"max_epochs": 2, "devices": WORLD, "strategy": strategy}
     loader = DataLoader(make_data(), 8, shuffle=True)
     words |= {"callbacks": [saves], "enable_checkpointing": True}
     return trainings.fit(Net(), loader, seed=1, folder=FOLDER, **words).global_rank

@@ -42,9 +42,16 @@ def hash_named(values: Mapping[Any, object]) -> str:
 
     Their order does not count.
     """
+
     # Threads help, because hashlib releases the interpreter lock while it reads a tensor.
+    def hash_one(value: object) -> str:
+        return hash_values([value])
+
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        found = pool.map(lambda value: hash_values([value]), values.values())
+        try:
+            found = pool.map(hash_one, values.values())
+        except RuntimeError:  # no thread starts while the interpreter ends, as a loop's run does
+            found = map(hash_one, values.values())
         return hash_values([dict(zip(values, found, strict=True))])
 
 

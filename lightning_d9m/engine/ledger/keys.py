@@ -55,11 +55,13 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         return max(previous, (record.epoch, *phases.get(record.moment, (1, record.step))))
     if isinstance(record, End):
         return (_LAST, 1, 0)
-    if isinstance(record, Batch | Evaluation | ReplayDrift):
-        return max(previous, (record.epoch, 1, record.step))
-    if isinstance(record, StepDigests):
-        # It has the step after it; probes of a batch have the step before it.
-        return max(previous, (record.epoch, 1, record.step - 1))
+    if isinstance(record, Evaluation):
+        # It waits for the next digests. A segment that ends before them has it earlier in its file
+        # than a run that trains on, and both need one place, so that they are paired.
+        return max(previous, (record.epoch, 2, 0))
+    if isinstance(record, Batch | ReplayDrift | StepDigests):
+        # The last one has the step after it; the others have the step before it.
+        return max(previous, (record.epoch, 1, record.step - isinstance(record, StepDigests)))
     return previous
 
 

@@ -7,6 +7,7 @@ cannot say, by the name of an argument.
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -16,6 +17,8 @@ from typing import Any
 
 from lightning_d9m.errors import SettingError
 
+# The exit status of a command whose result has a verdict.
+STATUS = {"equal": 0, "different": 1, "incomplete": 3}
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000
 
@@ -50,6 +53,21 @@ def positive_seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
 
 
+def signing_words(text: str) -> str:
+    """Parse words of ``model_signing``, quoted as in a shell; an argparse ``type``.
+
+    >>> signing_words("key --public_key 'my key.pem'")
+    "key --public_key 'my key.pem'"
+    """
+    with suppress(ValueError):  # a quote is open
+        if shlex.split(text):
+            return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not valid; allowed: words of model_signing, each quote closed, such as "
+        "key --private_key FILE."
+    )
+
+
 _PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|OLD|NEW|REFERENCE|THIS_RUN")
 _FORM = re.compile(
     r"(?P<names>(?:-\S+ ?)*)(?:(?P<dest>\w+):)?(?P<value>\S*?)(?P<nargs>[?*+]?)"
@@ -57,6 +75,7 @@ _FORM = re.compile(
 )
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     "EPOCH": whole_number(0),
+    "METHOD": signing_words,
     "N": whole_number(1),
     "SECONDS": positive_seconds,
 }
@@ -74,6 +93,9 @@ actual:THIS_RUN?  ledger of the later run, in the same forms
 SIGNER = """
 --signer METHOD  how model_signing verifies the signature, in its words, such as "key --public_key
     FILE", or "sigstore --identity TEXT --identity_provider URL"
+"""
+OUTPUT = """
+-o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
 """
 TIMEOUT = """
 --timeout SECONDS  stop a run that takes longer and treat it as hanging

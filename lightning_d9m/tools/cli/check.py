@@ -5,16 +5,16 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from random import SystemRandom
 
-from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.errors import LedgerError, SettingError
-from lightning_d9m.text import pluralize, printable
+from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import (
     COMMAND,
+    OUTPUT,
     SIGNER,
+    STATUS,
     check_new_file,
     get_command,
     refuse_options,
@@ -22,7 +22,7 @@ from lightning_d9m.tools.cli.arguments import (
 )
 from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
-from lightning_d9m.tools.output.columns import Column, format_table, print_result
+from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.signature import sign
 from lightning_d9m.tools.proof.training import choose_segments
@@ -31,9 +31,10 @@ from lightning_d9m.tools.segments.check import (
     REPORT,
     CheckedSegment,
     CheckReport,
-    check_segment,
+    check_number,
     follow_run,
-    remove_links,
+    list_limits,
+    remove_checkpoints,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
@@ -51,10 +52,9 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 {SIGNER.strip()}
 --verdict FILE  write the result on a proof, as a statement that a third party can check
 --sign METHOD  sign the verdict with model_signing, see d9m prove
--o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
+{OUTPUT.strip()}
 {COMMAND}"""
 EXAMPLE = "d9m check logs/d9m/fit-000 --segments 5 -- python train.py"
-_STATUS = {"equal": 0, "different": 1, "incomplete": 3}
 
 
 def _parse_count(text: str) -> int | None:
@@ -88,17 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
     output = make_output(arguments.output)
-    report = CheckReport(str(recorded.ledger.path), str(output), choice)
+    there = [own.number for own in recorded.list_segments()]
+    report = CheckReport(str(recorded.ledger.path), str(output), choice, there, problems=problems)
+    # Of a segment, only the first fit is compared.
     runs = Runs(command, output, arguments.timeout, evaluations=False)
-    report.problems = problems
 
-    def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> None:
+    def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> CheckedSegment:
         nonlocal recorded  # that of --follow grows
         recorded = so_far
-        title = f"segment {number}{place}"
-        report.checked.append(check_segment(so_far, runs, number, title, later))
+        report.checked.append(check_number(so_far, runs, number, f"segment {number}{place}", later))
+        return report.checked[-1]
 
-    report.notes = [name_other_command(recorded, command)]
     links = output / "checkpoints"
     try:
         if problems:
@@ -111,13 +111,20 @@ def run(arguments: argparse.Namespace) -> int:
             _run_in_turn(recorded, numbers, check, report)
     finally:
         # What was checked before an interruption is shown, too.
-        if remove_links(links, report.checked):
+        starts = {str(own.first) for own in report.checked if own.verdict != "equal"}
+        names = {path.name for path in links.glob("*") if path.name.partition("-")[0] in starts}
+        remove_checkpoints(links, names)
+        if names:
             report.notes.append(f"The checkpoints before a difference are kept in {links}.")
+        notes = [*list_limits(recorded), *limits, name_other_command(recorded, command)]
+        report.notes = [*filter(None, notes), *report.notes]
+        if arguments.follow:  # checkpoints that the run has removed since began segments, too
+            report.there = [own.number for own in report.checked]
+        report.write(recorded)
         if report.checked or report.problems:
-            report.write(recorded, *limits, *report.notes)
-            _print_report(report, arguments)
+            print_check(report, arguments.format, command)
     _write_verdict(arguments, report)
-    return _STATUS[report.verdict]
+    return STATUS[report.verdict]
 
 
 def _write_verdict(arguments: argparse.Namespace, report: CheckReport) -> None:
@@ -134,7 +141,7 @@ def _write_verdict(arguments: argparse.Namespace, report: CheckReport) -> None:
 def _run_in_turn(
     recorded: RecordedRun,
     numbers: list[int],
-    check: Callable[[RecordedRun, int, str, int], None],
+    check: Callable[[RecordedRun, int, str, int], object],
     report: CheckReport,
 ) -> None:
     for place, number in enumerate(numbers, start=1):
@@ -189,6 +196,9 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
     if not is_drawn:
         refuse_options(arguments, ["choose"], "nothing is left to choose")
         return None, arguments.only or there
+    if recorded.end is None:
+        why = "the run has not ended, and segments are chosen by its whole ledger; give --only"
+        refuse_options(arguments, ["choose"], why)
     seed = SystemRandom().randrange(10**6) if seed is None else seed
     file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]
     return seed, choose_segments(file, seed, there, count)
@@ -214,6 +224,7 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
     def note(log: Path, status: int) -> None:
         try:
             found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
+            (entry,) = found["checked"]  # none, if a signal has ended it
         except (OSError, ValueError):  # none, or a part of it
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             said = said or "It could not write its log: check the space on its disk."
@@ -221,48 +232,10 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
                 f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
                 f"{log}."
             ) from None
-        (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
+        checked = CheckedSegment(**entry)
         report.checked.append(checked)
         done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
         print(f"{done}: {checked.verdict}", file=sys.stderr)
 
     run_jobs({log: [*python, *words] for log, words in jobs.items()}, arguments.jobs, note)
     report.checked.sort(key=lambda own: own.number)
-
-
-def _print_report(report: CheckReport, arguments: argparse.Namespace) -> None:
-    """Print the verdict, a row for each segment, and why segments are not equal."""
-    columns: list[Column[CheckedSegment]] = [
-        Column("segment", lambda own: str(own.number), is_number=True),
-        Column("steps", lambda own: f"{own.first:,} to {own.last:,}"),
-        Column("verdict", attrgetter("verdict"), meaning=attrgetter("verdict")),
-        Column("first difference", lambda own: own.where),
-    ]
-    lines = [line for text in report.problems for line in wrap(printable(text))]
-    if report.checked:
-        lines += [*format_table(columns, report.checked).splitlines(), ""]
-    for own in report.checked:
-        if own.reason:
-            until = f"Equal until step {own.equal_until:,}. " if own.where else ""
-            text = f"Segment {own.number}: {until}{own.reason}".splitlines()
-            lines += [*wrap(text[0]), *text[1:], ""]
-    lines += [line for note in report.notes for line in wrap(note)]
-    if report.choice is not None:
-        lines.append(f"choice: --choose {report.choice}")
-    lines.append(f"ledgers: {report.output}")
-    share = report.steps / max(1, report.last_step)
-    verdict = (
-        f"{report.verdict}: {len(report.equal)} of {pluralize(report.segments, 'segment')} "
-        f"({share:.1%} of {pluralize(report.last_step, 'step')}) are what the program computes."
-    )
-    if report.problems and not report.checked:
-        verdict = "different: the proof does not hold, so nothing was run."
-    if report.verdict == "equal" and report.missed:
-        verdict += f" This choice misses one wrong segment with probability {report.missed:.1%}."
-    verdict = f"{verdict} {describe_varying(report.varying_ops)}".rstrip()
-    steps = []
-    if pairs := [[report.run, own.ledgers[0]] for own in report.checked if own.where]:
-        steps.append((f"d9m compare {printable(shlex.join(pairs[0]))}", "shows what differs"))
-        locate = f"d9m locate -- {printable(shlex.join(arguments.argv))}"
-        steps.append((locate, "finds the step, module and line, if the program is the cause"))
-    print_result(arguments.format, report.as_json(), lines, verdict, steps=steps)

@@ -8,9 +8,12 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
@@ -148,10 +151,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(arguments)
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise ``SystemExit`` in the body, so that it keeps what it has done.
+
+    By default they end the process at once: a check would leave no result.
+    """
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    numbers = [
+        own for own in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(own) == signal.SIG_DFL
+    ]
+    if threading.current_thread() is not threading.main_thread():  # the only one that may set them
+        numbers = []
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     """Run the chosen command, print any error as one message, and return the exit status."""
     try:
-        status = int(arguments.run(arguments))
+        with _ended_by_signals():
+            status = int(arguments.run(arguments))
         # Flush here, where a closed pipe can be handled, and not when the interpreter exits.
         sys.stdout.flush()
     except D9mError as error:

@@ -11,9 +11,7 @@ The user's program is not changed: variables control the callback in it or the r
 
 import argparse
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,27 +19,36 @@ from typing import Any
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, POINTS
-from lightning_d9m.errors import CommandError, LedgerError, SettingError
+from lightning_d9m.errors import CommandError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
     MOST_RUNS,
+    OUTPUT,
+    STATUS,
     TIMEOUT,
     TRAINING,
     get_command,
+    refuse_options,
     whole_number,
 )
 from lightning_d9m.tools.comparison.printed_output import compare_printed
 from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.processes import count_threads
 from lightning_d9m.tools.launch.run import Run, Runs, make_output
+from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.repeat_text import RepeatReport
+from lightning_d9m.tools.segments.check import (
+    CheckedSegment,
+    CheckReport,
+    check_segment,
+    remove_checkpoints,
+)
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
     Segment,
     find_first_fit,
-    run_segment,
 )
 
 _FEWEST_RUNS = 2
@@ -65,7 +72,7 @@ ARGUMENTS = f"""
 | --interrupt  resume from checkpoints at several points of a run, and compare with that run
 --allow-objects  with --interrupt: resume also from checkpoints that hold Python objects, as
     fit(..., weights_only=False) does
--o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)
+{OUTPUT.strip()}
 -v, --verbose  show whole digests and the bits of losses
 {FORMAT}{TIMEOUT}{TRAINING}"""
 EXAMPLE = "d9m repeat -n 3 -- python train.py"
@@ -93,13 +100,17 @@ _SAVED = "checkpoints"
 # Of a segment at most, about, without the start of the program.
 _SECONDS = 30.0
 _LABELS = {
-    "epoch": "resumed at the end of an epoch, after step {}",
-    "step": "resumed after step {}",
-    "accumulated": "resumed between accumulated batches, after step {}",
-    "validation": "resumed within a validation, after step {}",
-    "validated": "resumed at the end of a validation, after step {}",
+    "epoch": "at the end of an epoch",
+    "step": "after a step",
+    "accumulated": "between accumulated batches",
+    "validation": "within a validation",
+    "validated": "at the end of a validation",
 }
-_OWN = "resumed from its own checkpoint of step {}"
+_OWN = "by the program"
+_LACKS = (
+    "Two runs that resume there agree, and differ from the straight one: the checkpoint lacks "
+    "state that the training uses. Save what differs in state_dict or on_save_checkpoint."
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,27 +120,29 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all runs are equal, 1 if some differ, 3 if none differs but some failed.
     """
     argv = get_command(arguments)
-    _check_arguments(arguments)
+    if not arguments.interrupt:
+        refuse_options(arguments, ["allow_objects"], "only --interrupt loads checkpoints")
     output = make_output(arguments.output)
     runs = Runs(argv, output, arguments.timeout)
     if arguments.interrupt:
-        report = _interrupt_and_resume(argv, runs, allow_objects=arguments.allow_objects)
-    else:
-        watch = FileWatch(argv, output)
-        made: dict[int, Run] = {}
-        plan = list(_plan_runs(argv, arguments))
-        for number, (title, count, options) in enumerate(plan, start=1):
-            try:
-                done = runs.run(f"run-{number:03d}", title, later=len(plan) - number, **options)
-                made[number] = replace(done, processes=count)
-                watch.note_run()
-            except CommandError as error:
-                before = f" (run {number - 1} succeeded)" if made else ""
-                raise CommandError(f"In {title}{before}: {error}") from error
-        printed = "" if arguments.processes else compare_printed(output)
-        report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
+        found = _interrupt_and_resume(runs, allow_objects=arguments.allow_objects)
+        print_check(found, arguments.format, argv, resumed=True)
+        return STATUS[found.verdict]
+    watch = FileWatch(argv, output)
+    made: dict[int, Run] = {}
+    plan = list(_plan_runs(argv, arguments))
+    for number, (title, count, options) in enumerate(plan, start=1):
+        try:
+            done = runs.run(f"run-{number:03d}", title, later=len(plan) - number, **options)
+            made[number] = replace(done, processes=count)
+            watch.note_run()
+        except CommandError as error:
+            before = f" (run {number - 1} succeeded)" if made else ""
+            raise CommandError(f"In {title}{before}: {error}") from error
+    printed = "" if arguments.processes else compare_printed(output)
+    report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
     report.print_out(arguments.format, verbose=arguments.verbose)
-    return {"equal": 0, "different": 1, "incomplete": 3}[report.verdict]
+    return STATUS[report.verdict]
 
 
 def _plan_runs(
@@ -161,14 +174,6 @@ def _plan_runs(
             yield title, count, {"command": command, "processes": processes, "variables": threads}
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.allow_objects and not arguments.interrupt:
-        raise SettingError(
-            "--allow-objects is only for --interrupt, which loads checkpoints. Leave it out, or "
-            "add --interrupt."
-        )
-
-
 def _read_counts(text: str) -> tuple[int, ...]:
     """Parse numbers of processes, separated by commas; an argparse ``type``.
 
@@ -193,19 +198,16 @@ SETTINGS = {
 }
 
 
-def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -> RepeatReport:
-    """Run the command straight, and a segment from each point at which it has saved.
-
-    Returns:
-        The straight run compared with the segments. A point whose segment fails is part of it and
-        stops no other.
+def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
+    """Run the command straight, and check a segment from each point at which it has saved.
 
     Raises:
         CommandError: When the straight run fails or has saved at no point.
     """
     folder = runs.output / "run-001"
-    saves = {INTERRUPT: POINTS, FOLDER: str(folder / _SAVED)}
-    straight = runs.run(folder.name, "run 1, straight", variables=saves, may_fail=True)
+    points = folder / _SAVED
+    saves = {INTERRUPT: POINTS, FOLDER: str(points)}
+    straight = runs.run(folder.name, "straight run", variables=saves, may_fail=True)
     first = find_first_fit(straight)
     if straight.failure is not None or first is None:
         if _UNSAVED in _read_log(folder):
@@ -217,23 +219,43 @@ def _interrupt_and_resume(argv: list[str], runs: Runs, *, allow_objects: bool) -
         raise straight.failure or CommandError("The command wrote no ledger of a fit.")
     recorded = RecordedRun(first.path)
     steps = int(_SECONDS * recorded.last_step / (straight.seconds or _SECONDS))
-    segments = list(_choose_segments(recorded, folder / _SAVED, steps))
+    segments = list(_choose_segments(recorded, points, steps))
     if not segments:
         raise CommandError(
             "The command's first fit has no point from which it can be resumed: it has one epoch "
             "of one batch, and no validation. Train for more batches. A loop must call the "
             "recorder's epoch()."
         )
-    trial = _Trial(runs, {1: replace(straight, label="straight")}, allow_objects=allow_objects)
-    trial.last = len(segments) + 1
-    for segment, label in segments:
-        trial.add(segment, label)
-    for file in (folder / _SAVED).glob("*"):
-        if not file.name.startswith(tuple(trial.kept)):
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
-    with suppress(OSError):
-        (folder / _SAVED).rmdir()
-    return RepeatReport(trial.made, runs.output, argv, resumed=True, steady=trial.steady)
+    numbers = [segment.number for segment, _ in segments]
+    report = CheckReport(str(first.path), str(runs.output), there=numbers)
+    kept = set()
+    options = {"variables": _ALLOW_OBJECTS if allow_objects else {}}
+    for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
+        title = f"segment {segment.number} ({segment.number} of {len(segments)})"
+        checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
+        report.checked.append(checked)
+        if checked.verdict != "equal" and segment.start is not None:
+            kept.add(segment.start.path.name)
+        if checked.verdict == "failed" and _OBJECTS in checked.reason:
+            break  # those of all points hold them
+    remove_checkpoints(points, kept)
+    report.write(recorded)
+    return report
+
+
+def _check_resumed(
+    recorded: RecordedRun, runs: Runs, segment: Segment, label: str, title: str, **options: Any
+) -> CheckedSegment:
+    """Resume, and compare with the straight run, as far as that has states to compare."""
+    last = min(segment.stop, recorded.last_step)
+    known = CheckedSegment(segment.number, segment.first, last, label=label)
+    # The straight run has records after its points alone, not at the end of each segment.
+    checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
+    if checked.verdict == "failed":
+        said = _read_log(runs.output / f"segment-{segment.number:03d}")
+        remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
+        return replace(checked, reason="\n".join([checked.reason, *remedies]))
+    return replace(checked, reason=_LACKS) if checked.verdict == "persistent" else checked
 
 
 def _choose_segments(
@@ -253,72 +275,12 @@ def _choose_segments(
             own += [] if kind else [point]
             kept |= {kind: point} if kind else {}
     places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
-    for point, label in (
-        *((own[place], _OWN) for place in places),
-        *((kept[kind], _LABELS[kind]) for kind in _LABELS if kind in kept),
-    ):
+    chosen = [(own[place], _OWN) for place in places]
+    chosen += [(kept[kind], label) for kind, label in _LABELS.items() if kind in kept]
+    for number, (point, label) in enumerate(chosen, start=1):
         end = min((step for step in recorded.epoch_ends if step > point.step), default=last)
         stop = min(end + FOLLOWED_STEPS, point.step + max(FOLLOWED_STEPS, steps))
-        length = f", for {pluralize(stop - point.step, 'step')}"
-        if stop >= last:
-            stop, length = recorded.stop, ", to the end of the fit"
-        yield Segment(point, stop), f"{label.format(point.step)}{length}"
-
-
-class _Trial:
-    """Segments that resume from the checkpoints of one straight run.
-
-    Args:
-        runs: The runs of the command.
-        made: The runs by number; run 1 is the straight one.
-        allow_objects: Whether checkpoints may hold Python objects.
-
-    Attributes:
-        last: The number of the last run, for progress.
-        steady: Whether the first run that differs does so in the same way twice; None if none does.
-        kept: The names of the checkpoints that do not lead to the bits of the straight run.
-    """
-
-    def __init__(self, runs: Runs, made: dict[int, Run], *, allow_objects: bool) -> None:
-        self._runs = runs
-        self.made = made
-        self._allowed = _ALLOW_OBJECTS if allow_objects else {}
-        self._has_objects = False  # in the checkpoints of all points
-        self.last = 1
-        self.steady: bool | None = None
-        self.kept: list[str] = []
-
-    def add(self, segment: Segment, label: str) -> None:
-        """Resume, and compare with the straight run; a failure is kept and stops no other."""
-        if self._has_objects:
-            return
-        number = max(self.made) + 1
-        title, name = f"run {number} of {self.last}", f"run-{number:03d}"
-        words: dict[str, Any] = {"variables": self._allowed, "later": self.last - number}
-        assert segment.start is not None, "it resumes"
-        self.kept.append(segment.start.path.name)
-        try:
-            run = run_segment(self._runs, segment, name, title, **words)
-        except (CommandError, LedgerError) as error:
-            said = _read_log(self._runs.output / name)
-            remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
-            failure = CommandError("\n".join([str(error), *remedies]))
-            self.made[number] = Run({}, f"{label}, failed", failure=failure)
-            self._has_objects = _OBJECTS in said
-            return
-        self.made[number] = run = replace(run, label=label, is_part=True)
-        if self._is_equal(self.made[1], run):
-            self.kept.pop()
-        elif self.steady is None:
-            with suppress(CommandError, LedgerError):
-                again = run_segment(
-                    self._runs, segment, f"{name}-again", f"{title}, once more", **words
-                )
-                self.steady = self._is_equal(run, again)
-
-    def _is_equal(self, one: Run, other: Run) -> bool:
-        report = RepeatReport({1: one, 2: other}, self._runs.output, self._runs.command)
-        return report.verdict == "equal"
+        yield Segment(point, recorded.stop if stop >= last else stop, number), label
 
 
 def _read_log(folder: Path) -> str:

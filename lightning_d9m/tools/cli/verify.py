@@ -64,9 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_d9m.integrations.lightning.resume.saved_run import read_state
     from lightning_d9m.integrations.lightning.saved_state import check_checkpoint, load_checkpoint
 
-    unknown = dict.fromkeys(("tensors", "seed", "epoch", "step", "ledger"))
-    facts: dict[str, Any] = {"checkpoint": str(path), "verdict": "damaged", **unknown}
-    facts |= {"records": []}
+    facts: dict[str, Any] = {"checkpoint": str(path), "verdict": "damaged", "records": []}
+    facts |= dict.fromkeys(("tensors", "seed", "epoch", "step", "ledger"))
     try:
         checkpoint = load_checkpoint(path, allow_objects=arguments.allow_objects)
         has_manifest = check_checkpoint(checkpoint, path)
@@ -86,17 +85,19 @@ def run(arguments: argparse.Namespace) -> int:
                 "Name the ledger of the run that saved it, or save checkpoints with "
                 "DeterminismCallback."
             )
+        facts["verdict"] = "whole"
         lines = _describe(checkpoint, state, facts)
-        if ledger is not None:
-            found = _search(ledger, checkpoint, state, facts)
-            lines = [f"{facts['verdict']}: {found}", *lines, f"ledger: {ledger.path}"]
-        else:
+        if ledger is None:
             lines[0] += f" in {path}"
             lines.append("no ledger to find its weights in; name one to search it")
+        else:
+            facts |= {"ledger": str(ledger.path), **_search(ledger, checkpoint, state, path)}
+            found = f"{facts['verdict']}: {facts.pop('said')}"
+            lines = [found, *lines, f"ledger: {ledger.path}"]
     is_ok = facts["verdict"] in ("whole", "found", "between records")
     facts = {"ok": is_ok, **facts, "lines": lines}
     print_result(arguments.format, facts, wrap_on_terminal(lines))
-    return 0 if is_ok else 1
+    return int(not is_ok)
 
 
 def _verify_verdict(arguments: argparse.Namespace) -> int:
@@ -119,36 +120,34 @@ def _describe(checkpoint: Mapping[str, Any], state: Any, facts: dict[str, Any]) 
     """Return sentences on a whole checkpoint; note what it holds in ``facts``."""
     from lightning_d9m.integrations.lightning.saved_state import find_manifest
 
-    facts["verdict"], lines = "whole", ["it has no manifest of lightning_d9m"]
-    manifest = find_manifest(checkpoint)
-    if manifest is not None:
+    lines = ["it has no manifest of lightning_d9m"]
+    if (manifest := find_manifest(checkpoint)) is not None:
         facts["tensors"] = len(manifest["tensors"])
         count = pluralize(facts["tensors"], "tensor")
         lines = [f"whole: {count} and all other values are as saved"]
     if not isinstance(state, str):
         at = state.position
         facts |= {"seed": state.settings["seed"], "epoch": at.epoch, "step": at.step}
-        place = f"before epoch {at.epoch} at step {at.step}"
+        place = f"before epoch {at.epoch}"
         if at.phase != "epoch":
-            place = f"within epoch {at.epoch} after {at.batch} of its batches, at step {at.step}"
-        lines.append(f"saved {place}, seed {state.settings['seed']}")
+            place = f"within epoch {at.epoch} after {at.batch} of its batches,"
+        lines.append(f"saved {place} at step {at.step}, seed {state.settings['seed']}")
     elif manifest is not None:
         lines.append(state)
     return lines
 
 
 def _search(
-    ledger: Ledger,
-    checkpoint: Mapping[str, Any],
-    state: Any,
-    facts: dict[str, Any],
-) -> str:
-    """Find the records of a ledger that have the checkpoint's weights; return what was found."""
+    ledger: Ledger, checkpoint: Mapping[str, Any], state: Any, path: Path
+) -> dict[str, Any]:
+    """Return the verdict, the records of a ledger that have the weights, and what is said of it."""
+    from lightning_d9m.engine.hashing.digest import digest_many
     from lightning_d9m.engine.ledger.format.reader import holds_record
+    from lightning_d9m.integrations.lightning.saved_state import find_weights
 
-    path, rank = facts["checkpoint"], min(ledger.files)
-    digests = _digest_weights(checkpoint)
-    count = 0
+    tensors, rank = find_weights(checkpoint), min(ledger.files)
+    digests = dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
+    count, records = 0, list[str]()
     nearest: list[tuple[int, str]] = []
     for record in ledger.line_records(rank):
         if not isinstance(record, Digests) or not record.groups.get("weights"):
@@ -161,33 +160,23 @@ def _search(
         where = describe_moment(record.moment, record.epoch, record.step)
         if not differing:
             # An exception may come after a record of the same weights, which says more.
-            if record.moment != EXCEPTION or not facts["records"]:
-                facts["records"].append(where)
+            records += [where] if record.moment != EXCEPTION or not records else []
         elif isinstance(state, str) or record.step == state.position.step:
             named = describe_names(differing[:4], len(differing))
             nearest.append((len(differing), f"; of {where} differ {named}"))
     last = None  # the record that was the last one when the checkpoint was saved
     if not isinstance(state, str) and state.position.phase != "epoch" and rank < len(state.ranks):
         last = state.ranks[rank].ledger
-    facts["ledger"] = str(ledger.path)
-    if facts["records"]:
-        facts["verdict"] = "found"
-        shown = ", ".join(facts["records"][:8])
-        return f"the weights of {path} are those of {shown}"
-    if last is not None and holds_record(ledger.files[rank], last["check"]):
-        facts["verdict"] = "between records"
-        return (
+    if records:
+        verdict, said = "found", f"the weights of {path} are those of {', '.join(records[:8])}"
+    elif last is not None and holds_record(ledger.files[rank], last["check"]):
+        verdict = "between records"
+        said = (
             f"none of the {count} records of weights was taken where {path} was "
             "saved, but the ledger has the record that was its last at that time"
         )
-    facts["verdict"] = "not found"
-    differ = min(nearest)[1] if nearest else ""
-    return f"none of the {count} records holds the weights of {path}{differ}"
-
-
-def _digest_weights(checkpoint: Mapping[str, Any]) -> dict[str, str]:
-    from lightning_d9m.engine.hashing.digest import digest_many
-    from lightning_d9m.integrations.lightning.saved_state import find_weights
-
-    tensors = find_weights(checkpoint)
-    return dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
+    else:
+        differ = min(nearest)[1] if nearest else ""
+        verdict = "not found"
+        said = f"none of the {count} records holds the weights of {path}{differ}"
+    return {"verdict": verdict, "records": records, "said": said}

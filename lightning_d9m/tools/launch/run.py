@@ -60,19 +60,15 @@ class Run:
 
     Attributes:
         fits: Its ledgers by name (``fit-000``), in order. An evaluation outside a fit has one too.
-        label: Description of the run, printed with its number; empty for none.
         processes: The number of processes that trained; None if the command decided.
         seconds: How long it took; None if it was not measured.
         failure: Why it failed; None if it did not.
-        is_part: Whether it is a segment, which has no later fits.
     """
 
     fits: Mapping[str, Ledger]
-    label: str = ""
     processes: int | None = None
     seconds: float | None = None
     failure: CommandError | None = None
-    is_part: bool = False
 
 
 @dataclass

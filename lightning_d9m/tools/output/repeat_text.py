@@ -57,9 +57,13 @@ def make_run_row(run: int, fit: int | str, ledger: Ledger, verdict: str, **facts
 
     The table of such rows has the form of Riach's table of repeated trainings (GTC 2019, S9911).
 
-    Runs and fits are numbered from 1; of another ledger, such as that of saved files, ``fit`` is
-    the beginning of its name. The verdict is ``"reference"`` for run 1, ``"equal"``, ``"differs"``
-    or ``"no match"`` for others. ``facts`` distinguish the run: its label, processes, seconds.
+    Args:
+        run: Number of the run, from 1.
+        fit: Number of the fit within the run, from 1; of another ledger, such as that of saved
+            files, the beginning of its name.
+        ledger: Its ledger.
+        verdict: ``"reference"`` for run 1, ``"equal"``, ``"differs"`` or ``"no match"`` for others.
+        **facts: What distinguishes the run: its number of processes, seconds, records.
     """
     # All ranks have the same weights and loss, or the comparison says so.
     outcome = ledger.outcome(min(ledger.files))
@@ -76,7 +80,6 @@ def make_run_row(run: int, fit: int | str, ledger: Ledger, verdict: str, **facts
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "loss_hex": written,
         "verdict": verdict,
-        "label": "",
         **dict.fromkeys(("processes", "seconds", "records")),
         **facts,
     }
@@ -152,11 +155,9 @@ class RepeatReport:
     """The comparison of all runs with run 1, fit by fit.
 
     Args:
-        runs: The runs by number; run 1 is the reference. One that failed has nothing to compare.
+        runs: The runs by number; run 1 is the reference.
         output: The folder with their ledgers.
         command: The command that was run.
-        resumed: Whether runs from run 2 on are segments that resume from checkpoints of run 1.
-        steady: Whether a resumed run that differs did so twice in the same way; None if unknown.
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.
         left: Returns a sentence on files through which runs may have changed later ones, given
@@ -174,20 +175,12 @@ class RepeatReport:
         output: Path,
         command: Sequence[str],
         *,
-        resumed: bool = False,
-        steady: bool | None = None,
         printed: str = "",
         left: Callable[..., str] | None = None,
         watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
-        self._labels = [f"run {number}: {run.label}" for number, run in runs.items() if run.label]
-        self._failures = {number: run for number, run in runs.items() if run.failure is not None}
-        # A failed run has no ledger, or a part of one: it makes the verdict incomplete, not
-        # different.
-        runs = {number: run for number, run in runs.items() if run.failure is None}
         self._runs, self._command, self._output = runs, command, output
-        self._resumed, self._printed, self._left = resumed, printed, left
-        self._steady = steady
+        self._printed, self._left = printed, left
         self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
@@ -204,7 +197,7 @@ class RepeatReport:
                     seen = watch and watch(number, name)
                     found = compare_ledgers(first[name], ledger, watch=seen)
                     verdict = _VERDICTS.get(found.verdict, "differs")
-                facts: dict[str, object] = {"label": run.label}
+                facts: dict[str, object] = {}
                 if run.processes is not None:  # records of all ranks, without the headers
                     records = sum(ledger.outcome(rank).records - 1 for rank in ledger.files)
                     facts |= {"processes": run.processes, "seconds": run.seconds}
@@ -216,17 +209,15 @@ class RepeatReport:
         self._differing = [fit for fit in self._compared if fit.row["verdict"] == "differs"]
         self._partial = [fit for fit in self._compared if fit.row["verdict"] == "incomplete"]
         self._unmatched = [
-            number
-            for number, run in runs.items()
-            if run.fits.keys() != first.keys() and not run.is_part
+            number for number, run in runs.items() if run.fits.keys() != first.keys()
         ]
 
     @property
     def verdict(self) -> Literal["equal", "different", "incomplete"]:
-        """``"equal"`` if all runs have the same fits and agree; failures make it incomplete."""
+        """``"equal"`` if all runs have the same fits and agree."""
         if self._differing or self._unmatched:
             return "different"
-        return "incomplete" if self._failures or self._partial else "equal"
+        return "incomplete" if self._partial else "equal"
 
     @property
     def shown(self) -> FitOutcome | None:
@@ -241,15 +232,13 @@ class RepeatReport:
         markdown = format_markdown_table(columns, self.rows)
         if chosen == "text":
             table = format_table(columns, self.rows, terminal_width(), plain=False)
-            lines = [*table.splitlines(), *self._labels, "", *lines, *[""] * bool(lines)]
+            lines = [*table.splitlines(), "", *lines, *[""] * bool(lines)]
             lines.append(f"ledgers: {self._output}")
-        steps = self._list_next_steps(self._differing[0]) if self._differing else []
+        steps = self._list_next_steps() if self._differing else []
         print_result(chosen, self._as_json(), lines, self.state_verdict(), markdown, steps)
 
     def _list_evidence(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines below the table; a blank line ends each paragraph."""
-        for number, run in self._failures.items():
-            yield from (f"Run {number} failed: {run.failure}", "")
         for number in self._unmatched[:1]:
             fits, others = self._runs[1].fits, self._runs[number].fits
             yield f"Run 1 left {pluralize(len(fits), 'ledger')}, run {number} left {len(others)}:"
@@ -270,7 +259,7 @@ class RepeatReport:
         if self.verdict == "different":
             said += filter(None, [self._advise()])
         # Two runs are a look at the program; more of them ask about a race.
-        elif self.verdict == "equal" and len(self._runs) > _SEVERAL and not self._is_varied:
+        elif self.verdict == "equal" and len(self._runs) > _SEVERAL and not self._counts:
             said.append(describe_power(len(self._runs), "-n"))
         for sentence in said:
             yield from (*wrap(printable(sentence)), "")
@@ -278,17 +267,15 @@ class RepeatReport:
     def state_verdict(self) -> str:
         """Return the verdict in one or two sentences."""
         runs = len(self._runs)
-        failed = pluralize(len(self._failures), "run")
         if self.verdict == "different":
             count = len(self._list_runs(self._differing) | set(self._unmatched))
             verb = "differs" if count == 1 else "differ"
-            failures = f"; {failed} failed" if self._failures else ""
             first = ""
             for entry in self._differing[:1]:
                 fit = f", {_describe_ledger(entry.row)}" if self._fits > 1 else ""
                 first = state_verdict(entry.comparison).removeprefix("different: ")
                 first = f"Run {entry.row['run']}{fit}: {first}"
-            which = f"{count} of {runs} runs {verb} from run 1{failures}."
+            which = f"{count} of {runs} runs {verb} from run 1."
             return " ".join(filter(None, (f"different: {which}", first, self._describe_rate())))
         last = max(self._runs)
         records = sum(
@@ -298,9 +285,6 @@ class RepeatReport:
             for rank in entry.comparison.ranks
         )
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
-        if self._failures:
-            # One run that is left has nothing to agree with.
-            agree = f"{failed} failed" + (f"; {agree}" if runs > 1 else "")
         ended = self._describe_exceptions()
         found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
         verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
@@ -318,15 +302,10 @@ class RepeatReport:
     def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
         return {entry.row["run"] for entry in entries}
 
-    @property
-    def _is_varied(self) -> bool:
-        """True if runs differ by design: some resume, or have other numbers of processes."""
-        return self._resumed or bool(self._counts)
-
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
         compared, differing = len(self._runs) - 1, len(self._list_runs(self._differing))
-        if self._is_varied or not differing or compared < _SEVERAL:
+        if self._counts or not differing or compared < _SEVERAL:
             return ""
         if differing < compared:
             return f"{differing} of {compared} pairs differ, so one pair of runs may miss it."
@@ -350,23 +329,12 @@ class RepeatReport:
 
     def _list_left(self) -> list[str]:
         """Return a sentence on files that may have carried a difference from run to run."""
-        if self._left is None or self._resumed or not self._differing:
+        if self._left is None or not self._differing:
             return []
         return list(filter(None, [self._left(first_alone=self._first_alone)]))
 
     def _advise(self) -> str:
-        """Return what to do about runs that were resumed, or had several numbers of processes."""
-        # Otherwise the checkpoint would be blamed for what varies without it.
-        if self._resumed and self._steady is False:
-            return (
-                "Two runs that resumed from the same checkpoint differ from each other, so the "
-                "program itself varies: find out where with d9m locate, before you test resumes."
-            )
-        if self._resumed:
-            return (
-                "A resumed run differs from the straight one: the checkpoint lacks state that the "
-                "training uses. Save what differs in state_dict or on_save_checkpoint."
-            )
+        """Return what to do about runs that had several numbers of processes."""
         ledgers = chain.from_iterable(run.fits.values() for run in self._runs.values())
         if not self._counts or any(LOGICAL_RANKS in ledger.header.stack for ledger in ledgers):
             return ""
@@ -379,10 +347,7 @@ class RepeatReport:
             f'"ddp_d9m", and set LIGHTNING_D9M_LOGICAL_RANKS={number} before the command.'
         )
 
-    def _list_next_steps(self, entry: FitOutcome) -> list[tuple[str, str]]:
-        shown = " ".join(map(_show_path, (entry.comparison.expected, entry.comparison.actual)))
-        if self._resumed:  # straight runs may well agree
-            return [(f"d9m report {shown}", "shows what differs, and when")]
+    def _list_next_steps(self) -> list[tuple[str, str]]:
         compared, runs = len(self._runs) - 1, _show_path(self._output)
         # A pair of `d9m locate` would often agree, so it needs more of them.
         rare = len(self._list_runs(self._differing)) < compared
@@ -398,10 +363,6 @@ class RepeatReport:
             "runs": self.rows,
             "printed": self._printed,
             "left": self._list_left(),
-            "failed": [
-                {"run": number, "label": run.label, "error": str(run.failure)}
-                for number, run in self._failures.items()
-            ],
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
                 {name: entry.row[name] for name in ("run", "fit")}

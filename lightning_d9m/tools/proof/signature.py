@@ -45,7 +45,8 @@ def _run(verb: str, path: Path, method: str) -> str:
     """Run the command; return the last line that it prints if it fails."""
     words = [sys.executable, "-c", _COMMAND, verb, *shlex.split(method)]
     words += ["--signature", f"{path}.sig", str(path)]
-    if verb == "sign" and sys.stdin.isatty():  # keyless, it may ask for a code
+    # Without keys, it may open a browser or ask for a code, so that its words must be seen.
+    if verb == "sign" and sys.stdin.isatty():
         return f"exit status {status}" if (status := subprocess.call(words, stdout=2)) else ""
     done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"

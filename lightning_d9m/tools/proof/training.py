@@ -201,5 +201,6 @@ def hash_package(package: Distribution) -> str:
 
 def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) -> list[int]:
     """Return the segments that a number chooses: nobody knows them before the proof exists."""
+    # Both must be fixed before: who makes a proof would choose a number, and a checker a proof.
     seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
     return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated

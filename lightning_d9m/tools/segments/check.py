@@ -5,11 +5,12 @@ fault or a race in that run, a program that computes different values in each ru
 that says something else than what the program computes.
 """
 
+import glob
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ class CheckedSegment:
         equal_until: The global step of the last state before the difference.
         where: The first record that differs; empty without one.
         ledgers: The ledgers of its runs.
+        label: When its checkpoint was saved; empty where the step says enough.
     """
 
     number: int
@@ -83,6 +85,7 @@ class CheckedSegment:
     equal_until: int = 0
     where: str = ""
     ledgers: Sequence[str] = ()
+    label: str = ""
 
     def explain(self, verdict: str, cause: str = "", *words: str) -> "CheckedSegment":
         """Return it with a verdict, and with the reason that the verdict or ``cause`` has."""
@@ -95,20 +98,19 @@ class CheckReport:
     """The result of a check of a run, whose ledger is ``run``, in the folder ``output``.
 
     ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
-    ``segments`` is their number in the run, whose settings name the ``varying_ops``. ``problems``
-    are sentences on what contradicts a proof, ``there`` the numbers of segments that can be run.
+    ``there`` are the numbers of segments that can be run, ``problems`` sentences on what
+    contradicts a proof. The settings of the run name the ``varying_ops``.
     """
 
     run: str
     output: str
     choice: int | None = None
-    segments: int = 0
+    there: list[int] = field(default_factory=list)
     last_step: int = 0
     checked: list[CheckedSegment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     varying_ops: tuple[str, ...] = ()
-    there: list[int] = field(default_factory=list)
 
     @property
     def equal(self) -> list[CheckedSegment]:
@@ -134,14 +136,12 @@ class CheckReport:
 
         None if the segments were not chosen at random.
         """
-        return None if self.choice is None else 1 - len(self.checked) / self.segments
+        return None if self.choice is None else 1 - len(self.checked) / len(self.there)
 
-    def write(self, recorded: RecordedRun, *notes: str) -> None:
-        """Note what the run limits, and write the result to the folder of the check."""
-        self.there = [own.number for own in recorded.list_segments()]
-        self.segments, self.last_step = len(self.there), recorded.last_step
+    def write(self, recorded: RecordedRun) -> None:
+        """Write the result to the folder of the check, with facts on the whole run."""
+        self.last_step = recorded.last_step
         self.varying_ops = list_varying_ops(recorded.ledger.header)
-        self.notes = [*_list_limits(recorded), *filter(None, notes)]
         file = Path(self.output, REPORT)
         with file_errors(LedgerError, f"{file} cannot be written"):
             file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
@@ -153,11 +153,12 @@ class CheckReport:
             "steps": self.steps,
             "share": self.steps / max(1, self.last_step),
             "missed": self.missed,
+            "segments": len(self.there),
             **asdict(self),
         }
 
 
-def _list_limits(recorded: RecordedRun) -> Iterator[str]:
+def list_limits(recorded: RecordedRun) -> Iterator[str]:
     """Yield sentences on what limits a check of a run."""
     gone = [escape(str(point.path), 200) for point in recorded.points if not point.is_there]
     if not recorded.points:
@@ -174,33 +175,55 @@ def _list_limits(recorded: RecordedRun) -> Iterator[str]:
         yield f"An exception ended the run after step {recorded.last_step}: {error}"
 
 
-def check_segment(
+def check_number(
     recorded: RecordedRun, runs: Runs, number: int, title: str, later: int = 0
 ) -> CheckedSegment:
-    """Run the segment of a number, and a second time if it differs; compare it with the ledger.
-
-    ``title`` and ``later``, the number of segments that follow, are for the progress line.
-
-    Raises:
-        LedgerError: If a file cannot be read or written.
-    """
+    """Check the segment of a number; see ``check_segment``."""
     there = [own for own in recorded.list_segments() if own.number >= number]
     if not there or there[0].number != number:
         reason = "The checkpoint from which it begins was removed meanwhile."
         return CheckedSegment(number, 0, 0, "failed", reason)
     segment, *after = there
     last = after[0].first if after else recorded.last_step
-    checked, name = CheckedSegment(number, segment.first, last), f"segment-{number:03d}"
-    options: dict[str, Any] = {"variables": recorded.variables, "later": later}
-    if not after:
-        options["may_fail"] = recorded.has_failed
+    checked = CheckedSegment(number, segment.first, last)
+    due = min(segment.stop, recorded.last_step)
+    options = {"later": later, "may_fail": not after and recorded.has_failed}
+    return check_segment(recorded, runs, segment, checked, due, title, **options)
+
+
+def check_segment(
+    recorded: RecordedRun,
+    runs: Runs,
+    segment: Segment,
+    checked: CheckedSegment,
+    due: int,
+    title: str,
+    **options: Any,
+) -> CheckedSegment:
+    """Run a segment, and a second time if it differs; compare it with the ledger.
+
+    Args:
+        recorded: The run.
+        runs: Where its command runs.
+        segment: The segment.
+        checked: What is known of it.
+        due: The step up to which something must be compared.
+        title: The name of the segment, for the progress line.
+        **options: Further arguments of ``run_segment``.
+
+    Raises:
+        LedgerError: If a file cannot be read or written.
+    """
+    name = f"segment-{checked.number:03d}"
+    options["variables"] = {**recorded.variables, **options.get("variables", {})}
     try:
         first = run_segment(runs, segment, name, title, **options)
-        checked, found = _compare(recorded, first, segment, checked)
+        checked, found = _compare(recorded, first, segment, checked, due)
         if found is None:
             return checked
+        # Two runs that agree with each other rule out chance; see the head of this file.
         again = run_segment(runs, segment, f"{name}-again", f"{title}, again", **options)
-        repeated, differs = _compare(recorded, again, segment, checked)
+        repeated, differs = _compare(recorded, again, segment, checked, due)
     except CommandError as error:
         return replace(checked, verdict="failed", reason=str(error))
     checked = replace(checked, ledgers=repeated.ledgers)
@@ -243,7 +266,7 @@ class _States:
 
 
 def _compare(
-    recorded: RecordedRun, run: Run, segment: Segment, checked: CheckedSegment
+    recorded: RecordedRun, run: Run, segment: Segment, checked: CheckedSegment, due: int
 ) -> tuple[CheckedSegment, Comparison | None]:
     """Compare a run of a segment; return the comparison, too, if a second run must explain it."""
     ledger = find_first_fit(run)
@@ -251,6 +274,7 @@ def _compare(
     checked = replace(checked, ledgers=(*checked.ledgers, str(ledger.path)))
     resumed = find_resume(ledger)
     own = recorded.ledger.files[min(recorded.ledger.files)]
+    # Without this, a checkpoint of another run of the same program would pass for this one's.
     if resumed is not None and (
         resumed.step != segment.first or not holds_record(own, resumed.parent_check)
     ):
@@ -266,7 +290,7 @@ def _compare(
     first = comparison.first
     equal_until = min(states.until.get(rank, segment.first) for rank in ledger.files)
     problems = states.alone if first is None else [first.where]
-    if equal_until < min(segment.stop, recorded.last_step):
+    if equal_until < due:
         problems.append(f"nothing is compared after step {equal_until:,}")
     if not (problems or comparison.equal):
         problems.append("records that only one of both has")
@@ -280,19 +304,24 @@ def _compare(
 
 
 def follow_run(
-    path: Path, folder: Path, check: Callable[[RecordedRun, int], object], patience: float | None
+    path: Path,
+    folder: Path,
+    check: Callable[[RecordedRun, int], CheckedSegment],
+    patience: float | None,
 ) -> RecordedRun:
     """Check the segments of a run while it trains, as its checkpoints appear.
 
-    ``folder`` gets links to checkpoints, so that they stay when the run removes them. A ledger that
-    does not grow for ``patience`` seconds counts as that of a killed run. Returns the run at its
-    end.
+    ``folder`` gets links to checkpoints, because the run may remove its own before they are used.
+    Those before a difference stay there. A ledger that does not grow for ``patience`` seconds
+    counts as that of a killed run. Returns the run at its end.
     """
     kept: dict[int, Path] = {}
     done: set[int] = set()
     grown, last = time.monotonic(), -1
     while True:
         recorded = RecordedRun(path, kept)
+        # Read before the links are made: a checkpoint that is written after the last record may be
+        # a later one at the same path, whose record is still to come.
         before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
         for point in recorded.points:
             if point.is_there and point.step not in kept:
@@ -305,13 +334,17 @@ def follow_run(
         if recorded.end is None:  # the last segment is not complete
             segments.pop()
         new = [
-            own.number
+            own
             for own in segments
             if own.number not in done and (own.start is None or own.first in kept)
         ]
         if new:
-            done.add(new[0])
-            check(recorded, new[0])
+            segment = new[0]
+            done.add(segment.number)
+            # A link keeps the file on the disk when the run removes it, so that of each segment
+            # goes as soon as nothing needs it: a long run would fill the disk.
+            if check(recorded, segment.number).verdict == "equal" and segment.start is not None:
+                remove_checkpoints(folder, pattern=glob.escape(segment.start.path.name))
             continue
         if recorded.last_step != last:
             grown, last = time.monotonic(), recorded.last_step
@@ -321,19 +354,13 @@ def follow_run(
         time.sleep(_FOLLOW_SECONDS)
 
 
-def remove_links(folder: Path, checked: Sequence[CheckedSegment]) -> bool:
-    """Remove what ``follow_run`` has left in a folder, but for the beginnings of differences.
-
-    Returns:
-        Whether such a one is kept: the run may have removed its own.
-    """
-    kept = {str(own.first) for own in checked if own.verdict != "equal"}
-    for link in folder.glob("*"):
-        if link.name.partition("-")[0] not in kept:
-            shutil.rmtree(link) if link.is_dir() else link.unlink()
+def remove_checkpoints(folder: Path, kept: Collection[str] = (), pattern: str = "*") -> None:
+    """Remove checkpoints but for those whose names begin with one of these, and an empty folder."""
+    for path in folder.glob(pattern):
+        if not path.name.startswith(tuple(kept)):  # ranks may have files beside it
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     with suppress(OSError):  # it is not empty, or not there
         folder.rmdir()
-    return folder.exists()
 
 
 def _link(path: Path, target: Path, before: int | None) -> Path | None:

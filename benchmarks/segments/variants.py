@@ -1,4 +1,4 @@
-"""Trainings that differ in one thing, for benchmarks/proof_checks.py: python variants.py NAME."""
+"""Trainings that differ in one thing, for checks.py: python variants.py NAME."""
 
 import sys
 
@@ -83,13 +83,6 @@ def timm_schedule(optimizer):
     )
 
 
-def timm_lamb(parameters):
-    """Return an optimizer of timm."""
-    from timm.optim import Lamb
-
-    return Lamb(parameters, 1e-3)
-
-
 class Stream(IterableDataset):
     """A stream of the data."""
 
@@ -107,7 +100,6 @@ VARIANTS = {
     "attention": {"model": Attention},
     "timm": {"model": timm_model},
     "timm resnet": {"model": lambda: timm_model("resnet10t"), "schedule": timm_schedule},
-    "timm lamb": {"model": timm_model, "optimizer": timm_lamb},
     "segmentation models": {"model": smp_model},
     "monai densenet": {"model": monai_model},
     "torchmetrics": {"metric": True},
@@ -119,13 +111,10 @@ VARIANTS = {
     "stream": {"stream": True},
     "drop last": {"loader": {"batch_size": 20, "drop_last": True}},
     "momentum": {"optimizer": lambda p: optim.SGD(p, 0.01, momentum=0.9, nesterov=True)},
-    "rmsprop": {"optimizer": lambda p: optim.RMSprop(p, 1e-3, centered=True)},
     "amsgrad": {"optimizer": lambda p: optim.AdamW(p, 1e-3, amsgrad=True)},
     "lbfgs": {"optimizer": lambda p: optim.LBFGS(p, 0.1, max_iter=3)},
-    "cosine": {"schedule": lambda own: optim.lr_scheduler.CosineAnnealingLR(own, 3)},
     "one cycle": {"schedule": one_cycle},
     "plateau": {"schedule": plateau},
-    "clipped by norm": {"trainer": {"gradient_clip_val": 0.1}},
     "clipped by value": {
         "trainer": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
     },

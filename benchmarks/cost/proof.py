@@ -3,7 +3,7 @@
 The share is the CPU time, of all threads, within the functions that commit, over that of the fit,
 so that neither the noise of whole fits counts nor what else the machine does:
 
-    python benchmarks/proof.py [--epochs 6] [prove] [digits] [10M]
+    python benchmarks/cost/proof.py [--epochs 6] [prove] [digits] [10M]
 """
 
 import argparse
@@ -12,13 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from measurement import describe_machine, keep
+from measurement import QUIET, RESULTS, describe_machine, keep
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,34 +56,30 @@ def fit(name: str, epochs: int, folder: Path, every: int = 1) -> dict[str, float
     """Train, and return the CPU seconds of the fit and of each function that commits."""
     inputs, width, samples = MODELS[name]
     spent = {"chain_batch": 0.0, "hash_state": 0.0, "find_sources": 0.0}
-    original = {function: getattr(commitment, function) for function in spent}
 
-    def timed(function: str) -> Any:
+    def timed(function: str, original: Any) -> Any:
         def call(*args: Any) -> Any:
             start = time.process_time()
             try:
-                return original[function](*args)
+                return original(*args)
             finally:
                 spent[function] += time.process_time() - start
 
         return call
 
-    for function in spent:
-        setattr(commitment, function, timed(function))
     L.seed_everything(1)
     data = TensorDataset(torch.randn(samples, inputs), torch.randint(10, (samples,)))
     callbacks = [
         DeterminismCallback(ledger_dir=folder, provable=True),
         ModelCheckpoint(folder / "saved", save_top_k=-1, every_n_epochs=every),
     ]
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **off)
-    start = time.process_time()
-    try:
+    given = {**QUIET, "enable_checkpointing": True, "callbacks": callbacks}
+    trainer = L.Trainer(max_epochs=epochs, **given)
+    with mock.patch.multiple(
+        commitment, **{own: timed(own, getattr(commitment, own)) for own in spent}
+    ):
+        start = time.process_time()
         trainer.fit(Net(inputs, width), DataLoader(data, 64, shuffle=True))
-    finally:
-        for function, own in original.items():
-            setattr(commitment, function, own)
     return {"fit": time.process_time() - start, **spent}
 
 
@@ -117,5 +114,4 @@ if __name__ == "__main__":
     found = {}
     for part in arguments.parts:  # d9m prove is first, because it takes the first fit of a program
         found[part] = measure_prove() if part == "prove" else measure_share(part, arguments.epochs)
-    results = Path(__file__).parent / "results/proof.json"
-    keep(results, {"machine": describe_machine(), **found})
+    keep(RESULTS / "proof.json", {"machine": describe_machine(), **found})
