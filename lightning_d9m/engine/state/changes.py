@@ -20,8 +20,6 @@ from lightning_d9m.engine.state.object_digest import (
     digest_data,
     digest_saved,
     digest_together,
-    holds_objects,
-    list_items,
 )
 from lightning_d9m.engine.state.parts import (
     ARRAY,
@@ -41,8 +39,10 @@ from lightning_d9m.engine.state.parts import (
     Unreadable,
     are_same,
     find_kind,
+    holds_objects,
     is_address,
     list_fields,
+    list_items,
     make_record,
     read_memory,
 )
