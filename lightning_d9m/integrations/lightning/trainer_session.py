@@ -136,8 +136,7 @@ class TrainerSession:
         """Keep the RNG state of training and seed the evaluation."""
         self._training_rng = capture_rng()
         if self.stage == "fit":
-            self.loaders.restart(self.evaluated)
-            self.loaders.start_epoch(self.evaluated, self.evaluation)
+            self.loaders.restart_epoch(self.evaluated, self.evaluation)
         seed_all(self._seed(self.evaluated, self.evaluation))
 
     def capture_rng(self) -> RngState:
