@@ -20,8 +20,6 @@ from lightning_d9m.engine.state.object_digest import (
     digest_data,
     digest_saved,
     digest_together,
-    holds_objects,
-    list_items,
 )
 from lightning_d9m.engine.state.parts import (
     ARRAY,
@@ -41,8 +39,10 @@ from lightning_d9m.engine.state.parts import (
     Unreadable,
     are_same,
     find_kind,
+    holds_objects,
     is_address,
     list_fields,
+    list_items,
     make_record,
     read_memory,
 )
@@ -234,7 +234,7 @@ class Changes:
         What fills an empty place counts from then on as held at first, and so does what is left of
         a dict that loses entries, as a cache does.
         """
-        for change in self._find_all():
+        for change in self._find_all(generators=False):
             is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
             if not is_removed and not _is_filled(change):
@@ -313,12 +313,13 @@ class Changes:
             elif own:
                 node.kind.write(node.owner, node.content)
 
-    def _find_all(self) -> Iterator[Change]:
+    def _find_all(self, *, generators: bool = True) -> Iterator[Change]:
+        """Yield what has changed, and ``generators`` that have not."""
         changed = self._watch.find_changed()
-        known = set(map(id, changed))
-        for node in self._watch.nodes.values():
-            if node.kind is GENERATOR and id(node) not in known:
-                changed.append(node)
+        if generators:
+            known = set(map(id, changed))
+            every = self._watch.nodes.values()
+            changed += [own for own in every if own.kind is GENERATOR and id(own) not in known]
         for node in changed:
             holder, _, name = node.path.rpartition(".")
             held = self._watch.paths.get(holder)

@@ -5,7 +5,6 @@ They are taken by pickle's walk, which is written in C and writes to a hash; not
 ``digest_saved`` is the same in every process, and refuses what it cannot read.
 """
 
-from collections.abc import Collection
 from contextlib import suppress
 from pickle import Pickler, PicklingError
 from types import MethodType, SimpleNamespace
@@ -29,6 +28,7 @@ from lightning_d9m.engine.state.parts import (
     Unreadable,
     find_kind,
     is_of_program,
+    list_items,
     read_memory,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain, view_bytes
@@ -37,19 +37,6 @@ from lightning_d9m.engine.state.state import VERSIONED, LeaveOut
 # Of larger data only the version and the place in memory are compared.
 _MOST_BYTES = 2**24
 _ERRORS = (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError)
-
-
-def list_items(container: Any) -> Collection[Any]:
-    """Return the items of a container; of a dict the keys and the values."""
-    return [*container, *container.values()] if isinstance(container, dict) else container
-
-
-def holds_objects(container: Any) -> bool:
-    """Return whether a container holds objects that can change, to judge by one of each type."""
-    parts = container.values() if isinstance(container, dict) else container
-    return any(
-        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
-    )
 
 
 def digest_data(owner: Any) -> Any:

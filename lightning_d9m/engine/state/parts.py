@@ -89,6 +89,19 @@ MISSING = object()
 """Stands for a part that is not there."""
 
 
+def list_items(container: Any) -> Collection[Any]:
+    """Return the items of a container; of a dict the keys and the values."""
+    return [*container, *container.values()] if isinstance(container, dict) else container
+
+
+def holds_objects(container: Any) -> bool:
+    """Return whether a container holds objects that can change, to judge by one of each type."""
+    parts = container.values() if isinstance(container, dict) else container
+    return any(
+        find_kind(part) is not None for part in {type(part): part for part in parts}.values()
+    )
+
+
 def equal_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same type, shape and bits."""
     kinds = [(tensor.shape, tensor.dtype, tensor.layout, tensor.device) for tensor in (one, other)]

@@ -32,6 +32,7 @@ from lightning_d9m.engine.state.parts import (
     find_owner,
     has_memory,
     has_writable_bytes,
+    holds_objects,
     list_hooks,
     name_namespace,
     name_namespaces,
@@ -250,7 +251,8 @@ def _list_parts(value: Any, level: int) -> Collection[tuple[Any, Any]]:
     """Return the names and the parts of an object."""
     kind = find_kind(value)
     if kind in (ITEMS, DICT):
-        return () if len(value) > _MOST_ITEMS else [*_list_pairs(value)]
+        is_data = len(value) > _MOST_ITEMS or not holds_objects(value)
+        return () if is_data else [*_list_pairs(value)]
     package = str(getattr(type(value), "__module__", "")).partition(".")[0]
     if kind not in (ATTRIBUTES, OPAQUE, PARTIAL, FUNCTION) or (package in _FOREIGN and level):
         return ()

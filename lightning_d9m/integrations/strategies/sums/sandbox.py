@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_d9m.engine.state.object_digest import digest_saved, digest_together, holds_objects
+from lightning_d9m.engine.state.object_digest import digest_saved, digest_together
 from lightning_d9m.engine.state.parts import (
     DICT,
     ITEMS,
@@ -28,6 +28,7 @@ from lightning_d9m.engine.state.parts import (
     Kind,
     are_same,
     equal_bits,
+    holds_objects,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch
