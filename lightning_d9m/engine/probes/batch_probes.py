@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from lightning_d9m.engine.control.seeding import read_generators
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.engine.ledger.kinds import ROOT, VALIDATION
-from lightning_d9m.engine.probes.dumps import Dump
+from lightning_d9m.engine.probes.evidence import Evidence
 from lightning_d9m.engine.probes.module_hooks import OpMode, hook_model
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import (
@@ -46,14 +47,16 @@ class BatchProbes(Probes):
         return False
 
     def __init__(
-        self, settings: ProbeSettings, training: Training, rank: int, write: Write
+        self, settings: ProbeSettings, training: Training, folder: Path, rank: int, write: Write
     ) -> None:
         super().__init__()
         self._settings, self._kinds = settings, settings.kinds
         self._training, model = training, training.model
-        folder, names = settings.dump, settings.dump_names
-        self.dump = None if folder is None else Dump(folder, rank, names)
-        self.collector = ProbeCollector(write, None if self.dump is None else self.dump.save)
+        if settings.evidence:
+            of = settings.evidence_of
+            self.evidence = Evidence(folder, rank, settings.evidence, of)
+        save = None if self.evidence is None else self.evidence.save
+        self.collector = ProbeCollector(write, save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
@@ -130,24 +133,24 @@ class BatchProbes(Probes):
         self.collector.end()
 
     def save_state(self, point: StatePoint) -> None:
-        """Save the state that the ledger is about to record, if values are saved at this step."""
-        if (dump := self.dump) is not None and point.step in self._settings.steps:
+        """Keep the state that the ledger is about to record, if values are kept at this step."""
+        if (evidence := self.evidence) is not None and point.step in self._settings.steps:
 
             def save(kind: str, leaves: Leaves) -> None:
                 for name, leaf in leaves:
-                    dump.save(point, (kind, name, 0), {"value": leaf})
+                    evidence.save(point, (kind, name, 0), {"value": leaf})
 
             self._take_states(save)
 
     def digest_state(self, step: int) -> str | None:
-        """Return the digest of what is saved at a step, with gradients; None if nothing is."""
-        if step not in self._settings.steps:
+        """Return the digest of what is kept at a step, with gradients; None if nothing is."""
+        if (evidence := self.evidence) is None or step not in self._settings.steps:
             return None
         found: list[str] = []
 
         def take(_: str, leaves: Leaves) -> None:
             for name, leaf in leaves:
-                if any(fnmatchcase(name, pattern) for pattern in self._settings.dump_names):
+                if evidence.takes(name):
                     found.append(digest_value(leaf))
 
         self._take_states(take)
@@ -162,10 +165,12 @@ class BatchProbes(Probes):
             hooks.close()
 
     def close(self) -> None:
-        """Remove the hooks and write the pending records."""
+        """Remove the hooks, and write the pending records and the evidence."""
         self._ops_entered.close()
         self.unhook()
         self.collector.close()
+        if self.evidence is not None:
+            self.evidence.close()
 
     def _take_states(self, take: Take, scaler: Any = None) -> None:
         """Pass the state of the selected kinds and parameters to a function."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.training_state import plain_name
 from lightning_d9m.engine.ledger.kinds import ROOT
-from lightning_d9m.engine.probes.dumps import access_rng, keep, written_arguments
+from lightning_d9m.engine.probes.op_values import access_rng, keep, written_arguments
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import ProbeCollector, Take, name_leaves
 from lightning_d9m.program import find_line
@@ -213,20 +213,18 @@ class OpMode(TorchDispatchMode):
         origin = self._find_origin()
         if not any(map(self._takes_module, origin.modules)) or not _defines(func):
             return func(*args, **kwargs)
-        dump = copy_inputs(func, args, kwargs) if self._probes.saves else None
+        content = copy_inputs(func, args, kwargs) if self._probes.saves else None
         outputs = func(*args, **kwargs)
         taken = outputs
         if outputs is None:  # what it has written
             is_op = isinstance(func, OpOverload)
             taken = written_arguments(func, args, kwargs) if is_op else [args, dict(kwargs)]
         name = f"{origin.modules[-1] or ROOT}::{func}"
-        if dump is None:
-            self._probes.add("op", name, taken)
-        else:
+        if content is not None:
             leaves = taken if isinstance(taken, list | tuple) else [taken]
-            dump |= {"outputs": keep(leaves), "source": origin.source}
-            dump |= {"backward": origin.backward}
-            self._probes.add("op", name, taken, dump)
+            content |= {"outputs": keep(leaves), "source": origin.source}
+            content |= {"backward": origin.backward}
+        self._probes.add("op", name, taken, content)
         return outputs
 
     def enter(self, name: str, *_: object) -> None:

@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_d9m.engine.hashing.digest import digest, digest_value
-from lightning_d9m.engine.probes.dumps import TAG, is_plain, is_tagged, keep
 from lightning_d9m.engine.probes.module_hooks import OpMode, copy_inputs
+from lightning_d9m.engine.probes.op_values import TAG, is_plain, is_tagged, keep
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import ProbeCollector
 

@@ -326,7 +326,7 @@ class Run:
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 
-            self.probes = BatchProbes(used, training, ranks.rank, self.append)
+            self.probes = BatchProbes(used, training, self.folder, ranks.rank, self.append)
         return parent is None
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:

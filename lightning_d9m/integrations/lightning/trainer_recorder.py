@@ -160,21 +160,19 @@ class TrainerRecorder:
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
         )
-        if run.probes.dump is not None and options.kinds & WRITTEN:
+        if run.probes.evidence is not None and options.kinds & WRITTEN:
             self._trace_hooks(trainer)
         if is_new:
             self.record(trainer, session, "initial")
 
     def _trace_hooks(self, trainer: Trainer) -> None:
-        """Write the digest of what is saved around each hook that Lightning calls."""
-        from lightning_d9m.engine.probes.dumps import trace_hooks
-
+        """Note the digest of what is kept around each hook that Lightning calls."""
         run, probes, profiler = self.run, self.run.probes, trainer.profiler
 
         def take() -> str | None:
             return probes.digest_state(trainer.global_step) if run.probes is probes else None
 
-        traced = trace_hooks(probes.dump.folder, take, profiler.profile)
+        traced = probes.evidence.traced(take, profiler.profile)
         replace_method(self._traced, profiler, "profile", traced)
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:

@@ -24,8 +24,8 @@ from lightning_d9m.engine.hashing.digest import digest, digest_value
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Batch
 from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
-from lightning_d9m.engine.probes.dumps import is_tagged, keep, run_op
 from lightning_d9m.engine.probes.module_hooks import UNDEFINED
+from lightning_d9m.engine.probes.op_values import is_tagged, keep, run_op
 from lightning_d9m.engine.probes.step_tape import (
     flatten,
     is_reference,

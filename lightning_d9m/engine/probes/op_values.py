@@ -1,124 +1,27 @@
-"""Dumps: the tensors at probed places as files, to inspect them and to replay ops.
+"""Copies of the values of operations, with which they run again.
 
-A folder ``rank-<r>/epoch-<e>.step-<s>.batch-<b>`` holds one file for each place and ``index.jsonl``
-with one line for each file. The state before the first batch, at the end of an epoch and after
-training is in folders that end in ``.initial``, ``.epoch`` and ``.final``. A file is torch's own
-format without any code: tensors, numbers, texts, lists and dicts. ``read_dump`` reads it with
-``weights_only=True``.
+A copy is in torch's own format without any code: tensors, numbers, texts, lists and dicts.
+``torch.load`` reads it with ``weights_only=True``.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
-from inspect import unwrap
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_d9m.engine.ledger.format.records import ProbeKey
-from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
 from lightning_d9m.errors import LedgerError
 
-_INDEX = "index.jsonl"
-# The state around each hook of a framework, which tells which hook wrote to it.
-_HOOKS = "hooks.jsonl"
 # The key of a dict that stands for a value of another type.
 TAG = "__d9m__"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 _NAMED = {str(value): value for value in (*_FORMATS, torch.preserve_format, *_LAYOUTS)}
-
-
-class Dump:
-    """Saves the values at places.
-
-    The names are patterns of those of the places that are saved.
-
-    Attributes:
-        folder: The folder of this rank.
-    """
-
-    def __init__(self, folder: Path, rank: int, names: Sequence[str] = ("*",)) -> None:
-        self.folder = folder / f"rank-{rank}"
-        self._names = tuple(names)
-        self._moment: ProbePoint | StatePoint | None = None
-        self._batch = self.folder
-        self._count = 0
-
-    def save(
-        self, moment: ProbePoint | StatePoint, place: ProbeKey, content: Mapping[str, Any]
-    ) -> None:
-        """Save the value at a place, as ``{"kind", "name", "call", **content}``.
-
-        Raises:
-            LedgerError: When the file cannot be written.
-        """
-        kind, name, call = place
-        if not any(fnmatchcase(name, pattern) for pattern in self._names):
-            return
-        if moment != self._moment:
-            self._moment = moment
-            self._batch = self.folder / moment.folder
-            self._count = 0
-        entry: dict[str, Any] = {"kind": kind, "name": name, "call": call}
-        file = f"{self._count:06d}.pt"
-        self._count += 1
-        try:
-            self._batch.mkdir(parents=True, exist_ok=True)
-            # Not a file of the program, which ``saved_files.py`` digests, or leaves out.
-            unwrap(torch.save)(entry | keep(content), self._batch / file)
-            entry |= {"file": file, "source": content.get("source")}
-            with (self._batch / _INDEX).open("a", encoding="utf-8") as index:
-                index.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            raise LedgerError(
-                f"The dump {self._batch / file} cannot be written: {error}"
-            ) from error
-
-
-def read_index(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a batch's index: kind, name, call, file, source (or None)."""
-    lines = (folder / _INDEX).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def read_dump(file: Path) -> dict[str, Any]:
-    """Read one file of a dump, without executing anything in it."""
-    content = torch.load(file, weights_only=True)
-    return cast(dict[str, Any], content)
-
-
-def find_batches(
-    folder: Path,
-    *,
-    step: int,
-    rank: int | None = None,
-    epoch: int | None = None,
-    batch: int | None = None,
-) -> list[Path]:
-    """Return the folders of a global step's batches: all, or those of a rank, epoch or batch."""
-    own, at, number = ("*" if value is None else value for value in (rank, epoch, batch))
-    return sorted(folder.glob(f"rank-{own}/epoch-{at}.step-{step}.batch-{number}"))
-
-
-def find_states(folder: Path, *, step: int, rank: int, moment: str) -> list[Path]:
-    """Return the folders of the state at a moment of a rank, at a global step."""
-    return sorted(folder.glob(f"rank-{rank}/epoch-*.step-{step}.{moment}"))
-
-
-def find_dumps(folder: Path, *, step: int, place: ProbeKey, **where: int | None) -> Iterator[Path]:
-    """Yield the files of a place at a global step; ``where`` is that of ``find_batches``."""
-    for batch in find_batches(folder, step=step, **where):
-        for entry in read_index(batch):
-            if (entry["kind"], entry["name"], entry["call"]) == place:
-                yield batch / entry["file"]
 
 
 def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
@@ -279,68 +182,3 @@ def is_plain(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor's storage and its strides say what it holds."""
     plain = tensor.layout is torch.strided and not tensor.is_quantized
     return plain and not tensor.is_conj() and not tensor.is_neg()
-
-
-Profile = Callable[[str], AbstractContextManager[object]]
-
-
-def trace_hooks(folder: Path, take: Callable[[], str | None], profile: Profile) -> Profile:
-    """Return a profiler's method ``profile`` that also writes a line before and after each hook.
-
-    Args:
-        folder: The folder of a rank's dumps.
-        take: Returns the digest of the state; None where hooks are not traced.
-        profile: The method.
-    """
-
-    def write(when: str, name: str) -> None:
-        if (digest := take()) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / _HOOKS).open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps([when, name, digest]) + "\n")
-
-    @contextmanager
-    def traced(name: str) -> Iterator[object]:
-        write("before", name)
-        with profile(name) as given:
-            yield given
-        write("after", name)
-
-    return traced
-
-
-def find_writer(folders: Sequence[Path], rank: int) -> str:
-    """Return what ran when the state of two runs began to differ; empty if it is not known.
-
-    Args:
-        folders: The folders of the dumps of both runs.
-        rank: The rank.
-    """
-    files = [folder / f"rank-{rank}" / _HOOKS for folder in folders]
-    if not all(file.exists() for file in files):
-        return ""
-    lines = [map(json.loads, file.read_text("utf-8").splitlines()) for file in files]
-    last: tuple[str, str] | None = None
-    for (when, name, digest), other in zip(*lines, strict=False):
-        if [when, name] != other[:2]:
-            return ""
-        if digest != other[2]:
-            return "" if last is None else _describe(*last, when, name)
-        last = (when, name)
-    return ""
-
-
-def _describe(last_when: str, last: str, when: str, name: str) -> str:
-    """Return what ran between two lines of a trace.
-
-    >>> _describe("before", "[Callback]EMA.on_fit_end", "after", "[Callback]EMA.on_fit_end")
-    'while EMA.on_fit_end ran'
-    >>> _describe("after", "[Callback]A.setup", "before", "run_training_epoch")
-    'between A.setup and run_training_epoch, in no hook: by the training loop or a thread'
-    """
-    last, name = (text.rpartition("]")[2] for text in (last, name))
-    if when == "after":
-        return f"while {name} ran"
-    if last_when == "before":
-        return f"while {last} ran, before {name}"
-    return f"between {last} and {name}, in no hook: by the training loop or a thread"
