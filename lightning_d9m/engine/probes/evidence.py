@@ -8,8 +8,8 @@ the operation alone there. Of other places, both keep the values at the place th
 The file is torch's own format without any code.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from lightning_d9m.errors import LedgerError, file_errors
 
 # An operation that gives a second result in 1 of 7 runs shows it with 95%.
 _REPLAYS = 20
-
-Profile = Callable[[str], AbstractContextManager[object]]
+_NUMBERS = (int, float, complex)
 
 
 class Evidence:
@@ -44,50 +43,61 @@ class Evidence:
         self._name = name
         first = None if reference is None else reference / folder.name
         self._known = {} if first is None else read_evidence(first, rank)["ops"]
-        self._seen: set[tuple[str, str]] = set()
-        self._content: dict[str, Any] = {"ops": {}, "found": {}, "values": {}, "hooks": []}
+        self._batch = ""
+        self._calls: Counter[str] = Counter()
+        self._seen: set[str] = set()  # modules in which an operation of the batch differs
+        self._content: dict[str, Any] = {"ops": {}, "found": {}, "values": {}}
 
-    def takes(self, name: str) -> bool:
-        """Return whether the values at a place are kept."""
-        return name == self._name or name.startswith(f"{self._name}:")
+    def begin(self, point: ProbePoint) -> None:
+        """Begin a batch, to which operations belong until the next one begins."""
+        self._batch = point.folder
+        self._calls.clear()
+        self._seen.clear()
 
-    def save(
-        self, moment: ProbePoint | StatePoint, place: ProbeKey, content: Mapping[str, Any]
-    ) -> None:
-        """Take what is at a place: ``value``, or what ``copy_inputs`` gives and the outputs."""
-        key = (moment.folder, *place)
-        if "op" in content:
-            self._take_op(key, content)
-        if self.takes(place[1]):
-            self._content["values"][key] = keep(content.get("value", content.get("outputs")))
+    def save(self, moment: ProbePoint | StatePoint, place: ProbeKey, value: object) -> None:
+        """Keep the value at a place, if it is the one that is named."""
+        key, name = (moment.folder, *place), place[1]
+        if name == self._name or name.startswith(f"{self._name}:"):
+            self._content["values"][key] = keep(value)
 
-    def _take_op(self, key: tuple[str, str, str, int], content: Mapping[str, Any]) -> None:
-        """Note the digests of an operation, and examine it if it is the first that differs."""
+    def take_op(self, name: str, content: Mapping[str, Any]) -> None:
+        """Note the digests of an operation, and examine it if it is the first that differs.
+
+        Args:
+            name: The module that calls it, and the operation.
+            content: What ``copy_inputs`` gives, the outputs, the line, and whether it is backward.
+        """
+        key = (self._batch, "op", name, self._calls[name])
+        self._calls[name] += 1
         generators: list[Any] = [content.get("rng")]
         given = take_generators([content["args"], content["kwargs"]], generators)
-        # Filled memory cannot change a number: reading it from a tensor is an operation, which
-        # would have differed first.
-        tensors = tree_map(lambda x: None if isinstance(x, int | float | complex) else x, given)
-        numbers = [x for x in tree_leaves(given) if isinstance(x, int | float)]
-        parts = {"given": given, "tensors": tensors, "generators": generators}
-        parts["outputs"] = content["outputs"]
-        own = {name: digest_value(part) for name, part in parts.items()} | {"numbers": numbers}
+        # Apart from tensors, because filled memory cannot change a number: reading it from a tensor
+        # is an operation, which would have differed first.
+        numbers = [x for x in tree_leaves(given) if isinstance(x, _NUMBERS)]
+        tensors = tree_map(lambda x: None if isinstance(x, _NUMBERS) else x, given)
+        parts = [tensors, numbers, generators, content["outputs"]]
+        called = {name: content[name] for name in ("op", "source", "backward")}
+        own = called | {"digests": [*map(digest_value, parts)], "numbers": numbers}
         self._content["ops"][key] = own
-        known, within = self._known.get(key), (key[0], key[2].partition("::")[0])
-        if known is None or known["outputs"] == own["outputs"] or within in self._seen:
+        # Of each module only the first one: the search takes the first of the module whose values
+        # differ first, and each takes twenty runs. Those after it differ because of it.
+        known, module = self._known.get(key), name.partition("::")[0]
+        if known is None or known["digests"][-1] == own["digests"][-1] or module in self._seen:
             return
-        self._seen.add(within)
-        found = {name: content.get(name) for name in ("op", "source", "backward")}
-        found["flags"] = [own for own in content["args"] if isinstance(own, bool)]
-        found |= {"inputs_equal": known["given"] == own["given"], "values": None}
-        found["only_numbers_differ"] = not found["inputs_equal"] and (
-            known["tensors"] == own["tensors"]
-        )
-        found["generator_equal"] = known["generators"] == own["generators"]
-        if found["only_numbers_differ"]:
-            pairs = zip(known["numbers"], numbers, strict=False)
-            found["values"] = next(([*pair] for pair in pairs if pair[0] != pair[1]), None)
-        found |= self._run_alone(content, known["outputs"]) if found["inputs_equal"] else {}
+        self._seen.add(module)
+        pairs = zip(known["digests"], own["digests"], strict=True)
+        equal_tensors, equal_numbers, equal_generators, _ = (one == other for one, other in pairs)
+        found = called | {
+            "flags": [flag for flag in content["args"] if isinstance(flag, bool)],
+            "inputs_equal": equal_tensors and equal_numbers,
+            "only_numbers_differ": equal_tensors and not equal_numbers,
+            "generator_equal": equal_generators,
+            "values": None,
+        }
+        if found["inputs_equal"]:
+            found |= self._run_alone(content, known["digests"][-1])
+        elif equal_tensors:
+            found["values"] = _find_pair(known["numbers"], numbers)
         self._content["found"][key] = found
 
     @staticmethod
@@ -100,6 +110,7 @@ class Evidence:
         try:
             for _ in range(_REPLAYS):
                 outputs = replay_op(content)
+                # A copy, because some operations return a part of memory that they use again.
                 leaves = keep(outputs if isinstance(outputs, list | tuple) else [outputs])
                 seen.setdefault(digest_value(leaves), leaves)
         except Exception as error:  # noqa: BLE001 - an operation may raise anything; it is reported
@@ -108,30 +119,7 @@ class Evidence:
         actual = content["outputs"]
         others = (own for key, own in seen.items() if key != digest_value(actual))
         other = seen.get(expected) or next(others, None)
-        pairs = zip(tree_leaves(other), tree_leaves(actual), strict=False)
-        differ = ([*pair] for pair in pairs if digest_value(pair[0]) != digest_value(pair[1]))
-        return found | {"values": next(differ, None)}
-
-    def traced(self, take: Callable[[], str | None], profile: Profile) -> Profile:
-        """Return a profiler's method ``profile`` that also notes the state around each hook.
-
-        Args:
-            take: Returns the digest of the state; None where hooks are not traced.
-            profile: The method.
-        """
-
-        def note(when: str, name: str) -> None:
-            if (digest := take()) is not None:
-                self._content["hooks"].append([when, name, digest])
-
-        @contextmanager
-        def trace(name: str) -> Iterator[object]:
-            note("before", name)
-            with profile(name) as given:
-                yield given
-            note("after", name)
-
-        return trace
+        return found | {"values": _find_pair(other, actual)}
 
     def close(self) -> None:
         """Write the file.
@@ -139,9 +127,20 @@ class Evidence:
         Raises:
             LedgerError: When it cannot be written.
         """
-        with file_errors(LedgerError, f"The evidence {self._file} cannot be written"):
+        # Opened here: with a path, torch reports errors of the file system as RuntimeErrors.
+        with (
+            file_errors(LedgerError, f"The evidence {self._file} cannot be written"),
+            self._file.open("wb") as file,
+        ):
             # Not a file of the program, which ``saved_files.py`` digests, or leaves out.
-            unwrap(torch.save)(self._content, self._file)
+            unwrap(torch.save)(self._content, file)
+
+
+def _find_pair(one: Any, other: Any) -> list[Any] | None:
+    """Return the first leaves of two nested values that differ; None without any."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
+    differ = ([*pair] for pair in pairs if digest_value(pair[0]) != digest_value(pair[1]))
+    return next(differ, None)
 
 
 def _path(folder: Path, rank: int) -> Path:
@@ -151,37 +150,22 @@ def _path(folder: Path, rank: int) -> Path:
 def read_evidence(folder: Path, rank: int) -> dict[str, Any]:
     """Return the evidence beside a ledger, empty if there is none, without running code in it."""
     path = _path(folder, rank)
-    empty: dict[str, Any] = {"ops": {}, "found": {}, "values": {}, "hooks": []}
+    empty: dict[str, Any] = {"ops": {}, "found": {}, "values": {}}
     return torch.load(path, weights_only=True) if path.exists() else empty
 
 
-def find_writer(traces: Sequence[Sequence[tuple[str, str, str]]]) -> str:
-    """Return what ran when the state of two runs began to differ; empty if it is not known.
+def find_writer(one: Mapping[str, Any], other: Mapping[str, Any], batch: str) -> str:
+    """Return the first operation that differs in the evidence of two runs, or that one run has.
 
-    Args:
-        traces: The hooks that the evidence of both runs has.
+    It is the one that wrote what differs after it. Empty if all are equal up to a batch, at whose
+    beginning the state was read; without a batch, up to the end.
     """
-    last: tuple[str, str] | None = None
-    for (when, name, digest), other in zip(*traces, strict=False):
-        if [when, name] != [*other[:2]]:
+    for (mine, own), (theirs, its) in zip(one["ops"].items(), other["ops"].items(), strict=False):
+        if batch == mine[0]:
             return ""
-        if digest != other[2]:
-            return "" if last is None else _describe(*last, when, name)
-        last = (when, name)
+        found = own if mine == theirs or mine not in other["ops"] else its
+        if mine != theirs or own["digests"] != its["digests"]:
+            called = "in the backward pass of" if found["backward"] else "called at"
+            alone = "" if mine == theirs else ", in one of the runs only"
+            return f"by {found['op']}, {called} {found['source']}{alone}"
     return ""
-
-
-def _describe(last_when: str, last: str, when: str, name: str) -> str:
-    """Return what ran between two lines of a trace.
-
-    >>> _describe("before", "[Callback]EMA.on_fit_end", "after", "[Callback]EMA.on_fit_end")
-    'while EMA.on_fit_end ran'
-    >>> _describe("after", "[Callback]A.setup", "before", "run_training_epoch")
-    'between A.setup and run_training_epoch, in no hook: by the training loop or a thread'
-    """
-    last, name = (text.rpartition("]")[2] for text in (last, name))
-    if when == "after":
-        return f"while {name} ran"
-    if last_when == "before":
-        return f"while {last} ran, before {name}"
-    return f"between {last} and {name}, in no hook: by the training loop or a thread"

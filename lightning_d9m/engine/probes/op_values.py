@@ -53,7 +53,7 @@ def revive(value: Any) -> Any:
     """Return the value that ``keep`` was given; tensors and generators are copies.
 
     Raises:
-        LedgerError: When the dump has only the text of a value.
+        LedgerError: When only the text of a value was kept.
     """
     return tree_map(_revive_leaf, value, is_leaf=is_tagged)
 
@@ -75,7 +75,9 @@ def _revive_leaf(leaf: Any) -> Any:
             return torch.Generator(leaf["device"]).set_state(leaf["state"])
         case _:
             text = leaf.get("text")
-            raise LedgerError(f"The dump holds only the text of {text}, so it cannot be replayed.")
+            raise LedgerError(
+                f"Only the text of {text} was kept, so the operation cannot run again."
+            )
 
 
 def take_generators(value: Any, states: list[Any]) -> Any:
@@ -90,16 +92,16 @@ def take_generators(value: Any, states: list[Any]) -> Any:
     return tree_map(take, value, is_leaf=is_tagged)
 
 
-def replay_op(dumped: Mapping[str, Any]) -> Any:
+def replay_op(kept: Mapping[str, Any]) -> Any:
     """Return the outputs of ``run_op``, or the arguments that it writes, if it has none."""
-    op, outputs, args, kwargs = run_op(dumped)
+    op, outputs, args, kwargs = run_op(kept)
     return written_arguments(op, args, kwargs) if outputs is None else outputs
 
 
-def run_op(dumped: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
-    """Run a dumped operation alone on copies of its dumped inputs.
+def run_op(kept: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
+    """Run an operation alone on copies of the inputs that were kept.
 
-    The default generator has the dumped state meanwhile, and its own state afterwards.
+    The default generator has the kept state meanwhile, and its own state afterwards.
 
     Returns:
         The operation, its outputs, and its arguments and named arguments after it.
@@ -107,18 +109,18 @@ def run_op(dumped: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
     Raises:
         LedgerError: When this torch does not have the operation, or an input was not kept.
     """
-    space, _, rest = str(dumped["op"]).partition(".")
+    space, _, rest = str(kept["op"]).partition(".")
     packet, _, overload = rest.partition(".")
     op = getattr(getattr(torch.ops, space, None), packet, None)
     op = getattr(op, overload or "default", None)
     if not isinstance(op, OpOverload):
         raise LedgerError(
-            f"The dump holds the operation {dumped['op']!r}, which this torch does not have. "
-            "Import what registers it first."
+            f"The operation {kept['op']!r} is not one that this torch has. Import what registers "
+            "it first."
         )
-    args, kwargs = revive(dumped["args"]), revive(dumped["kwargs"])
+    args, kwargs = revive(kept["args"]), revive(kept["kwargs"])
     # Some kernels depend on it, as what an LSTM of oneDNN keeps for its backward pass does.
-    differentiates = bool(dumped.get("requires_grad"))
+    differentiates = bool(kept.get("requires_grad"))
     with (
         ExitStack() as stack,
         torch.set_grad_enabled(differentiates),
@@ -127,8 +129,8 @@ def run_op(dumped: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
         for leaf in tree_leaves([args, kwargs]) if differentiates else ():
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 leaf.requires_grad_()
-        if (rng := dumped.get("rng")) is not None:
-            read, write = access_rng(torch.device(dumped["rng_device"]))
+        if (rng := kept.get("rng")) is not None:
+            read, write = access_rng(torch.device(kept["rng_device"]))
             stack.callback(write, read())
             write(rng)
         return op, op(*args, **kwargs), args, kwargs

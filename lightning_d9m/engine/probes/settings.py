@@ -39,6 +39,7 @@ class ProbeSettings:
         replay_every: Run the forward and backward pass of every N-th batch twice; 0 for never.
         evidence: The name of a place, whose values are kept beside the ledger, with evidence on
             operations; empty for none. See ``Evidence``.
+        evidence_ops: Whether that has operations without probes of the kind ``"op"``, too.
         evidence_of: The folder of the run with which operations are compared; None for none.
 
     Raises:
@@ -51,6 +52,7 @@ class ProbeSettings:
     probe_ranks: tuple[int, ...] = ()
     replay_every: int = 0
     evidence: str = ""
+    evidence_ops: bool = False
     evidence_of: Path | None = None
 
     def __post_init__(self) -> None:

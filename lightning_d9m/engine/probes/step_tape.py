@@ -34,12 +34,13 @@ class StepTape(OpMode):
     """
 
     def __init__(self) -> None:
-        collector = ProbeCollector(lambda _: None, lambda *_: None)
-        super().__init__(nn.Module(), ProbeSettings(), collector)
+        super().__init__(nn.Module(), ProbeSettings(), ProbeCollector(lambda _: None))
         self.ops: list[dict[str, Any]] = []
         self.values: dict[str, Tensor] = {}
         self.skipped: list[str] = []
         self._known: set[str] = set()
+
+    finds_sources = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -148,9 +148,6 @@ class Probes:
     def save_state(self, point: StatePoint) -> None:
         """Keep the state that the ledger is about to record, if values are kept at this step."""
 
-    def digest_state(self, step: int) -> str | None:
-        """Return the digest of what is kept at a step, with gradients; None if nothing is."""
-
     def unhook(self) -> None:
         """Remove the hooks."""
 

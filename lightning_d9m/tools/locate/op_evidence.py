@@ -54,16 +54,10 @@ class OpFinding:
     obstacle: str = ""
     patch: Op | None = None
 
-    @property
-    def is_explained(self) -> bool:
-        """True if values of both runs would not tell more."""
-        equal = self.inputs_equal and self.generator_equal
-        return not equal or self.magnitude is not None
-
 
 def examine_op(found: Divergence, run: Ledger) -> OpFinding | None:
     """Return the evidence of a second run on the operation at a place; None if it has none."""
-    folder = _name_folder(found)
+    folder = name_moment(found)
     for (where, kind, name, call), own in read_evidence(run.path, found.rank)["found"].items():
         # The name of an output of several is that of the operation, with a number.
         same = found.name == name or found.name.startswith(f"{name}:")
@@ -81,7 +75,7 @@ def measure_kept(
 
     Without ``ranks``, one for each run, both values are of the rank of the place.
     """
-    place = (_name_folder(found), kind, found.call)
+    place = (name_moment(found), kind, found.call)
     one, other = (
         {
             name: value
@@ -96,7 +90,7 @@ def measure_kept(
     return next((_measure(*pair) for pair in differ), None)
 
 
-def _name_folder(found: Divergence) -> str:
+def name_moment(found: Divergence) -> str:
     """Return the name of the moment of a place in the evidence."""
     if found.batch is not None and found.moment == "batch":
         return ProbePoint(found.epoch, found.step, found.batch).folder

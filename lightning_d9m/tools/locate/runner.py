@@ -204,6 +204,7 @@ class Runner:
             self._announce(stage)
             first, others = self.run(stage, later=1, **words), []
         folder = next(iter(first.fits.values())).path.parent
+        # The first run cannot know which operation will differ; each later one compares with it.
         if "evidence" in settings:
             words["evidence_of"] = str(folder)
         made = 1

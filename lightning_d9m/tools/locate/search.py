@@ -305,8 +305,11 @@ class Search:
             self._look_at_ranks(pair, pair.rank_drift)
         elif pair is not None:
             self._look_into_step()
-            if not self._examine_op():
-                self._look_at_values()
+            first = next(iter(self._found.divergences), None)
+            if first is not None and first.kind == "op":
+                self._examine_op(first)
+            elif first is not None:
+                self._look_at_values(first)
 
     def _look_into_step(self) -> None:
         """Narrow from a step to its operations, or to its modules."""
@@ -342,32 +345,29 @@ class Search:
         self._low = 0 if start is None else start.step
         return Segment(start, first.step + 1 if stop is None else stop)
 
-    def _examine_op(self) -> bool:
-        """Take the evidence on an operation; return whether values would not tell more."""
+    def _examine_op(self, first: Divergence) -> None:
+        """Take the evidence that the second run has on an operation."""
         from lightning_d9m.tools.locate.op_evidence import examine_op
 
         found = self._found
-        if found.pair is None or not found.divergences or found.divergences[0].kind != "op":
-            return False
-        first = found.divergences[0]
-        found.op = examine_op(first, found.pair.actual or found.pair.expected)
+        if found.pair is not None and found.pair.actual is not None:
+            found.op = examine_op(first, found.pair.actual)
         if found.op is not None and not found.op.inputs_equal:
             self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
-        return found.op is None or found.op.is_explained
 
-    def _look_at_values(self) -> None:
+    def _look_at_values(self, first: Divergence) -> None:
         """Measure how far the values of the first place that differs are apart."""
         from lightning_d9m.engine.probes.evidence import find_writer, read_evidence
-        from lightning_d9m.tools.locate.op_evidence import measure_kept, measure_recorded
+        from lightning_d9m.tools.locate.op_evidence import (
+            measure_kept,
+            measure_recorded,
+            name_moment,
+        )
 
         found = self._found
-        if not found.divergences or found.pair is None:
+        if found.cause is None or found.cause.kind in ("stack", "length"):
             return
-        if found.pair.comparison.stack and not found.pair.comparison.portable:
-            return
-        if found.cause is not None and found.cause.kind == "length":
-            return
-        first, initial = found.divergences[0], found.divergences[0].moment == "initial"
+        initial = first.moment == "initial"
         found.magnitude = measure_recorded(first)
         draws = first.moment == "batch" and first.kind == "rng"
         kind = "rng" if draws else kind_of_place(first)
@@ -379,18 +379,18 @@ class Search:
         start = max(begin, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
-        pair = self._look(_VALUES, **settings | {"evidence": _without_leaf(first)})
+        settings |= {"evidence": first.name}
+        settings |= {"evidence_ops": "1"} if kind in WRITTEN and not initial else {}
+        pair = self._look(_VALUES, **settings)
         at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
         if pair is None or pair.actual is None or at is None:
             return
         runs = (pair.expected, pair.actual)
-        if kind in WRITTEN:
-            found.writer = find_writer([read_evidence(o.path, first.rank)["hooks"] for o in runs])
-        measured = None if draws else measure_kept(at, kind, runs)
-        if found.op is None:
-            found.magnitude = measured
-        else:
-            found.op = replace(found.op, magnitude=measured)
+        one, other = (read_evidence(own.path, first.rank) for own in runs)
+        # State was read when the batch began; gradients are of the batch itself.
+        begins = kind in STATE and at.moment == "batch" and not at.call
+        found.writer = find_writer(one, other, name_moment(at) if begins else "")
+        found.magnitude = None if draws else measure_kept(at, kind, runs)
 
     def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> None:
         """Find the cause of inputs that differ although no operation wrote them."""
@@ -523,16 +523,3 @@ def _find_again(known: Divergence, first: Divergence) -> Divergence | None:
     own = (known.kind, known.name, known.call)
     again = [place for place in first.places if (place.kind, place.name, place.call) == own]
     return replace(first, places=[*again, *first.places]) if again else None
-
-
-def _without_leaf(found: Divergence) -> str:
-    """Return the name of a place; of an operation of several results, that of the operation.
-
-    >>> from types import SimpleNamespace as Place
-    >>> _without_leaf(Place(kind="op", name="encoder::aten.max.dim:1"))
-    'encoder::aten.max.dim'
-    """
-    if found.kind != "op":
-        return found.name
-    module, _, op = found.name.partition("::")
-    return f"{module}::{op.partition(':')[0]}"
