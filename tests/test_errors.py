@@ -89,11 +89,6 @@ def count_too_many_ranks(g):
     read_ledger(g.folder)
 
 
-def keep_below_a_file(g):
-    (g.folder / "file").touch()
-    g.module.Evidence(g.folder / "file", 0, "loss", None).close()
-
-
 # The module that raises, what makes it raise, and words of the message.
 CASES = [
     (
@@ -137,7 +132,6 @@ CASES = [
         lambda g: g.module.validate_choice("on_drift", "ignore", ("raise", "warn")),
         "on_drift is 'ignore'; allowed: ",
     ),
-    ("engine.probes.evidence", keep_below_a_file, "{folder}/file/evidence-0.pt cannot be"),
     ("engine.ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
     (
         "tools.lint.source",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_d9m.engine.probes.evidence import find_writer
+from lightning_d9m.engine.probes.evidence import Evidence, find_writer
+from lightning_d9m.errors import LedgerError
 
 
 def name_ops(text):
@@ -25,3 +26,10 @@ def name_ops(text):
 def test_the_operation_that_wrote_when_two_runs_began_to_differ(one, other, expected):
     line = "train.py:7 in hook: w.mul_(x)"
     assert find_writer(name_ops(one), name_ops(other), "") == expected.format(line)
+    # State that is read when the batch of these operations begins is not written by them.
+    assert find_writer(name_ops(one), name_ops(other), "b") == ""
+
+
+def test_evidence_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(LedgerError, match=r"evidence-0\.pt cannot be written"):
+        Evidence(tmp_path / "absent", 0, "loss", None).close()
