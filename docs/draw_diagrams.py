@@ -80,7 +80,7 @@ def draw_locate() -> None:
     looks = (
         ("whole run", "weights, batch, loss, gradients", "step 57"),
         ("operations of that step", "every module and op", "aten.index_put, model.py:41"),
-        ("values of that op", "saved", "806 ulps; 20 of 20 replays differ"),
+        ("that op alone, 20 times", "at once, in the program", "806 ulps; 20 different outputs"),
     )
     parts = []
     for number, (look, probes, found) in enumerate(looks):

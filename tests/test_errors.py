@@ -10,7 +10,6 @@ import torch
 from raise_sites import find_sites
 
 from lightning_d9m.engine.ledger.folder import read_ledger
-from lightning_d9m.engine.probes.training import ProbePoint
 from lightning_d9m.errors import CommandError, D9mError, DriftError, file_errors
 
 PREFIX = "lightning_d9m."
@@ -25,7 +24,8 @@ def use_full_folder(g):
 
 
 def find_unlike_runs(g):
-    fit = SimpleNamespace(files=[0], outcome=lambda _: SimpleNamespace(end="finished"))
+    end = SimpleNamespace(end="finished")
+    fit = SimpleNamespace(files=[0], outcome=lambda _: end, path=g.folder / "fit-000")
     found = iter([{"fit-000": fit}, {"fit-000": fit, "fit-001": fit}])
     runs = g.module.Runs(["true"], g.folder)
     run = import_module(f"{PREFIX}tools.launch.run").Run
@@ -83,12 +83,6 @@ def count_too_many_ranks(g):
     read_ledger(g.folder)
 
 
-def dump_below_a_file(g):
-    point, file = ProbePoint(0, 0, 0), g.folder / "file"
-    file.touch()
-    g.module.Dump(file, 0).save(point, ("loss", "loss", 0), {})
-
-
 # The module that raises, what makes it raise, and words of the message.
 CASES = [
     (
@@ -132,7 +126,6 @@ CASES = [
         lambda g: g.module.validate_choice("on_drift", "ignore", ("raise", "warn")),
         "on_drift is 'ignore'; allowed: ",
     ),
-    ("engine.probes.dumps", dump_below_a_file, "{folder}/file"),
     ("engine.ledger.folder", count_too_many_ranks, "ranks; a ledger has at most"),
     (
         "tools.lint.source",

@@ -17,13 +17,7 @@ from trainings import make_model
 from lightning_d9m import probe
 from lightning_d9m.engine.hashing.digest import digest
 from lightning_d9m.engine.ledger.kinds import PROBE_KINDS, VALIDATION
-from lightning_d9m.engine.probes.dumps import (
-    find_dumps,
-    find_writer,
-    read_dump,
-    read_index,
-    replay_op,
-)
+from lightning_d9m.engine.probes.evidence import find_writer, read_evidence
 from lightning_d9m.engine.probes.module_hooks import OpMode
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.errors import SettingError
@@ -232,33 +226,35 @@ def test_a_compiled_module_is_seen_from_outside_and_stays_compiled(
         return ledger, len(compiled)
 
     plain, graphs = make()
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.0::*")
+    monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE", "x")
     probed, probed_graphs = make(probes="all")
     assert final(probed) == final(plain)
     assert graphs == probed_graphs > 0
     names = [name for _, name, _ in places_of(probed, "output")]
     assert names.count("layers.0") == 1
     # Its line is the program's, and not the one in the function that the compiler generates.
-    read = [read_dump(file) for file in (tmp_path / "dump").rglob("*.pt")]
-    lines = {one["source"].partition(": ")[2] for one in read if "addmm" in one["op"]}
+    lines = {
+        own["source"].partition(": ")[2]
+        for (_, _, name, _), own in read_evidence(probed.path, 0)["ops"].items()
+        if name.startswith("layers.0::") and "addmm" in own["op"]
+    }
     assert lines
     assert all("cross_entropy(self.layers(images), classes)" in line for line in lines)
 
 
-def test_a_dump_has_inputs_outputs_and_the_line_of_each_operation(fit, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
+def test_evidence_has_each_operation_until_the_next_batch_begins(fit, monkeypatch):
+    """Those of the optimizer and of hooks, too; the lines are those of the program."""
+    monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE", "x")
     ledger = fit(probes="op", probe_steps="1:2")
-    places = [place for place, _ in read_probes(ledger)[0, 1]]
-    (folder,) = (tmp_path / "dump" / "rank-0").iterdir()
+    found = read_evidence(ledger.path, 0)
     # An operation with several outputs has a place for each of them.
-    assert len(read_index(folder)) == len({(re.sub(r":\d$", "", n), c) for _, n, c in places})
+    places = {(re.sub(r":\d$", "", n), c) for (_, n, c), _ in read_probes(ledger)[0, 1]}
+    ops = {(name, call): own for (_, _, name, call), own in found["ops"].items()}
+    assert places <= ops.keys()
+    assert any("addcdiv_" in name for name, _ in ops)
     for name in ("layers.0::aten.addmm.default", "layers.4::aten.mm.default"):
-        (file,) = find_dumps(tmp_path / "dump", step=1, place=("op", name, 0))
-        dumped = read_dump(file)
-        assert torch.equal(replay_op(dumped), dumped["outputs"][0])
-        assert "trainings.py" in dumped["source"]
-        assert "in training_step: loss = " in dumped["source"]
+        assert "trainings.py" in ops[name, 0]["source"]
+        assert "in training_step: loss = " in ops[name, 0]["source"]
 
 
 def flip_a_bit(self, batch, batch_idx):
@@ -312,13 +308,16 @@ def test_a_change_shows_at_its_step_and_name(fit, hook, change, words, expected)
         assert "batch 1 of the validation" in describe_place([found])
 
 
-# In a validation, and around a batch.
-PLACES = [("Net", "on_validation_batch_end", 6), ("Scaling", "on_train_batch_start", 3)]
+# In a validation, and after a batch.
+PLACES = [
+    ("Net", "on_validation_batch_end", 6),
+    ("Scaling", "on_train_batch_end", 3),
+]
 
 
 @pytest.mark.parametrize(("owner", "hook", "step"), PLACES)
-def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, step):
-    """Whichever hook of the module or of a callback it is."""
+def test_the_line_that_wrote_is_named(fit, monkeypatch, owner, hook, step):
+    """Whichever hook of the module or of a callback it is in."""
 
     def run(factor):
         def scale(self, *args, **kwargs):
@@ -331,16 +330,16 @@ def test_the_hook_that_wrote_is_named(fit, tmp_path, monkeypatch, owner, hook, s
         done = []
         model = make_model(**({hook: scale} if owner == "Net" else {}))
         callback = type("Scaling", (Callback,), {} if owner == "Net" else {hook: scale})()
-        monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / f"dump {factor}"))
-        fit(model=model, probes=("weight",), trainer_callbacks=[callback])
+        ledger = fit(model=model, probes=("weight",), trainer_callbacks=[callback])
         assert done
+        return read_evidence(ledger.path, 0)
 
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.0.weight")
+    monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE", "layers.0.weight")
+    monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE_OPS", "1")
     monkeypatch.setenv("LIGHTNING_D9M_PROBE_STEPS", f"{step - 1}:{step + 1}")
-    run(1.0)
-    run(1.5)
-    folders = [tmp_path / "dump 1.0", tmp_path / "dump 1.5"]
-    assert find_writer(folders, 0) == f"while {owner}.{hook} ran"
+    said = find_writer(run(1.0), run(1.5), "")
+    assert said.startswith("by aten.mul_.Tensor, called at ")
+    assert said.endswith(" in scale: model.layers[0].weight.data.mul_(factor)")
 
 
 class Doubled(torch.autograd.Function):
@@ -362,15 +361,15 @@ class Double(nn.Module):
 
 
 @pytest.fixture
-def dumped(fit, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "layers.5::*")
+def called(fit, monkeypatch):
+    """Return the evidence of one step on a module's operations, by their names."""
+    monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE", "x")
     model = make_model()
     model.layers.append(Double())
-    fit(model=model, probes="op", probe_steps="0:1", trainer_max_epochs=1)
-    read = [read_dump(file) for file in sorted((tmp_path / "dump").rglob("*.pt"))]
-    assert {content["name"].partition("::")[0] for content in read} == {"layers.5"}
-    return {content["op"].split(".")[1]: content for content in read}
+    ledger = fit(model=model, probes="op", probe_steps="0:1", trainer_max_epochs=1)
+    ops = read_evidence(ledger.path, 0)["ops"].items()
+    own = [content for (_, _, name, _), content in ops if name.startswith("layers.5::")]
+    return {content["op"].split(".")[1]: content for content in own}
 
 
 @pytest.mark.parametrize(
@@ -382,10 +381,10 @@ def dumped(fit, tmp_path, monkeypatch):
         ("cosh", "y.register_hook(lambda gradient: gradient.cosh())  # in a hook", False),
     ],
 )
-def test_each_operation_has_the_line_that_called_it(dumped, op, line, backward):
+def test_each_operation_has_the_line_that_called_it(called, op, line, backward):
     """In a backward pass that is a line of the program's own, or the forward operation's."""
-    assert dumped[op]["source"].endswith(f": {line}")
-    assert dumped[op]["backward"] is backward
+    assert called[op]["source"].endswith(f": {line}")
+    assert called[op]["backward"] is backward
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -393,14 +392,12 @@ def test_each_operation_has_the_line_that_called_it(dumped, op, line, backward):
 def test_a_callback_of_a_future_is_probed_in_no_thread(method, is_complete):
     """As that of a communication hook, which runs here or in another thread."""
     seen, called = [], []
-    probes = SimpleNamespace(
-        listens=True, saves=False, add=lambda kind, name, value: seen.append(name)
-    )
+    probes = SimpleNamespace(listens=True, add=lambda kind, name, value: seen.append(name))
     before = dict(vars(torch._C.Future))
     future, value = torch.futures.Future(), torch.ones(2)
     if is_complete:
         future.set_result(value)
-    with OpMode(nn.Module(), ProbeSettings(), probes).entered():
+    with OpMode(nn.Module(), ProbeSettings(probes="op"), probes).entered():
         getattr(future, method)(lambda done: called.append(done.value().mul(2)))
         if not is_complete:
             future.set_result(value)

@@ -1,4 +1,4 @@
-"""The evidence on an operation in the dumps of two runs."""
+"""The evidence of two runs on the operation at which they differ, and on the values at a place."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,31 +6,50 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_d9m.engine.probes.dumps import Dump, keep
-from lightning_d9m.engine.probes.training import ProbePoint
+from lightning_d9m.engine.probes.evidence import Evidence
+from lightning_d9m.engine.probes.op_values import keep
+from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
 from lightning_d9m.tools.cli.locate import describe_op
-from lightning_d9m.tools.locate.op_evidence import examine_op, measure_saved
+from lightning_d9m.tools.locate.op_evidence import examine_op, measure_kept
 
-PLACE = ("op", "layers.0::aten.mm.default", 1)
+POINT, NAME = ProbePoint(0, 4, 4), "layers.0::aten.mm.default"
 FOUND = SimpleNamespace(
-    rank=0, moment="batch", epoch=0, step=4, batch=4, kind="op", name=PLACE[1], call=1
+    rank=0, moment="batch", epoch=0, step=4, batch=4, kind="op", name=NAME, call=1
 )
 
 
 @pytest.fixture
-def dumped(tmp_path):
-    """Return a function that dumps a product like two runs, and returns the finding."""
+def open_runs(tmp_path):
+    """Return a function that opens the evidence of two runs, and one that closes both."""
+    fits = [SimpleNamespace(path=tmp_path / name / "fit-000") for name in ("one", "other")]
 
-    def dump(*runs, op="aten.mm.default"):
-        folders = []
-        for number, (one, other, product) in enumerate(runs):
-            folders.append(tmp_path / str(number))
-            content = {"op": op, "args": keep([one, other]), "kwargs": {}}
-            content |= {"outputs": keep([product]), "source": "train.py:7 in forward: a @ b"}
-            Dump(folders[-1], 0).save(ProbePoint(0, 4, 4), PLACE, content)
-        return examine_op(FOUND, folders)
+    def open_run(number, name=""):
+        fits[number].path.mkdir(parents=True, exist_ok=True)
+        evidence = Evidence(fits[number].path, 0, name, tmp_path / "one" if number else None)
+        evidence.begin(POINT)
+        return evidence
 
-    return dump
+    return open_run, fits
+
+
+@pytest.fixture
+def examine(open_runs):
+    """Return a function that lets two runs call an operation twice, and returns the finding."""
+    open_run, fits = open_runs
+
+    def examine(*runs, op="aten.mm.default", **words):
+        for number, (*args, result) in enumerate(runs):
+            evidence = open_run(number)
+            content = {"op": op, "kwargs": {}, "backward": False} | {
+                name: own[number] for name, own in words.items()
+            }
+            content |= {"args": keep(args), "source": "train.py:7 in forward: a @ b"}
+            for own in (torch.zeros(3), result):
+                evidence.take_op(NAME, content | {"outputs": keep([own])})
+            evidence.close()
+        return examine_op(FOUND, fits[1])
+
+    return examine
 
 
 def product():
@@ -38,15 +57,19 @@ def product():
     return one, other, one @ other
 
 
-def test_different_outputs_for_equal_inputs(dumped):
+def test_different_outputs_for_equal_inputs(examine):
     one, other, result = product()
     changed = result.clone()
     changed.view(torch.int32)[2, 3] += 1
-    found = dumped((one, other, result), (one, other, changed))
-    assert found.inputs_equal
-    assert (found.magnitude.count, found.magnitude.ulps) == (1, 1)
-    assert found.magnitude.examples[0][0] == (2, 3)
-    assert (found.replays, found.outcomes, found.obstacle) == (20, 1, "")
+    for runs in ((result, changed), (changed, result)):
+        found = examine(*((one, other, own) for own in runs))
+        assert found.inputs_equal
+        assert (found.replays, found.outcomes, found.obstacle) == (20, 1, "")
+        # Alone, the operation gives the result that is right.
+        assert (found.magnitude is None) == (runs[1] is result)
+        if found.magnitude is not None:
+            assert (found.magnitude.count, found.magnitude.ulps) == (1, 1)
+            assert found.magnitude.examples[0][0] == (2, 3)
     text = join(describe_op(found))
     assert "called at train.py:7 in forward: a @ b" in text
     assert "Its inputs were equal in both runs." in text
@@ -58,44 +81,54 @@ def join(lines):
     return " ".join(" ".join(lines).split())
 
 
-def test_different_inputs_are_reported_and_where_the_gradient_comes_from(dumped):
+def test_an_operation_that_varies_is_measured_from_its_runs_alone(examine, monkeypatch):
+    outcomes = iter(torch.full((2,), float(n % 3)) for n in range(20))
+    module = "lightning_d9m.engine.probes.evidence.replay_op"
+    monkeypatch.setattr(module, lambda _: next(outcomes))
+    found = examine((torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(2)))
+    assert (found.outcomes, found.magnitude.absolute) == (3, 1.0)
+
+
+def test_different_inputs_are_reported_and_where_the_gradient_comes_from(examine):
     one, other, result = product()
-    found = dumped((one, other, result), (one + 1, other, (one + 1) @ other))
+    found = examine((one, other, result), (one + 1, other, (one + 1) @ other))
     assert (found.inputs_equal, found.only_numbers_differ) == (False, False)
     said = join(describe_op(replace(found, backward=True)))
     assert said.startswith("op: aten.mm.default, in the backward pass of train.py:7 in forward")
     assert "Its inputs differed, although no recorded operation wrote them." in said
 
 
-def test_inputs_of_which_only_a_number_differs(dumped):
+def test_inputs_of_which_only_a_number_differs(examine):
     one = torch.rand(3)
-    found = dumped((one, 1.5, one * 1.5), (one, 2.5, one * 2.5), op="aten.mul.Tensor")
+    found = examine((one, 1.5, one * 1.5), (one, 2.5, one * 2.5), op="aten.mul.Tensor")
     assert (found.inputs_equal, found.only_numbers_differ) == (False, True)
+    assert (found.magnitude.absolute, found.magnitude.total) == (1.0, 1)
 
 
-def test_an_operation_that_cannot_run_alone_has_a_reason(dumped):
-    same = product()
-    found = dumped(same, same, op="nowhere.op.default")
+def test_an_operation_that_cannot_run_alone_has_a_reason(examine):
+    one, other, result = product()
+    found = examine((one, other, result), (one, other, result + 1), op="nowhere.op.default")
     assert found.replays == 0
     text = join(describe_op(found))
-    assert "could not be run alone: LedgerError: The dump holds the operation" in text
+    assert "could not be run alone: LedgerError: The operation 'nowhere.op.default' is not" in text
 
 
-def test_draws_from_a_different_state_are_reported_and_confirmed(tmp_path):
+def test_draws_from_a_different_state_are_reported_and_confirmed(examine):
     """The inputs were equal; the state of the generator differs."""
-    place = ("op", "layers.0::aten.rand.generator", 0)
-    for seed in (0, 1):
-        words = {"generator": torch.Generator().manual_seed(seed)}
-        content = {"op": "aten.rand.generator", "args": keep([[4]]), "kwargs": keep(words)}
-        content |= {"outputs": keep([torch.rand(4, **words)]), "source": None}
-        Dump(tmp_path / str(seed), 0).save(ProbePoint(0, 4, 4), place, content)
-    where = SimpleNamespace(**vars(FOUND) | {"name": place[1], "call": 0})
-    assert examine_op(where, [tmp_path / "0", tmp_path / "none"]) is None
-    found = examine_op(where, [tmp_path / "0", tmp_path / "1"])
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    words = {"kwargs": [keep({"generator": own}) for own in generators]}
+    runs = [([4], torch.rand(4, generator=own)) for own in generators]
+    found = examine(*runs, op="aten.rand.generator", **words)
     assert (found.inputs_equal, found.generator_equal, found.outcomes) == (True, False, 1)
     text = join(describe_op(found))
     assert "Its inputs were equal in both runs, but not the state of its generator." in text
     assert "Confirmed: run alone 20 times from one state of its generator" in text
+
+
+def test_equal_operations_leave_no_finding(examine):
+    assert examine(product(), product()) is not None
+    same = product()
+    assert examine(same, same) is None
 
 
 VALUES = [
@@ -107,13 +140,15 @@ VALUES = [
 
 @pytest.mark.parametrize("moment", ["batch", "initial"])
 @pytest.mark.parametrize(("kind", "name", "one", "other", "expected"), VALUES)
-def test_the_values_of_a_place_are_measured(tmp_path, moment, kind, name, one, other, expected):
+def test_the_values_of_a_place_are_measured(open_runs, moment, kind, name, one, other, expected):
     """In the initial digests an optimizer setting has no place, only its whole group."""
-    for number, value in enumerate((one, other)):
-        dump = Dump(tmp_path / str(number), 0)
-        dump.save(ProbePoint(0, 4, 4), (kind, "elsewhere", 0), {"value": number})
-        dump.save(ProbePoint(0, 4, 4), (kind, name, 0), {"value": value})
     own = name if moment == "batch" else name.partition(":")[0]
+    when = POINT if moment == "batch" else StatePoint(0, 4, "initial")
+    for number, value in enumerate((one, other)):
+        evidence = open_runs[0](number, own)
+        evidence.save(when, (kind, "elsewhere", 0), number)
+        evidence.save(when, (kind, name, 0), value)
+        evidence.close()
     where = SimpleNamespace(**vars(FOUND) | {"name": own, "moment": moment, "call": 0})
-    found = measure_saved(where, kind, [tmp_path / "0", tmp_path / "1"])
+    found = measure_kept(where, kind, open_runs[1])
     assert (found.count, found.ulps, found.examples[0][0]) == expected

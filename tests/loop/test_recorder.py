@@ -22,7 +22,7 @@ from lightning_d9m import (
 )
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.ledger.kinds import VALIDATION
-from lightning_d9m.engine.probes.dumps import find_states, read_index
+from lightning_d9m.engine.probes.evidence import read_evidence
 from lightning_d9m.errors import (
     CheckpointError,
     InexactResumeError,
@@ -169,11 +169,11 @@ def test_probes_name_the_step(tmp_path):
 @pytest.mark.parametrize(("moment", "step"), [("initial", 0), ("epoch", 6), ("final", 12)])
 def test_the_state_at_a_record_is_saved_with_the_values(tmp_path, monkeypatch, moment, step):
     """`d9m locate` measures what differs across ranks outside of steps."""
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / "dump"))
-    monkeypatch.setenv("LIGHTNING_D9M_DUMP_NAMES", "0.bias")
-    train(tmp_path, probes="weight", probe_steps=f"{step}:{step + 1}")
-    (folder,) = find_states(tmp_path / "dump", step=step, rank=0, moment=moment)
-    assert [entry["name"] for entry in read_index(folder)] == ["0.bias"]
+    monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE", "0.bias")
+    run = train(tmp_path, probes="weight", probe_steps=f"{step}:{step + 1}")
+    values = read_evidence(run.ledger, 0)["values"]
+    states = [place for place in values if place[0].endswith(f".{moment}")]
+    assert [place[1:] for place in states] == [("weight", "0.bias", 0)]
 
 
 def test_an_error_is_in_the_ledger_and_the_loader_is_restored(tmp_path):

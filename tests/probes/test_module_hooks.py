@@ -6,7 +6,7 @@ from ledger_runs import list_batches
 from torch import nn
 
 from lightning_d9m import Recorder, deterministic, read_ledger
-from lightning_d9m.engine.probes.dumps import read_dump
+from lightning_d9m.engine.probes.evidence import read_evidence
 from lightning_d9m.ops.patches import registration
 
 aten = torch.ops.aten
@@ -68,26 +68,26 @@ def test_probes_and_patches_see_the_operations_that_inductor_calls(no_cpp, monke
 
     def run(name, model):
         called.clear()
-        monkeypatch.setenv("LIGHTNING_D9M_DUMP", str(tmp_path / f"dump {name}"))
+        monkeypatch.setenv("LIGHTNING_D9M_EVIDENCE", "x")
         settings = deterministic(seed=1, threads=1)
         patches = registration.patches_applied("CPU")
         with settings, patches, Recorder(tmp_path / name, model, probes="all") as run:
             for images in run.batches([torch.ones(1, 1, 4, 4)]):
                 run.step(loss=model(images).sum())
         ((*_, entries),) = list_batches(read_ledger(run.ledger))
-        return {f"{kind} {place}" for (kind, place, _), _ in entries}, list(called)
+        read = read_evidence(run.ledger, 0)["ops"].values()
+        (source,) = {one["source"] for one in read if one["op"].startswith("aten.mm")}
+        return {f"{kind} {place}" for (kind, place, _), _ in entries}, list(called), source
 
-    plain, calls = run("plain", Gradients())
+    plain, calls, source = run("plain", Gradients())
     assert {"output inner", f"{POOL}.default", f"{PAD}.default", f"{PRODUCT}.default"} <= plain
     assert calls == ["_pool_backward", "_padding_backward"]
-    seen, calls = run("compiled", torch.compile(Gradients()))
+    seen, calls, compiled = run("compiled", torch.compile(Gradients()))
     assert {"input (model)", "output (model)", f"{POOL}.default", f"{PRODUCT}.out"} <= seen
     assert seen.isdisjoint({"output inner", f"{PAD}.default"})
     assert calls == ["_pool_backward"]
     assert len(no_cpp) == 2, no_cpp
     # In torch's generated code, an operation still has the line of the program.
-    for dump, call in (("plain", "images"), ("compiled", "model(images)")):
-        read = [read_dump(file) for file in (tmp_path / f"dump {dump}").rglob("*.pt")]
-        (source,) = {one["source"] for one in read if str(one.get("op")).startswith("aten.mm")}
-        assert source.startswith(f"{__file__}:")
-        assert call in source.partition(": ")[2], source
+    for line, call in ((source, "images"), (compiled, "model(images)")):
+        assert line.startswith(f"{__file__}:")
+        assert call in line.partition(": ")[2], line

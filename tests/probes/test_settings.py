@@ -59,7 +59,7 @@ def test_a_variable_with_a_wrong_value_is_an_error(name, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "PROBE_RANKS", "DUMP"])
+@pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "PROBE_RANKS", "EVIDENCE"])
 def test_a_variable_that_selects_among_no_probes_is_an_error(name):
     given = {f"LIGHTNING_D9M_{name}": "0:1" if name == "PROBE_STEPS" else "1"}
     with pytest.raises(

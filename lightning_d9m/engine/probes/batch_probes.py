@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lightning_d9m.engine.control.seeding import read_generators
-from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.hashing.training_state import ModelTensors, optimizer_state, plain_name
 from lightning_d9m.engine.ledger.kinds import ROOT, VALIDATION
-from lightning_d9m.engine.probes.dumps import Dump
+from lightning_d9m.engine.probes.evidence import Evidence
 from lightning_d9m.engine.probes.module_hooks import OpMode, hook_model
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import (
@@ -46,14 +46,16 @@ class BatchProbes(Probes):
         return False
 
     def __init__(
-        self, settings: ProbeSettings, training: Training, rank: int, write: Write
+        self, settings: ProbeSettings, training: Training, folder: Path, rank: int, write: Write
     ) -> None:
         super().__init__()
         self._settings, self._kinds = settings, settings.kinds
         self._training, model = training, training.model
-        folder, names = settings.dump, settings.dump_names
-        self.dump = None if folder is None else Dump(folder, rank, names)
-        self.collector = ProbeCollector(write, None if self.dump is None else self.dump.save)
+        if settings.evidence:
+            of = settings.evidence_of
+            self.evidence = Evidence(folder, rank, settings.evidence, of)
+        save = None if self.evidence is None else self.evidence.save
+        self.collector = ProbeCollector(write, save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
         self._hooks: ExitStack | None = None
         self._ops: OpMode | None = None
@@ -83,6 +85,8 @@ class BatchProbes(Probes):
             self.collector.close()
             return
         self.collector.begin(point)
+        if self.evidence is not None:
+            self.evidence.begin(point)
         self._took_loss = False
         if point.batch <= VALIDATION:  # no later batch of a validation changes it
             self._take_states(self.collector.add_leaves, scaler)
@@ -111,7 +115,7 @@ class BatchProbes(Probes):
 
     def take_step(self, optimizer: Any, *_: object) -> None:
         """Take the gradients and the state that an optimizer is about to use."""
-        self._ops_entered.close()
+        self._leave_ops()
         if not self.collector.listens:
             return
         if "gradient" in self._kinds:
@@ -121,7 +125,7 @@ class BatchProbes(Probes):
 
     def end(self, loss: Any = None, scalars: Mapping[str, Any] = NOTHING) -> None:
         """Record the results of the batch, and write its records."""
-        self._ops_entered.close()
+        self._leave_ops()
         if loss is not None and not self._took_loss:
             self.take_loss(loss)
         if "scalar" in self._kinds:
@@ -130,30 +134,14 @@ class BatchProbes(Probes):
         self.collector.end()
 
     def save_state(self, point: StatePoint) -> None:
-        """Save the state that the ledger is about to record, if values are saved at this step."""
-        if (dump := self.dump) is not None and point.step in self._settings.steps:
+        """Keep the state that the ledger is about to record, if values are kept at this step."""
+        if (evidence := self.evidence) is not None and point.step in self._settings.steps:
 
             def save(kind: str, leaves: Leaves) -> None:
                 for name, leaf in leaves:
-                    dump.save(point, (kind, name, 0), {"value": leaf})
+                    evidence.save(point, (kind, name, 0), leaf)
 
             self._take_states(save)
-
-    def digest_state(self, step: int) -> str | None:
-        """Return the digest of what is saved at a step, with gradients; None if nothing is."""
-        if step not in self._settings.steps:
-            return None
-        found: list[str] = []
-
-        def take(_: str, leaves: Leaves) -> None:
-            for name, leaf in leaves:
-                if any(fnmatchcase(name, pattern) for pattern in self._settings.dump_names):
-                    found.append(digest_value(leaf))
-
-        self._take_states(take)
-        for optimizer in self._training.list_optimizers():
-            self._take_gradients(optimizer, take)
-        return digest_value(found)
 
     def unhook(self) -> None:
         """Remove the hooks."""
@@ -162,10 +150,12 @@ class BatchProbes(Probes):
             hooks.close()
 
     def close(self) -> None:
-        """Remove the hooks and write the pending records."""
+        """Remove the hooks, and write the pending records and the evidence."""
         self._ops_entered.close()
         self.unhook()
         self.collector.close()
+        if self.evidence is not None:
+            self.evidence.close()
 
     def _take_states(self, take: Take, scaler: Any = None) -> None:
         """Pass the state of the selected kinds and parameters to a function."""
@@ -217,8 +207,10 @@ class BatchProbes(Probes):
         with ExitStack() as stack:
             training, collector = self._training, self.collector
             model, settings = training.model, self._settings
-            if "op" in self._kinds:
-                self._ops = OpMode(model, settings, collector)
+            if "op" in self._kinds or settings.evidence_ops:
+                self._ops = OpMode(model, settings, collector, self.evidence)
+                # Without evidence only those of a step: probes of operations cost much, and their
+                # places must be the same on any number of processes.
                 if training.wrap_steps is not None:
                     training.wrap_steps(stack, self._ops.entered)
             compiled, kinds, take = training.is_compiled, self._kinds, collector.add_leaves
@@ -234,6 +226,13 @@ class BatchProbes(Probes):
             return stack.pop_all()
 
     def _enter_ops(self, *_: object) -> None:
-        if self._ops is not None and self._training.wrap_steps is None and self.collector.listens:
+        if self._ops is None or not self.collector.listens:
+            return
+        # Evidence has all operations until the next batch begins: any may write to the state.
+        if self._training.wrap_steps is None or self.evidence is not None:
             self._ops_entered.close()
             self._ops_entered.enter_context(self._ops.entered())
+
+    def _leave_ops(self) -> None:
+        if self.evidence is None:
+            self._ops_entered.close()

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.training_state import plain_name
 from lightning_d9m.engine.ledger.kinds import ROOT
-from lightning_d9m.engine.probes.dumps import access_rng, keep, written_arguments
+from lightning_d9m.engine.probes.evidence import Evidence
+from lightning_d9m.engine.probes.op_values import access_rng, keep, written_arguments
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import ProbeCollector, Take, name_leaves
 from lightning_d9m.program import find_line
@@ -170,15 +171,27 @@ class OpMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, settings: ProbeSettings, probes: ProbeCollector) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ProbeSettings,
+        probes: ProbeCollector,
+        evidence: Evidence | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._takes_module = cache(settings.takes_module)  # called for every op
-        self._probes = probes
+        self._probes, self._evidence = probes, evidence
+        self._has_places = "op" in settings.kinds
         self._is_on = False
         self._around: list[str] = []
         self._origins: dict[int, _Origin] = {}
         named = model.named_parameters()
         self._owners = {id(own): plain_name(name).rpartition(".")[0] for name, own in named}
+
+    @property
+    def finds_sources(self) -> bool:
+        """True if the line that called each operation is wanted."""
+        return self._evidence is not None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -208,25 +221,25 @@ class OpMode(TorchDispatchMode):
     ) -> Any:
         """Run an operation and take its outputs."""
         kwargs = kwargs or {}
-        if not self._probes.listens:
+        evidence, probes = self._evidence, self._probes
+        if not probes.listens and (evidence is None or probes.is_paused):
             return func(*args, **kwargs)
         origin = self._find_origin()
         if not any(map(self._takes_module, origin.modules)) or not _defines(func):
             return func(*args, **kwargs)
-        dump = copy_inputs(func, args, kwargs) if self._probes.saves else None
+        content = None if evidence is None else copy_inputs(func, args, kwargs)
         outputs = func(*args, **kwargs)
         taken = outputs
         if outputs is None:  # what it has written
             is_op = isinstance(func, OpOverload)
             taken = written_arguments(func, args, kwargs) if is_op else [args, dict(kwargs)]
         name = f"{origin.modules[-1] or ROOT}::{func}"
-        if dump is None:
-            self._probes.add("op", name, taken)
-        else:
+        if evidence is not None and content is not None:
             leaves = taken if isinstance(taken, list | tuple) else [taken]
-            dump |= {"outputs": keep(leaves), "source": origin.source}
-            dump |= {"backward": origin.backward}
-            self._probes.add("op", name, taken, dump)
+            content |= {"outputs": keep(leaves), "source": origin.source}
+            evidence.take_op(name, content | {"backward": origin.backward})
+        if self._has_places:
+            probes.add("op", name, taken)
         return outputs
 
     def enter(self, name: str, *_: object) -> None:
@@ -242,7 +255,7 @@ class OpMode(TorchDispatchMode):
     def _find_origin(self) -> _Origin:
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001 - the only way to it
         if node is None or self._around:  # inside a backward pass: a checkpoint's second forward
-            source = _find_source() if self._probes.saves else None
+            source = _find_source() if self.finds_sources else None
             origin = _Origin(("", *self._around), source)
             if node is None:
                 # The operation's own node has just been made and has taken the last number.
@@ -256,7 +269,7 @@ class OpMode(TorchDispatchMode):
         else:
             origin = self._origins.get(node._sequence_nr(), _Origin(("",), None))  # noqa: SLF001 - as above
         # A hook has its own line, and so has the backward pass of a function of the program.
-        own = _find_source(_ENGINE) if self._probes.saves else None
+        own = _find_source(_ENGINE) if self.finds_sources else None
         return _Origin(origin.modules, own or origin.source, backward=own is None)
 
 

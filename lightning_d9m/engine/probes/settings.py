@@ -37,8 +37,10 @@ class ProbeSettings:
             Empty means all.
         probe_ranks: Ranks that record; empty means all.
         replay_every: Run the forward and backward pass of every N-th batch twice; 0 for never.
-        dump: Folder into which the tensors at the places are saved; None for none.
-        dump_names: Patterns of the names of the places that are saved.
+        evidence: The name of a place, whose values are kept beside the ledger, with evidence on
+            operations; empty for none. See ``Evidence``.
+        evidence_ops: Whether that has operations without probes of the kind ``"op"``, too.
+        evidence_of: The folder of the run with which operations are compared; None for none.
 
     Raises:
         SettingError: When a value is not allowed.
@@ -49,8 +51,9 @@ class ProbeSettings:
     probe_steps: str = ""
     probe_ranks: tuple[int, ...] = ()
     replay_every: int = 0
-    dump: Path | None = None
-    dump_names: tuple[str, ...] = ("*",)
+    evidence: str = ""
+    evidence_ops: bool = False
+    evidence_of: Path | None = None
 
     def __post_init__(self) -> None:
         ranks: Any = self.probe_ranks

@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_d9m.engine.hashing.digest import digest, digest_value
-from lightning_d9m.engine.probes.dumps import TAG, is_plain, is_tagged, keep
 from lightning_d9m.engine.probes.module_hooks import OpMode, copy_inputs
+from lightning_d9m.engine.probes.op_values import TAG, is_plain, is_tagged, keep
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.probes.trace import ProbeCollector
 
@@ -34,12 +34,13 @@ class StepTape(OpMode):
     """
 
     def __init__(self) -> None:
-        collector = ProbeCollector(lambda _: None, lambda *_: None)
-        super().__init__(nn.Module(), ProbeSettings(), collector)
+        super().__init__(nn.Module(), ProbeSettings(), ProbeCollector(lambda _: None))
         self.ops: list[dict[str, Any]] = []
         self.values: dict[str, Tensor] = {}
         self.skipped: list[str] = []
         self._known: set[str] = set()
+
+    finds_sources = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -5,9 +5,9 @@ Framework-free: hooks pass values as (kind, name, value).
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from lightning_d9m.engine.hashing.digest import DigestQueue
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
@@ -32,7 +32,7 @@ _MAX_CACHED_PLACES = 2_000_000
 _WRITE_SECONDS = 0.1
 
 Write = Callable[[ProbeLayout | ProbesRecord], None]
-Save = Callable[[ProbePoint, ProbeKey, Mapping[str, Any]], None]
+Save = Callable[[ProbePoint, ProbeKey, object], None]
 Leaves = Sequence[tuple[str, object]]
 Take = Callable[[str, Leaves], object]
 """Receives probed values: their kind, and each with the name of its place."""
@@ -89,9 +89,9 @@ class ProbeCollector:
         self._remembered = 0  # places of layouts
 
     @property
-    def saves(self) -> bool:
-        """True if values are saved, so that the inputs of operations must be copied."""
-        return self._save is not None
+    def is_paused(self) -> bool:
+        """True during a probe's own work."""
+        return self._paused
 
     @property
     def listens(self) -> bool:
@@ -113,42 +113,21 @@ class ProbeCollector:
         self._moment = moment
         self._trace = Trace()
 
-    def add(
-        self, kind: str, name: str, value: object, content: Mapping[str, Any] | None = None
-    ) -> None:
-        """Take the value at a place; do nothing outside batches.
-
-        The content is saved instead of the value's leaves.
-        """
-        if self.listens:
-            self._take(kind, name_leaves(name, value), name, content)
+    def add(self, kind: str, name: str, value: object) -> None:
+        """Take the value at a place; do nothing outside batches."""
+        self.add_leaves(kind, name_leaves(name, value) if self.listens else ())
 
     def add_leaves(self, kind: str, leaves: Leaves) -> None:
         """Take values, in one launch for each device."""
-        if self.listens:
-            self._take(kind, leaves)
-
-    def _take(
-        self,
-        kind: str,
-        leaves: Leaves,
-        name: str = "",
-        content: Mapping[str, Any] | None = None,
-    ) -> None:
-        assert self._moment is not None, "a batch has begun"
+        if self._moment is None or not self.listens:
+            return
         trace = self._trace
         before = len(trace.places)
-        self._paused = True
-        try:
+        with self.paused():
             trace.add_leaves(kind, leaves)
-            places = trace.places[before:]
-            if self._save is not None and content is not None and places:
-                self._save(self._moment, (kind, name, places[0][2]), content)
-            elif self._save is not None:
-                for place, (_, value) in zip(places, leaves, strict=True):
-                    self._save(self._moment, place, {"value": value})
-        finally:
-            self._paused = False
+            if self._save is not None:
+                for place, (_, value) in zip(trace.places[before:], leaves, strict=True):
+                    self._save(self._moment, place, value)
 
     def end(self) -> None:
         """End the batch; write its record and those before it if the last write is old enough."""

@@ -98,11 +98,11 @@ class Probes:
     """The probes of a run that takes none; those of ``BatchProbes`` do what the methods say.
 
     Attributes:
-        dump: What saves values; None if they are not saved.
+        evidence: What keeps values for ``d9m locate``; None if they are not kept.
         collector: What writes the records of values.
     """
 
-    dump: Any = None
+    evidence: Any = None
     collector: Any = _NoCollector()
 
     def __init__(self) -> None:
@@ -146,10 +146,7 @@ class Probes:
         """Record the results of the batch, and write its records."""
 
     def save_state(self, point: StatePoint) -> None:
-        """Save the state that the ledger is about to record, if values are saved at this step."""
-
-    def digest_state(self, step: int) -> str | None:
-        """Return the digest of what is saved at a step, with gradients; None if nothing is."""
+        """Keep the state that the ledger is about to record, if values are kept at this step."""
 
     def unhook(self) -> None:
         """Remove the hooks."""

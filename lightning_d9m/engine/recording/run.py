@@ -325,7 +325,8 @@ class Run:
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 
-            self.probes = BatchProbes(used, self._training, rank, self.append)
+            assert self.folder is not None, "begin() has made it"
+            self.probes = BatchProbes(used, self._training, self.folder, rank, self.append)
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"

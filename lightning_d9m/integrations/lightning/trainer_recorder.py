@@ -14,7 +14,7 @@ import torch
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 
-from lightning_d9m.attribute_patches import replace_method, wrap_method
+from lightning_d9m.attribute_patches import wrap_method
 from lightning_d9m.engine.control.environment import control_is_on
 from lightning_d9m.engine.hashing.output_digest import (
     LogicalOutputDigest,
@@ -30,7 +30,6 @@ from lightning_d9m.engine.ledger.format.records import (
     RunFacts,
     Scalar,
 )
-from lightning_d9m.engine.ledger.kinds import WRITTEN
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.engine.probes.training import ProbePoint, Recorded, Training
 from lightning_d9m.engine.ranks.ranks import Ranks
@@ -112,14 +111,14 @@ class TrainerRecorder:
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
         self._replay: Any = None  # loaded where steps are run twice
-        self._replayed, self._traced = ExitStack(), ExitStack()
+        self._replayed = ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
         self._step: int | None = None  # of the batch that began last
 
     def __getstate__(self) -> dict[str, Any]:
         empty = {"_outputs": None, "_replay": None}
-        return self.__dict__ | empty | {"_replayed": ExitStack(), "_traced": ExitStack()}
+        return self.__dict__ | empty | {"_replayed": ExitStack()}
 
     def begin(self, trainer: Trainer, session: TrainerSession) -> None:
         """Open the ledger of a fit and record the state that training starts from.
@@ -162,23 +161,9 @@ class TrainerRecorder:
             lambda: _describe_run(trainer, training, session, settings),
             make_folder,
         )
-        if run.probes.dump is not None and options.kinds & WRITTEN:
-            self._trace_hooks(trainer)
         # A resumed run continues its ledger, in which the state is recorded already.
         if is_new:
             self.record(trainer, session, "initial")
-
-    def _trace_hooks(self, trainer: Trainer) -> None:
-        """Write the digest of what is saved around each hook that Lightning calls."""
-        from lightning_d9m.engine.probes.dumps import trace_hooks
-
-        run, probes, profiler = self.run, self.run.probes, trainer.profiler
-
-        def take() -> str | None:
-            return probes.digest_state(trainer.global_step) if run.probes is probes else None
-
-        traced = trace_hooks(probes.dump.folder, take, profiler.profile)
-        replace_method(self._traced, profiler, "profile", traced)
 
     def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
         """Record why a resumed fit is inexact, as found after it has begun.
@@ -341,7 +326,6 @@ class TrainerRecorder:
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open, and remove every hook."""
         self._replayed.close()
-        self._traced.close()
         self._replay = None
         self.run.end(end)
 

@@ -55,7 +55,7 @@ actual:THIS_RUN?  ledger of another run
 --tries N  most pairs of whole runs, until two differ (default: 2)
 --one-by-one  run the second training after the first, not beside it in turns: for a program that
     needs a device, a port or a file for itself
--o, --output DIR  new folder for ledgers, logs and dumps
+-o, --output DIR  new folder for ledgers, logs and values
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""
 EXAMPLE = "d9m locate -- python train.py"

@@ -24,8 +24,8 @@ from lightning_d9m.engine.hashing.digest import digest, digest_value
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Batch
 from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
-from lightning_d9m.engine.probes.dumps import is_tagged, keep, run_op
 from lightning_d9m.engine.probes.module_hooks import UNDEFINED
+from lightning_d9m.engine.probes.op_values import is_tagged, keep, run_op
 from lightning_d9m.engine.probes.step_tape import (
     flatten,
     is_reference,
@@ -218,8 +218,14 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
         here = capture_stack()
         there = {name: own for name, own in stack.items() if name in here}
         outcome.stack = tuple(name for name, *_ in stack_differences(there, here))
+        # A value is dropped after its last use: a step leaves more than the memory may hold.
+        used = [{*list_keys(_select_needed(entry))} for entry in content["ops"]]
+        last = {key: number for number, keys in enumerate(used, start=1) for key in keys}
         for number, entry in enumerate(content["ops"], start=1):
             left = _run_op(entry, values, outcome)
+            for key in used[number - 1]:
+                if last[key] == number:
+                    values.pop(key, None)
             if left is None:
                 continue
             outcome.ran += 1
@@ -229,7 +235,8 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
                 outcome.first = outcome.first or _describe(number, entry)
             leaves = (tree_leaves(tree, is_leaf=is_tagged) for tree in (entry["left"], left))
             for reference, tensor in zip(*leaves, strict=False):
-                if is_reference(reference) and isinstance(tensor, Tensor):
+                is_value = is_reference(reference) and isinstance(tensor, Tensor)
+                if is_value and last.get(reference["key"], 0) > number:
                     values.setdefault(reference["key"], flatten(tensor))
     return outcome
 
@@ -240,9 +247,13 @@ def _describe(number: int, entry: Mapping[str, Any]) -> str:
     return f"operation {number}, {entry['op']}{where}"
 
 
+def _select_needed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in _NEEDED if name in entry}
+
+
 def _run_op(entry: Mapping[str, Any], values: Mapping[str, Tensor], outcome: StepOutcome) -> Any:
     """Run an operation; return what it leaves, or None if it lacks a value or cannot run."""
-    given = {name: entry[name] for name in _NEEDED if name in entry}
+    given = _select_needed(entry)
     if not values.keys() >= {*list_keys(given)}:
         return None
     try:

@@ -1,10 +1,9 @@
 """The runs of one command that a search compares.
 
 Environment variables control them: where they begin and end, what is probed, and which values are
-saved.
+kept.
 """
 
-import re
 import shutil
 import sys
 import time
@@ -35,8 +34,6 @@ _PAIR = 2
 WHOLE = "whole run"
 # The folder of the checkpoints that a run keeps for later looks.
 KEPT = "kept"
-_DUMP = "LIGHTNING_D9M_DUMP"
-_DUMP_NAMES = "LIGHTNING_D9M_DUMP_NAMES"
 # torch fills new memory only while deterministic algorithms are on.
 _FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
 
@@ -51,7 +48,6 @@ class RunPair:
         expected: Its ledger in the first run.
         fits: Number of fits in each run.
         equal_fits: Number of those before it, which are equal.
-        dumps: The folders of dumps of the two runs.
         actual: Its ledger in the second run.
         is_first: Whether it is the only first fit of a process, which variables reach.
         rank_drift: Where a rank differs from another, in two runs that are equal.
@@ -62,7 +58,6 @@ class RunPair:
     expected: Ledger
     fits: int = 1
     equal_fits: int = 0
-    dumps: tuple[Path, ...] = ()
     actual: Ledger | None = None
     is_first: bool = False
     rank_drift: Divergence | None = None
@@ -106,28 +101,26 @@ class Runner:
         stage: str,
         *,
         segment: Segment | None = None,
-        dump: str = "",
         filled: bool = False,
         later: int = 0,
         watched: Path | None = None,
-        **probes: str,
-    ) -> tuple[Run, Path]:
-        """Run once; return the run and the folder of its dumps, which need not exist.
+        **settings: str,
+    ) -> Run:
+        """Run once.
 
         Args:
             stage: Name of the look, for the progress line.
             segment: The part of the run; None for all of it.
-            dump: Name of the place whose values are saved; empty for none.
             filled: Whether to switch on everything that fills new memory.
             later: The number of runs of the look that follow.
             watched: The folder of a run that has ended; this one ends where it first differs.
-            **probes: Settings of the probes, by name.
+            **settings: Settings of the probes, by name.
 
         Raises:
             CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
                 ledger.
         """
-        folder, variables = self._prepare(dump=dump, filled=filled, probes=probes)
+        folder, variables = self._prepare(settings, filled=filled)
         title = f"{folder.name.replace('-', ' ')}, {stage}"
         words: dict[str, Any] = {"variables": variables, "later": later}
         if segment is not None:
@@ -142,18 +135,15 @@ class Runner:
         self._check(run)
         self.files.note_run()
         self.made.append(run)
-        return run, folder / "dump"
+        return run
 
     def _prepare(
-        self, *, dump: str = "", filled: bool = False, probes: Mapping[str, str]
+        self, settings: Mapping[str, str], *, filled: bool = False
     ) -> tuple[Path, dict[str, str]]:
         """Return the folder of the next run, and its variables."""
         folder = self._runs.output / f"run-{next(self._numbers):03d}"
-        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in probes.items()}
+        variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in settings.items()}
         variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
-        if dump:
-            place = escape_name(dump)  # and its leaves
-            variables |= {_DUMP: str(folder / "dump"), _DUMP_NAMES: f"{place},{place}:[!:]*"}
         return folder, {**self._variables, **variables}
 
     @staticmethod
@@ -164,9 +154,9 @@ class Runner:
             if not any(end is not None and is_drift(end) for end in ends):
                 raise run.failure
 
-    def run_first(self, stage: str, **probes: str) -> list[tuple[Run, Path]]:
+    def run_first(self, stage: str, **settings: str) -> list[Run]:
         """Run twice, and compare while the runs train; both end where they first differ."""
-        made = [self._prepare(probes=probes) for _ in range(_PAIR)]
+        made = [self._prepare(settings) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
         variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
         names = [folder.name for folder in folders]
@@ -183,9 +173,9 @@ class Runner:
             self._numbers = count(1)
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
-            words: dict[str, Any] = dict(probes)
+            words: dict[str, Any] = dict(settings)
             return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
-        return [(run, folder / "dump") for run, folder in zip(runs, folders, strict=True)]
+        return [*runs]
 
     def run_pairs(
         self,
@@ -193,9 +183,8 @@ class Runner:
         tries: int,
         *,
         segment: Segment | None = None,
-        dump: str = "",
         filled: bool = False,
-        **probes: str,
+        **settings: str,
     ) -> Iterator[RunPair]:
         """Run, and yield how each further run compares with the first one.
 
@@ -208,16 +197,20 @@ class Runner:
         """
         begun = time.monotonic()
         self._looks += 1
-        words: dict[str, Any] = {"segment": segment, "dump": dump, "filled": filled, **probes}
+        words: dict[str, Any] = {"segment": segment, "filled": filled, **settings}
         if stage == WHOLE and self._beside:
-            first, *others = self.run_first(stage, **probes)
+            first, *others = self.run_first(stage, **settings)
         else:
             self._announce(stage)
             first, others = self.run(stage, later=1, **words), []
+        folder = next(iter(first.fits.values())).path.parent
+        # The first run cannot know which operation will differ; each later one compares with it.
+        if "evidence" in settings:
+            words["evidence_of"] = str(folder)
         made = 1
         while others or made < 2 * tries or (segment is not None and self._allows(made, begun)):
             if not others:
-                watched = first[1].parent if stage == WHOLE else None
+                watched = folder if stage == WHOLE else None
                 others = [self.run(stage, watched=watched, **words)]
             made += 1
             yield self._compare(first, others.pop())
@@ -234,15 +227,13 @@ class Runner:
         limit = max(self._seconds, _FEWEST_SECONDS)
         return made < _MOST_SEGMENTS and time.monotonic() - begun < limit
 
-    def _compare(self, first: tuple[Run, Path], second: tuple[Run, Path]) -> RunPair:
-        runs = [first, second]
-        expected, actual = (run.fits for run, _ in runs)
+    def _compare(self, *runs: Run) -> RunPair:
+        expected, actual = (run.fits for run in runs)
         if expected.keys() != actual.keys() and not self._is_cut(expected, actual):
             raise CommandError(
                 f"The two runs left different ledgers: {', '.join(expected)} and "
                 f"{', '.join(actual)}. Each run must fit the same models in the same order."
             )
-        dumps = tuple(dump for _, dump in runs)
         both = [name for name in expected if name in actual]
         firsts = [
             name for name in expected if name.startswith("fit-") and not expected[name].header.fit
@@ -254,14 +245,13 @@ class Runner:
                 expected[name],
                 len(both),
                 number,
-                dumps,
                 actual[name],
                 firsts == [name],
             )
             for number, name in enumerate(both)
         ]
         pair = next((pair for pair in pairs if pair.differs), None)
-        error = next((run.failure for run, _ in runs if run.failure is not None), None)
+        error = next((run.failure for run in runs if run.failure is not None), None)
         if pair is None and error is not None:
             drifting = (replace(own, rank_drift=find_rank_drift(own.expected)) for own in pairs)
             pair = next((found for found in drifting if found.rank_drift), None)
@@ -275,8 +265,3 @@ class Runner:
         fewer = min(expected, actual, key=len)
         last = list(fewer.values())[-1] if fewer else None
         return last is not None and last.outcome(min(last.files)).end is None
-
-
-def escape_name(name: str) -> str:
-    """Return a pattern that matches one name; a comma, which separates patterns, becomes ``?``."""
-    return re.sub(r"([*?[])", r"[\1]", name).replace(",", "?")

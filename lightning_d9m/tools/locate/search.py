@@ -227,10 +227,11 @@ class Search:
         """Find what the program read from outside, unless an operation alone is the cause."""
         found, pair = self._found, self._found.pair
         alone = found.op is not None and found.op.outcomes > 1
-        if alone or pair is None or not pair.dumps or found.reference_rank is not None:
+        if alone or pair is None or pair.actual is None or found.reference_rank is not None:
             return
         first = found.divergences[0] if found.divergences else None
-        name, folders = pair.expected.path.name, [dump.parent for dump in pair.dumps]
+        name = pair.expected.path.name
+        folders = [run.path.parent for run in (pair.expected, pair.actual)]
         found.outside = find_reads(folders, name, first)[:_MOST_LINES]
         if first is not None:
             found.samples = describe_samples(folders, name, first)
@@ -274,7 +275,7 @@ class Search:
         segment = self._choose_segment(first, stop)
         assert segment is not None, "a recorded run is the first fit of its program"
         steps = f"{segment.first}:{stop}"
-        pair = self._look_at(_FIRST, segment, "", {"probes": _STEPS, "probe_steps": steps})
+        pair = self._look_at(_FIRST, segment, {"probes": _STEPS, "probe_steps": steps})
         counts = [
             sum(known.compare(run).equal for run in self._runner.made)
             for known in (expected, actual)
@@ -304,7 +305,11 @@ class Search:
             self._look_at_ranks(pair, pair.rank_drift)
         elif pair is not None:
             self._look_into_step()
-            self._look_at_values()
+            first = next(iter(self._found.divergences), None)
+            if first is not None and first.kind == "op":
+                self._examine_op(first)
+            elif first is not None:
+                self._look_at_values(first)
 
     def _look_into_step(self) -> None:
         """Narrow from a step to its operations, or to its modules."""
@@ -315,6 +320,7 @@ class Search:
         # The validation at the end of an epoch belongs to the epoch's last step.
         step = max(0, first.step - (first.moment in ("epoch", EXCEPTION)))
         probed = {"probe_steps": f"{step}:{step + 1}", "probe_modules": "*"}
+        probed["evidence"] = first.name
         # One look instead of two, modules first: each costs two starts of the program. But a
         # race may not come back while each operation is recorded.
         if self._look(_OPERATIONS, probes=_OP_PROBES, **probed) is None:
@@ -339,24 +345,29 @@ class Search:
         self._low = 0 if start is None else start.step
         return Segment(start, first.step + 1 if stop is None else stop)
 
-    def _look_at_values(self) -> None:
-        """Save the values of the first place that differs, and measure how far they are apart."""
-        from lightning_d9m.engine.probes.dumps import find_writer
+    def _examine_op(self, first: Divergence) -> None:
+        """Take the evidence that the second run has on an operation."""
+        from lightning_d9m.tools.locate.op_evidence import examine_op
+
+        found = self._found
+        if found.pair is not None and found.pair.actual is not None:
+            found.op = examine_op(first, found.pair.actual)
+        if found.op is not None and not found.op.inputs_equal:
+            self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
+
+    def _look_at_values(self, first: Divergence) -> None:
+        """Measure how far the values of the first place that differs are apart."""
+        from lightning_d9m.engine.probes.evidence import find_writer, read_evidence
         from lightning_d9m.tools.locate.op_evidence import (
-            examine_op,
+            measure_kept,
             measure_recorded,
-            measure_saved,
-            name_op,
+            name_moment,
         )
 
         found = self._found
-        if not found.divergences or found.pair is None:
+        if found.cause is None or found.cause.kind in ("stack", "length"):
             return
-        if found.pair.comparison.stack and not found.pair.comparison.portable:
-            return
-        if found.cause is not None and found.cause.kind == "length":
-            return
-        first, initial = found.divergences[0], found.divergences[0].moment == "initial"
+        initial = first.moment == "initial"
         found.magnitude = measure_recorded(first)
         draws = first.moment == "batch" and first.kind == "rng"
         kind = "rng" if draws else kind_of_place(first)
@@ -368,19 +379,18 @@ class Search:
         start = max(begin, first.step - 1) if kind in STATE else first.step
         steps = f"{start}:{first.step + 1}"
         settings = {"probes": _STEPS} | self._probes | {"probe_steps": steps}
-        name = name_op(first.name) if kind == "op" else first.name
-        pair = self._look(_VALUES, dump=name, **settings)
+        settings |= {"evidence": first.name}
+        settings |= {"evidence_ops": "1"} if kind in WRITTEN and not initial else {}
+        pair = self._look(_VALUES, **settings)
         at = None if pair is None else _find_again(first, earliest_divergences(pair.comparison)[0])
-        if pair is None or at is None:
+        if pair is None or pair.actual is None or at is None:
             return
-        if kind in WRITTEN:
-            found.writer = find_writer(pair.dumps, first.rank)
-        if kind != "op":
-            found.magnitude = None if draws else measure_saved(at, kind, pair.dumps)
-            return
-        found.op = examine_op(at, pair.dumps)
-        if found.op is not None and not found.op.inputs_equal:
-            self._explain_inputs(first, only_numbers=found.op.only_numbers_differ)
+        runs = (pair.expected, pair.actual)
+        one, other = (read_evidence(own.path, first.rank) for own in runs)
+        # State was read when the batch began; gradients are of the batch itself.
+        begins = kind in STATE and at.moment == "batch" and not at.call
+        found.writer = find_writer(one, other, name_moment(at) if begins else "")
+        found.magnitude = None if draws else measure_kept(at, kind, runs)
 
     def _explain_inputs(self, first: Divergence, *, only_numbers: bool) -> None:
         """Find the cause of inputs that differ although no operation wrote them."""
@@ -402,7 +412,7 @@ class Search:
 
     def _look_at_ranks(self, pair: RunPair, drift: Divergence) -> None:
         """Find the step, tensor and index of a drift between ranks that every run has."""
-        from lightning_d9m.tools.locate.op_evidence import measure_saved
+        from lightning_d9m.tools.locate.op_evidence import measure_kept
 
         self._found.pair, self._found.ranks = pair, len(pair.expected.files)
         self._found.divergences = (drift,)
@@ -415,16 +425,16 @@ class Search:
             return
         # The step before shows that the ranks were still equal there.
         steps = f"{max(0, drift.step - 1)}:{drift.step + 1}"
-        run, dump = self._runner.run(
-            _VALUES, dump=drift.name, probes=_RANK_PROBES, probe_steps=steps
-        )
-        again = find_rank_drift(run.fits[pair.fit]) if pair.fit in run.fits else None
-        if again is None or (again.step, again.kind) != (drift.step, drift.kind):
+        settings: dict[str, Any] = {"probes": _RANK_PROBES, "probe_steps": steps}
+        settings["evidence"] = drift.name
+        ledger = self._runner.run(_VALUES, **settings).fits.get(pair.fit)
+        again = None if ledger is None else find_rank_drift(ledger)
+        if ledger is None or again is None or (again.step, again.kind) != (drift.step, drift.kind):
             self._found.looks.append(f"{_VALUES}: the drift did not occur again")
             return
         self._found.looks.append(f"{_VALUES}: {describe_place([again])}")
         ranks = (reference_rank(drift), drift.rank)
-        self._found.magnitude = measure_saved(drift, kind, [dump, dump], ranks=ranks)
+        self._found.magnitude = measure_kept(drift, kind, [ledger, ledger], ranks=ranks)
 
     def _is_caught(self, stage: str, found: Sequence[Divergence], steps: str) -> bool:
         """Return whether a look saw the beginning of the known divergence or of an earlier one.
@@ -451,12 +461,12 @@ class Search:
         began = first.kind in STATE and not first.call  # an optimizer's state is probed again
         return not (first.step == start > self._low and began)
 
-    def _look(self, stage: str, *, dump: str = "", **probes: str) -> RunPair | None:
+    def _look(self, stage: str, **settings: str) -> RunPair | None:
         """Run until a run differs from the first one, and record it; None if none does."""
         known = self._found.divergences
         segment = self._choose_segment(known[0]) if known else None
         try:
-            return self._look_at(stage, segment, dump, probes)
+            return self._look_at(stage, segment, settings)
         except CommandError:
             if segment is None or segment.start is None:
                 raise
@@ -464,13 +474,13 @@ class Search:
         # more from the beginning, which needs no state.
         self._resumes = False
         self._found.looks.append(f"{stage}: the runs could not resume, so they begin at step 0")
-        return self._look_at(stage, replace(segment, start=None), dump, probes)
+        return self._look_at(stage, replace(segment, start=None), settings)
 
     def _look_at(
-        self, stage: str, segment: Segment | None, dump: str, probes: Mapping[str, str]
+        self, stage: str, segment: Segment | None, settings: Mapping[str, str]
     ) -> RunPair | None:
         missed = made = 0
-        words: dict[str, Any] = {"segment": segment, "dump": dump, **probes}
+        words: dict[str, Any] = {"segment": segment, **settings}
         for pair in self._runner.run_pairs(stage, self._tries, **words):
             made += 1
             if pair.rank_drift and stage == WHOLE:
@@ -479,7 +489,7 @@ class Search:
                 continue
             found = self._found
             divergences = earliest_divergences(pair.comparison)
-            steps = probes.get("probe_steps", "")
+            steps = settings.get("probe_steps", "")
             same_fit = found.pair is None or pair.fit == found.pair.fit
             if not same_fit or not self._is_caught(stage, divergences, steps):
                 missed += 1
@@ -493,7 +503,7 @@ class Search:
             found.ranks = max(1, len(pair.comparison.ranks))
             found.pair, self._first = pair, self._first or pair
             found.looks.append(f"{stage}: {describe_place(divergences)}")
-            self._probes = dict(probes)
+            self._probes = dict(settings)
             return pair
         runs = pluralize(made + 1, "run")
         self._gone |= not missed and stage != WHOLE
