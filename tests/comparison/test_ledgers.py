@@ -163,20 +163,22 @@ def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
 
 
 @pytest.mark.parametrize("batches", [0, 4])
-@pytest.mark.parametrize("loss", ["0x1p+0", "0x1p+1"])
+@pytest.mark.parametrize("loss", ["0x1.0000000000000p+0", "0x1.0000000000000p+1"])
 def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss, batches):
     """The run has its record after that of the epoch, and the segment at its end."""
     folders = []
-    for value, stop in (("0x1p+0", 4), (loss, 2)):
-        probes = make_probes([("loss", "")], [(step, step) for step in range(min(batches, stop))])
+    for value, stop in (("0x1.0000000000000p+0", 4), (loss, 2)):
+        probes = make_probes([("loss", "")], [(step,) for step in range(min(batches, stop))])
         states = [StepDigests(epoch=0, step=s, totals={}, entries={}) for s in range(1, stop + 1)]
-        seen = Evaluation(name="validate", epoch=0, step=1, batches=1, scalars={"loss": value})
+        seen = Evaluation(
+            name="validate", epoch=0, step=1, batches=1, scalars={"loss": value}, outputs="0" * 32
+        )
         end = [make_weights("epoch", 0, {"w": "0" * 32}, step=4)] if stop == 4 else []
         own = {} if end else {"program": {SEGMENT: "until 2"}}
         records = [make_facts(), *probes, *states, *end, seen]
         folders.append(write_rank(create_ledger_folder(tmp_path), records, **own))
     found = compare(*folders)
-    assert found.verdict == ("equal" if loss == "0x1p+0" else "different"), found
+    assert found.verdict == ("equal" if loss == "0x1.0000000000000p+0" else "different"), found
     assert compare(*folders[::-1]).verdict == found.verdict
 
 
