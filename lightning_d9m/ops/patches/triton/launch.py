@@ -207,8 +207,8 @@ def _run(kernel: Any, elements: int, tensors: Any, numbers: Any, *, alone: bool)
     block = max(min(elements, _SLICE), 1)
     programs, sizes = 1 if alone else -(-elements // block), len(kernel.sizes)
     given: list[Any] = [*map(language.point_to, tensors)]
-    # Tensors of no dimension have `to` and `dtype`, as numbers of Triton have, and leave the type of
-    # a result to the other operand; one on the CPU is taken together with those of any device.
+    # Tensors of no dimension have `to` and `dtype`, as numbers of Triton have, leave the type of a
+    # result to the other operand, and are taken from the CPU together with those of any device.
     given += [torch.tensor(one, device="cpu") for one in numbers[:sizes]]
     given += [*numbers[sizes:-1], False, block]
     language.run(kernel, programs, tensors[0].device, *given)
