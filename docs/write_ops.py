@@ -40,7 +40,7 @@ patched gradient runs.
 On CUDA,
 
 - the first use of a primitive on a device compares its Triton kernel with torch ops on the CPU.
-  Torch ops, with the same bits, take over with a warning from a kernel that differs or cannot run;
+  Torch ops, which run its text, take over with a warning if it differs or cannot run;
 - an exact sum takes one fill and three launches, or one launch for few terms; the gradient of
   `grid_sample` starts one kernel more, copies inputs that are not contiguous, and fills four new
   tensors with `fill_uninitialized_memory` (torch itself starts one kernel);

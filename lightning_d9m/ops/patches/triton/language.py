@@ -94,6 +94,7 @@ def cast(values: Any, dtype: torch.dtype, *, bitcast: bool) -> Any:
     """Read bits as those of another type."""
     assert bitcast
     if isinstance(values, Pointer):
+        # A kernel keeps numbers of two types in one tensor, which one launch fills.
         bytes_before = values.offset * values.memory.element_size()
         return Pointer(values.memory.view(dtype), bytes_before // dtype.itemsize)
     return values.view(dtype)
@@ -112,6 +113,7 @@ def minimum(values: Tensor, most: Any) -> Tensor:
 def load(pointer: Pointer, mask: Tensor, other: float, cache_modifier: str = "") -> Tensor:
     """Return what is in memory where a mask says, and another number elsewhere."""
     del cache_modifier
+    # A place outside is not read. Of masked ones place 0 is, which a tensor of nothing lacks.
     memory = pointer.memory if len(pointer.memory) else pointer.memory.new_zeros(1)
     return where(mask, memory[where(mask, pointer.offset, 0)], other)
 
@@ -130,4 +132,5 @@ def atomic_max(pointer: Pointer, values: Tensor, mask: Tensor, sem: str) -> None
 def atomic_add(pointer: Pointer, values: Tensor, mask: Tensor, sem: str) -> None:
     """Add to numbers where a mask says."""
     del sem
+    # The order of the additions, which a device chooses, has no effect: none of them rounds.
     pointer.memory.index_add_(0, pointer.offset[mask], values[mask])

@@ -47,6 +47,8 @@ def _compile(module: str) -> dict[str, Any]:
     import triton
     import triton.language
 
+    # In the copies `tl` is Triton's, and names of other functions are those that Triton compiles.
+    # A second text with the same bits took 320 lines, and tests on a CPU did not run the first one.
     given = vars(sys.modules[module])
     names = {**given, "tl": triton.language}
     for name, one in given.items():
@@ -205,6 +207,8 @@ def _run(kernel: Any, elements: int, tensors: Any, numbers: Any, *, alone: bool)
     block = max(min(elements, _SLICE), 1)
     programs, sizes = 1 if alone else -(-elements // block), len(kernel.sizes)
     given: list[Any] = [*map(language.point_to, tensors)]
+    # Tensors of no dimension have `to` and `dtype`, as numbers of Triton have, leave the type of a
+    # result to the other operand, and are taken from the CPU together with those of any device.
     given += [torch.tensor(one, device="cpu") for one in numbers[:sizes]]
     given += [*numbers[sizes:-1], False, block]
     language.run(kernel, programs, tensors[0].device, *given)
