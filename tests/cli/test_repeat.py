@@ -288,8 +288,8 @@ def test_each_point_gets_a_segment_that_resumes_there(resume, tmp_path):
     said = "equal: 2 of 2 segments that resume from checkpoints of the run are equal to it."
     assert said in " ".join(out.split())
     assert [" ".join(line.split()) for line in rows(out)] == [
-        "1 after a step 1 to 1 equal",
-        "2 between accumulated batches 1 to 1 equal",
+        "1 after a step 1 to 4 equal",
+        "2 between accumulated batches 1 to 4 equal",
     ]
     assert "segment 2 (2 of 2): done, 1 epoch" in err
     assert max(map(len, [*out.splitlines()[:-1], *err.splitlines()])) <= 80
@@ -354,7 +354,7 @@ def test_a_difference_outweighs_a_failure(resume):
     status, out, _ = resume(FAIL_ONCE.format(cause="why") + "train(8 if resume else 7)")
     assert status == 1
     assert out.startswith("different: 0 of 2 segments")
-    assert [line.split("1 to 1")[1].split()[0] for line in rows(out)] == ["failed", "persistent"]
+    assert [line.split("1 to 4")[1].split()[0] for line in rows(out)] == ["failed", "persistent"]
 
 
 @pytest.mark.parametrize(
