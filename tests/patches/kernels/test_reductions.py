@@ -26,20 +26,30 @@ def test_median_of_equal_elements_has_one_index(name: str) -> None:
     assert of_nan.indices.tolist() == [0, 0]
 
 
-class Divisors(TorchDispatchMode):
-    """The divisors of all divisions."""
+class Calls(TorchDispatchMode):
+    """Each operation of torch that is called, but for views, with its arguments."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.aten.div:
-            self.seen = [*getattr(self, "seen", ()), args[1]]
+        if not func.is_view:
+            self.seen = [*getattr(self, "seen", ()), (func.overloadpacket, args)]
         return func(*args, **(kwargs or {}))
 
 
 def test_histc_divides_by_a_tensor_on_the_device() -> None:
     """As a CPU: CUDA multiplies by the reciprocal of a number and of a 0-d tensor on the CPU."""
-    with Divisors() as divisors:
+    with Calls() as calls:
         histc(torch.empty(9, device="meta"), 7, 0, 7)
-    assert [by.device.type for by in divisors.seen] == ["meta"]
+    divisors = [args[1] for op, args in calls.seen if op is torch.ops.aten.div]
+    assert [by.device.type for by in divisors] == ["meta"]
+
+
+@pytest.mark.parametrize("scan", [reductions.cumprod, reductions.logcumsumexp])
+@pytest.mark.parametrize(("size", "count"), [(2**11, 2), (2**22, 4), (2**22 - 1, 5), (2**24, 7)])
+def test_a_scan_of_a_row_starts_few_operations(scan, size: int, count: int) -> None:
+    row = torch.empty(size, device="meta")
+    with Calls() as calls:
+        scan(row, 0)
+    assert len(calls.seen) == count, [str(op) for op, _ in calls.seen]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
