@@ -182,8 +182,6 @@ class RepeatReport:
     ) -> None:
         self._labels = [f"run {number}: {run.label}" for number, run in runs.items() if run.label]
         self._failures = {number: run for number, run in runs.items() if run.failure is not None}
-        # A failed run has no ledger, or a part of one: it makes the verdict incomplete, not
-        # different.
         runs = {number: run for number, run in runs.items() if run.failure is None}
         self._runs, self._command, self._output = runs, command, output
         self._resumed, self._printed, self._left = resumed, printed, left
