@@ -236,7 +236,6 @@ def run_once(
         CommandError: If the command does not start, fails, or runs longer than ``timeout``. All
             of its processes have ended by then.
     """
-    # Without variables of ranks the command starts its own processes, if it trains with several.
     ranks = [{}] if processes is None else make_rank_variables(processes)
     logs = [folder / (f"output-{rank}.log" if rank else "output.log") for rank in range(len(ranks))]
     environment = _make_environment(folder) | dict(variables)

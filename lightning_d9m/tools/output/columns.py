@@ -68,22 +68,17 @@ def format_table(
             # rich would take brackets in a str for a style: "weight[bold]".
             table.add_row(
                 *(
-                    style(column.meaning(row), column.cell(row))
-                    if column.meaning
-                    else Text(column.cell(row))
-                    for column in shown
+                    style(own.meaning(row), own.cell(row)) if own.meaning else Text(own.cell(row))
+                    for own in shown
                 )
             )
         # A console of the terminal's width would shrink the table to it.
         if (needed := Console(width=10_000).measure(table).maximum) <= width:
             break
     width = width if wraps else max(width, needed)
-    # Highlighting would color every number. False in place of None keeps colors out of text that is
-    # not printed here, such as Markdown.
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:
         console.print(table)
-    # rich fills each line with blanks, which a copy of the text would have.
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 

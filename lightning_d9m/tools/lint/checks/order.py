@@ -333,8 +333,6 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
         case ast.Call(function) if node is not function:
             judged = _judge_argument(parent, tree, numbered=numbered, depth=depth)
         case ast.comprehension(iter=values) if values is node:
-            # What the comprehension makes has the order of what it iterates over, if it has an
-            # order.
             made = tree.parent[parent]
             if not isinstance(made, (ast.SetComp, ast.DictComp)):
                 judged = _judge_order(made, tree, numbered=numbered, depth=depth)
@@ -348,14 +346,12 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
             target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
             judged = _judge_name(target, parent, tree, depth - 1) if depth else None
         case ast.Subscript(value, part) if value is node:
-            # A dataset whose __getitem__ takes an element by its position gives each index another
-            # sample.
+            # By its position, an index of a dataset gets a different sample.
             functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
             given = getattr(next(functions, None), "name", "") == "__getitem__"
             judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
         case ast.Subscript(slice=part) if part is node:  # positions
             judged = "depends"
-        # A test of emptiness.
         case ast.BoolOp() if getattr(tree.parent[parent], "test", None) is parent:
             pass
         case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
