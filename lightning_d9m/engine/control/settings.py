@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from runpy import run_path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -25,10 +27,15 @@ HIGHEST_THREADS = 4096
 
 
 def _torch_is_built_for_cuda() -> bool:
-    """Return whether torch was built for CUDA; this does not start the driver."""
-    import torch  # here, because the command line reads variables without it
-
-    return torch.version.cuda is not None
+    """Return whether torch was built for CUDA; neither import it nor start the driver."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.version.cuda is not None
+    # Settings are made before torch is loaded, whose import takes seconds.
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
