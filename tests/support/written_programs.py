@@ -479,7 +479,7 @@ def judge(source, folder, step):
     if word == "refused":
         again = in_fork(lambda: train(source, folder, step, on_inexact_resume="warn"))
         word = "needless" if again == straight else "refused"
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return word, "" if isinstance(found, bytes) else found
 
 
