@@ -96,4 +96,7 @@ def _hash_in_threads(chunks: Sequence[_Chunk], shares: int) -> bytes:
     share = -(-len(chunks) // threads)
     parts = (chunks[start : start + share] for start in range(0, len(chunks), share))
     with ThreadPoolExecutor(threads) as pool:
-        return b"".join(pool.map(_hash, parts))
+        try:
+            return b"".join(pool.map(_hash, parts))
+        except RuntimeError:  # no thread starts while the interpreter ends, as a loop's run does
+            return _hash(chunks)

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_d9m.engine.control.data.data_state import UNKNOWN, list_paths, list_unsaved
+from lightning_d9m.engine.control.data.data_state import UNKNOWN_DATA, list_paths, list_unsaved
 from lightning_d9m.engine.control.data.loaders import LoaderControl, find_control
 from lightning_d9m.engine.control.seeding import (
     capture_rng,
@@ -237,7 +237,6 @@ class Recorder:
         self._loaders = LoaderControl(
             settings.seed, fit=self._fit, rank=rank, per_sample_rng=settings.per_sample_rng
         )
-        self._loaders.report = self._report
         self._opened.callback(self._loaders.release)
         if self._portable:
             from lightning_d9m.ops.portability.mode import portable
@@ -626,7 +625,7 @@ class Recorder:
         sharding = find_hybrid_sharding(wrapped.modules())
         problems = [*filter(None, [sharding]), *find_lost_devices(saved["rng"])]
         problems += list_unsaved(saved["samplers"])
-        problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN))
+        problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN_DATA))
         if problems:
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)

@@ -218,11 +218,7 @@ REFUSED = [
     ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
     ((*STATE, "settings", "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
     ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
-    (
-        (*RANK, "samplers", "train.0"),
-        lambda _: {"dataset.old": torch.zeros(1)},
-        r"lacks.* dataset\.old",
-    ),
+    ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
     ((*STATE, "inexact"), lambda old: ["A reason."], "- A reason."),
     (
         (*RANK, "rng"),

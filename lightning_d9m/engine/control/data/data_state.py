@@ -5,31 +5,33 @@ shuffled in place, or a number that a callback sets. A resumed run starts with n
 hold their first values.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
 from lightning_d9m.engine.state.parts import GENERATOR, find_kind, is_of_lightning
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
-from lightning_d9m.engine.state.state import find_generators, search
+from lightning_d9m.engine.state.state import search
 
-UNSAVED, LOGGED, UNKNOWN = "unsaved", "logged", "unknown"
-"""What a captured state has instead of bytes: of what a checkpoint cannot hold; of what only the
-log names, caches that were filled and what changes in a loader itself; and of what nothing can
-read, such as an open database."""
+# The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
+# path; and the paths of what they have changed and a checkpoint cannot hold.
+CHANGES, UNSAVED = "sampler", "unsaved"
+# The same of a loader's dataset and functions; and the paths of what only the log names: caches
+# that were filled, and what changes in a loader itself.
+DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# The paths of what nothing can read, such as an open database.
+UNKNOWN_DATA = "unknown"
 
 LOADER = "loader"
 """The name of a loader among the objects."""
 
-# The names of samplers, and the paths of what is in them, begin with it: one dict by path has both,
-# of which a checkpoint within an epoch takes samplers from its start, and data from now.
-_SAMPLERS = "samplers["
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
@@ -41,12 +43,13 @@ _CHECKED_BATCHES = 16
 class DataState:
     """The state of the objects that load data, and of all in them, relative to their first one.
 
-    Of an object with a ``state_dict``, which says itself where it is, only generators count.
+    An object with a ``state_dict`` says itself where it is, and has none here. Generators of
+    datasets have a state of their own: see ``capture_generators``.
 
     Args:
-        owners: The objects by name. What changes in a loader itself is never saved, but for its
-            generators, as Lightning iterates it when it is loaded, and again when an epoch starts;
-            most loaders then begin again.
+        owners: The objects by name. What changes in a loader itself is never saved, as Lightning
+            iterates it when it is loaded, and again when an epoch starts; most loaders then begin
+            again.
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
@@ -58,98 +61,97 @@ class DataState:
         samplers: Sequence[object] = (),
         earlier: Iterable["DataState"] = (),
     ) -> None:
-        pairs = [pair for each in earlier for pair in each.parts.values()]
-        known = {id(own): changes for own, changes in pairs if own is not None}
-        named = {f"{_SAMPLERS}{number}]": own for number, own in enumerate(samplers)} | {**owners}
-        others = {*map(id, named.values())}
-        self.parts: dict[str, tuple[object, Changes]] = {}
-        for name, own in named.items():
-            if is_of_sampler(name) or not hasattr(own, "load_state_dict"):
-                self.parts[name] = own, known.get(id(own)) or _watch(name, own, others)
-            if name == LOADER or name not in self.parts:
-                # A dataset may forget its generator in its state. Attributes that torch's loader
-                # has are left out: their generators are seeded in each epoch.
-                hidden = list_controlled(own) if isinstance(own, DataLoader) else set()
-                held = getattr(own, "__dict__", {})
-                held = {f"{name}.{key}": held[key] for key in held.keys() - hidden}
-                if found := find_generators(held):
-                    self.parts[f"{name}.generators"] = None, Changes(found, leave_out=_leave_out)
+        known = {
+            id(own): changes
+            for state in earlier
+            for own, changes in (*state.data.values(), *state.samplers.values())
+        }
+        others = {*map(id, owners.values()), *map(id, samplers)}
+        self.data: dict[str, tuple[object, Changes]] = {
+            name: (own, known.get(id(own)) or _watch(name, own, others))
+            for name, own in owners.items()
+            if not hasattr(own, "load_state_dict")
+        }
+        self.samplers: dict[str, tuple[object, Changes]] = {
+            str(number): (sampler, known.get(id(sampler)) or _watch("", sampler, others))
+            for number, sampler in enumerate(samplers)
+        }
 
     def capture(self) -> dict[str, Any]:
-        """Return what has changed by path, for ``restore``, or why a checkpoint does not have it.
+        """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
+        states: dict[str, Any] = {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
+        states |= {CHANGES: {}, UNSAVED: [], UNKNOWN_DATA: []}
+        for number, (_, changes) in self.samplers.items():
+            found, unknown = changes.capture()
+            states[CHANGES] |= {f"{number}.{path}": pack_bytes(own) for path, own in found.items()}
+            states[UNSAVED] += [f"{number}.{path}" for path in unknown]
+            states[UNKNOWN_DATA] += [f"sampler.{path}" for path in changes.unknown]
+        for name, (_, changes) in self.data.items():
+            found, unknown = changes.capture()
+            states[UNKNOWN_DATA] += changes.unknown
+            if name == LOADER:
+                states[LOGGED_DATA] += [*found, *unknown]
+                continue
+            states[DATA] |= {path: pack_bytes(own) for path, own in found.items()}
+            for path in unknown:
+                states[LOGGED_DATA if path in changes.filled else UNSAVED_DATA].append(path)
+        return {key: own for key, own in states.items() if own}
 
-        Generators count as changed.
-        """
-        states: dict[str, Any] = {}
-        for name, (_, changes) in self.parts.items():
-            found, unsaved = changes.capture()
-            own = {path: LOGGED if name == LOADER else pack_bytes(found[path]) for path in found}
-            # An order depends on what a sampler holds, while a cache of a dataset may be empty.
-            cached = () if is_of_sampler(name) else unsaved if name == LOADER else changes.filled
-            own |= {path: LOGGED if path in cached else UNSAVED for path in unsaved}
-            own |= dict.fromkeys(changes.unknown, UNKNOWN)
-            states |= {f"{_find_prefix(name)}{path}": state for path, state in own.items()}
-        return states
+    def restore_samplers(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the samplers; warn of what they do not take."""
+        for number, (_, changes) in self.samplers.items():
+            lost = changes.restore(_select(states, number), torch.device("cpu"))
+            _warn_of_lost([f"sampler.{path}" for path in lost])
 
-    def restore(
-        self, states: Mapping[str, Any], *, samplers: bool = True, data: bool = True
-    ) -> list[str]:
-        """Write what ``capture`` returned into the objects; return the paths that they lack."""
-        lost = {
-            path: unpack_bytes(own)
-            for path, own in states.items()
-            if isinstance(own, Tensor) and (samplers if is_of_sampler(path) else data)
-        }
-        for name, (_, changes) in self.parts.items():
-            prefix = _find_prefix(name)
-            own = _select(lost, prefix)
-            missing = {f"{prefix}{path}" for path in changes.restore(own, torch.device("cpu"))}
-            taken = {
-                f"{prefix}{path}" for path in own if f"{prefix}{path}".rstrip("'") not in missing
-            }
-            lost = {path: data for path, data in lost.items() if path not in taken}
-        return [path.rstrip("'") for path in lost]
+    def restore_data(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the others; warn of what they do not take."""
+        plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
+        lost = {path.rstrip("'") for path in plain}
+        for _, changes in self.data.values():
+            lost = set(changes.restore(plain, torch.device("cpu")))
+            plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
+        _warn_of_lost(lost)
 
     def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Restore what differs in samplers between two captures and has not changed since."""
-        captures = [
-            {path: unpack_bytes(own) for path, own in each.items() if isinstance(own, Tensor)}
-            for each in (before, after)
-        ]
-        for name, (_, changes) in self.parts.items():
-            if is_of_sampler(name):
-                changes.undo(*(_select(each, _find_prefix(name)) for each in captures))
+        for number, (_, changes) in self.samplers.items():
+            changes.undo(_select(before, number), _select(after, number))
 
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
-        for name, (_, changes) in self.parts.items():
-            if not is_of_sampler(name):
-                changes.settle()
+        for _, changes in self.data.values():
+            changes.settle()
 
 
-def is_of_sampler(path: str) -> bool:
-    """Return whether a captured state is that of a sampler."""
-    return path.startswith(_SAMPLERS)
+def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
+    """Return the encoded values of one sampler."""
+    found = {path.partition("."): data for path, data in states.get(CHANGES, {}).items()}
+    return {path: unpack_bytes(data) for (own, _, path), data in found.items() if own == number}
 
 
-def _find_prefix(name: str) -> str:
-    """Return what a captured state adds to the paths of a sampler, which another may have, too."""
-    return f"{name}." if is_of_sampler(name) else ""
-
-
-def _select(states: Mapping[str, bytes], prefix: str) -> dict[str, bytes]:
-    return {path.removeprefix(prefix): states[path] for path in states if path.startswith(prefix)}
-
-
-def list_paths(samplers: Mapping[str, Mapping[str, Any]], state: str) -> list[str]:
-    """Return the paths of the captured states of loaders that have this one instead of bytes."""
-    pairs = ((f"{number}.{path}", own[path]) for number, own in samplers.items() for path in own)
-    return [path for path, own in pairs if isinstance(own, str) and own == state]
+def _warn_of_lost(paths: Collection[str]) -> None:
+    if paths:
+        warnings.warn(
+            "The checkpoint holds values that a sampler or dataset lacks, or takes others for: "
+            f"{', '.join(sorted(paths))}. Batches may differ from those of an uninterrupted run: "
+            "make both as in the run that saved it.",
+            stacklevel=3,
+        )
 
 
 def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return why the captured states of loaders cannot be restored, by number of the loader."""
-    return describe_unsaved(list_paths(samplers, UNSAVED))
+    in_samplers = (
+        f"{number}.sampler.{path.partition('.')[2]}"
+        for number, states in samplers.items()
+        for path in states.get(UNSAVED, ())
+    )
+    return describe_unsaved([*in_samplers, *list_paths(samplers, UNSAVED_DATA)])
+
+
+def list_paths(samplers: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
+    """Return the paths under a key of the captured states, with the number of the loader."""
+    return [f"{number}.{path}" for number, own in samplers.items() for path in own.get(key, ())]
 
 
 class WorkerWatch:
@@ -173,7 +175,7 @@ class WorkerWatch:
         if self._batches == 1:
             self._state.settle()
         # But of an empty place that was filled once.
-        found = (changes.find_first() for _, changes in self._state.parts.values())
+        found = (changes.find_first() for _, changes in self._state.data.values())
         if (path := next(filter(None, found), None)) is not None:
             self._report(path)
 
@@ -187,9 +189,7 @@ class WorkerWatch:
 
 
 def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
-    """Watch an object that loads data, or a sampler, whose paths have no name."""
-    if is_of_sampler(name):
-        name = ""
+    """Watch an object that loads data, or a sampler, which has no name."""
     # Samplers get their epoch from the loop that iterates them, data from the program.
     hidden = list_controlled(owner) - ({"epoch"} if name not in ("", LOADER) else set())
     own = getattr(owner, "__dict__", {})
@@ -200,8 +200,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         return value is not owner and (
             id(value) in left_out
             or isinstance(value, of_others)
-            or _leave_out(path, value)
-            or (name == LOADER and find_kind(value) is GENERATOR)  # they have a part
+            or _leave_out(path, value, generators=bool(name))
         )
 
     owners: dict[str, object] = {name: owner}
@@ -222,8 +221,10 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     )
 
 
-def _leave_out(_path: str, value: Any) -> bool:
+def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
     if isinstance(value, DataLoader | Sampler):
+        return True
+    if generators and find_kind(value) is GENERATOR:
         return True
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True

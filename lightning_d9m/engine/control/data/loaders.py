@@ -16,18 +16,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.data_state import (
+    DATA,
     LOADER,
-    UNSAVED,
+    LOGGED_DATA,
+    UNKNOWN_DATA,
+    UNSAVED_DATA,
     DataState,
     WorkerWatch,
-    is_of_sampler,
 )
 from lightning_d9m.engine.control.data.resumable_sampler import (
     RANKLESS,
@@ -44,6 +45,7 @@ from lightning_d9m.engine.control.environment import threads_pinned
 from lightning_d9m.engine.control.seeding import RandomStreams, SeededHost, seed_host
 from lightning_d9m.engine.control.session import capture_session, start_worker
 from lightning_d9m.engine.state.parts import is_of_program
+from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import SettingError
 
 
@@ -201,6 +203,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
+_OF_DATA = (UNKNOWN_DATA, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 class ReachedPosition(NamedTuple):
@@ -311,11 +314,6 @@ class ControlledLoader:
         return iterator
 
     @property
-    def key(self) -> str:
-        """The key of the loader's state among those of all loaders."""
-        return f"{self.stage}.{self.stream.number}"
-
-    @property
     def is_bypassed(self) -> bool:
         """True if the loader's epoch began without torch's iterator."""
         return self.started is not None and self.start is None
@@ -323,45 +321,43 @@ class ControlledLoader:
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
         start = self.start
-        if within and start is not None and self._iterable and not at_end:
-            return start  # it is read again from the start of the epoch
-        now = self.state.capture()
         if not within or start is None:
-            return now
-        now = {path: own for path, own in now.items() if not is_of_sampler(path)}
+            return self.state.capture()
+        # Read again from the start of the epoch; a validation is run again as a whole.
+        if (self._iterable or self.stage != "train") and not at_end:
+            return start
+        at_start = {name: own for name, own in start.items() if name not in _OF_DATA}
+        now = {name: own for name, own in self.state.capture().items() if name in _OF_DATA}
         loader = self.loader()
-        copied = loader is not None and loader.num_workers and not at_end
-        start = {
-            path: own
-            for path, own in start.items()
-            if is_of_sampler(path) or (copied and isinstance(own, Tensor))
-        }
-        for path, own in now.items() if copied else ():
-            # Workers have copies from the start of the epoch. Variables of files are restored in
-            # this process later, as part of the program.
-            before = start.get(path)
-            if isinstance(own, Tensor) and (before is None or not torch.equal(own, before)):
-                now[path] = UNSAVED if path.startswith(tuple(self.state.parts)) else before
-        return start | {path: own for path, own in now.items() if own is not None}
+        if loader is not None and loader.num_workers and not at_end:
+            # Workers have copies from the start of the epoch.
+            first, held = start.get(DATA, {}), tuple(self.state.data)
+            changed = [
+                path
+                for path, own in now.get(DATA, {}).items()
+                if path not in first or not torch.equal(own, first[path])
+            ]
+            # Variables of files are restored in this process later, as part of the program.
+            changed = [path for path in changed if path.startswith(held)]
+            now |= {DATA: first, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
+        return at_start | {name: own for name, own in now.items() if own}
 
     def _keep_start(self) -> None:
         if self.start is None:  # torch may make a second iterator, or cycle
             self.start = self.state.capture()
 
-    def restore(self, states: Mapping[str, Any], **kinds: bool) -> None:
+    def restore(self, samplers: Mapping[str, Any], *, data: bool = True) -> None:
         """Restore what ``capture`` returned, from that of all loaders of the stage."""
-        lost = self.state.restore(states.get(self.key, {}), **kinds)
-        if lost:
-            self._control.report(_LOST.format(", ".join(sorted(lost))))
+        states = samplers.get(str(self.stream.number), {})
+        self.state.restore_samplers(states)
+        if data:
+            self.state.restore_data(states)
 
-    def restore_data(self, epoch: int, *, read: bool = False) -> None:
-        """Restore what the dataset held where the run was interrupted.
-
-        An iterable dataset has ``read`` the batches before that again.
-        """
+    def restore_data(self, epoch: int) -> None:
+        """Restore what the dataset held where the run was interrupted."""
         reached = self._find_reached(epoch)
-        if reached is not None and not (read and self._iterable):
-            self.restore(reached.samplers, samplers=False)
+        if reached is not None:
+            self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
             self._has_data = True
 
     def _find_reached(self, epoch: int) -> ReachedPosition | None:
@@ -448,7 +444,6 @@ class LoaderControl:
             draws depend neither on its batch nor on the rank.
         host_sets_epochs: Whether the program that iterates the training loaders calls
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
-        report: Called with why a resumed run may have other batches.
     """
 
     seed: int
@@ -457,7 +452,6 @@ class LoaderControl:
     rank: int
     per_sample_rng: bool
     host_sets_epochs: bool = False
-    report: Callable[[str], object] = warnings.warn
 
     def __post_init__(self) -> None:
         self.loaders: list[ControlledLoader] = []
@@ -499,15 +493,12 @@ class LoaderControl:
             Plain values.
         """
         found = {
-            control.key: control.capture(within=within, at_end=at_end)
+            str(control.stream.number): control.capture(within=within, at_end=at_end)
             for control in self._list(stage)
         }
-        found |= {number: state.capture() for number, state in self._number_others(stage)}
-        return {number: states for number, states in found.items() if states}
-
-    def _number_others(self, stage: str) -> Iterator[tuple[str, DataState]]:
         others = [state for other, _, state in self._others if other == stage]
-        yield from ((f"{stage}.{LOADER}{number}", state) for number, state in enumerate(others))
+        found |= {f"{LOADER}{n}": state.capture() for n, state in enumerate(others)}
+        return {number: states for number, states in found.items() if states}
 
     def _list(self, stage: str) -> list[ControlledLoader]:
         return [control for control in self.loaders if control.stage == stage]
@@ -553,16 +544,10 @@ class LoaderControl:
                 control.first_epoch = epoch
             control.start_epoch(epoch)
 
-    def restore_data(self, stage: str, epoch: int, *, read: bool = False) -> None:
-        """Restore the state of datasets, which an iteration before the epoch may have changed.
-
-        ``read`` says that the batches before the position have been read again.
-        """
+    def restore_data(self, stage: str, epoch: int) -> None:
+        """Restore the state of datasets, which an iteration before the epoch may have changed."""
         for control in self._list(stage):
-            control.restore_data(epoch, read=read)
-        if (reached := self.reached.get(stage)) is not None:
-            for number, state in self._number_others(stage):
-                state.restore(reached.samplers.get(number, {}))
+            control.restore_data(epoch)
 
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
@@ -574,6 +559,11 @@ class LoaderControl:
         for control in self._list(stage):
             if control.start is not None:
                 control.after = control.state.capture()
+
+    def restart(self, stage: str) -> None:
+        """Let the next ``start_epoch`` of a stage start the same epoch again."""
+        for control in self._list(stage):
+            control.started = None
 
     def restart_epoch(self, stage: str, epoch: int) -> None:
         """Start an epoch again, before a stage's loaders are iterated again from its beginning.
@@ -598,10 +588,6 @@ class LoaderControl:
         self.replacements.undo()
 
 
-_LOST = (
-    "The checkpoint holds values that a sampler or dataset lacks, or takes others for: {}. Batches "
-    "may differ from those of an uninterrupted run: make both as in the run that saved it."
-)
 _NO_POSITION = (
     "{} does not save its position, so a resumed run would train on the same batches again. Load "
     "it with torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
@@ -618,6 +604,11 @@ _SKIPPED = (
     "{} does not have state_dict() and load_state_dict(), so its workers read the trained batches "
     "again to skip them, and then draw other random numbers. Give it these methods, or use "
     "num_workers=0."
+)
+_OWN_GENERATORS = (
+    "The loader of {} draws from its own generators ({}), whose state in the loader's workers "
+    "cannot be saved. Draw from the generators of Python, NumPy or torch, which are seeded for "
+    "each batch."
 )
 _CHANGED_IN_WORKERS = (
     "{} changes {} in its workers, from which a checkpoint cannot read it. Use num_workers=0; or "
@@ -656,8 +647,11 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
     control = find_control(loader)
     if within and control is not None and control.is_bypassed:
         return [_OWN_ITERATION.format(name)]
-    # Workers that end with the epoch start the next one with a copy of what this process has.
+    # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
+        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
+        if kept:
+            return [_OWN_GENERATORS.format(name, ", ".join(kept))]
         changed = "" if control is None else control.stream.changed_in_workers
         return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
     return []

@@ -112,7 +112,6 @@ class ResumableFit(Fit):
         # Returns the state of the fit once it has ended, for later checkpoints.
         self._ended: Callable[[], dict[str, Any]] = dict
         self._patches = AttributePatches()
-        self.session.loaders.report = lambda problem: self.report([problem])
         self.session.resume(self._resume_loader, self.close)  # first, as a hook may be missing
         for hook in self._list_hooks():
             self._wrap(*hook)
@@ -506,10 +505,8 @@ class ResumableFit(Fit):
             lightning_private.create_loader_iterator(trainer)
         self._loader_states = []
         start(*args, **words)
-        # Again, as hooks may have seeded a generator of a dataset since it was restored. Between
-        # epochs what they set counts, as in a run that was not interrupted.
-        if self.saved and not self.was_saved_between_epochs:
-            loaders.restore_data("train", self._position.epoch, read=not is_at_end(trainer))
+        if self.saved and is_at_end(trainer):  # a batch may be fetched
+            loaders.restore_data("train", self._position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(loop)
         if self._at_end:
