@@ -40,7 +40,7 @@ def examine(open_runs):
     def examine(*runs, op="aten.mm.default", **words):
         for number, (*args, result) in enumerate(runs):
             evidence = open_run(number)
-            content = {"op": op, "kwargs": {}, "backward": False} | {
+            content = {"op": op, "kwargs": {}, "backward": False, "writes": False} | {
                 name: own[number] for name, own in words.items()
             }
             content |= {"args": keep(args), "source": "train.py:7 in forward: a @ b"}

@@ -126,8 +126,8 @@ def validate_choices(owner: object) -> None:
 
 def validate_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise a ``SettingError`` if a setting is not one of the allowed values."""
-    # With its type: 1 is equal to True.
-    if (type(value), value) not in [(type(choice), choice) for choice in allowed]:
+    # 1 is equal to True.
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
         raise SettingError(f"{name} is {value!r}; allowed: {' or '.join(map(repr, allowed))}.")
 
 

@@ -141,7 +141,9 @@ class BatchProbes(Probes):
                 for name, leaf in leaves:
                     evidence.save(point, (kind, name, 0), leaf)
 
-            self._take_states(save)
+            # What is read here is no operation of the program.
+            with self.collector.paused():
+                self._take_states(save)
 
     def unhook(self) -> None:
         """Remove the hooks."""

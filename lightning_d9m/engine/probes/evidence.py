@@ -11,13 +11,14 @@ The file is torch's own format without any code.
 from collections import Counter
 from collections.abc import Mapping
 from inspect import unwrap
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_d9m.engine.hashing.digest import digest_value
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.engine.ledger.format.records import ProbeKey
 from lightning_d9m.engine.probes.op_values import keep, replay_op, take_generators
 from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
@@ -41,8 +42,15 @@ class Evidence:
     def __init__(self, folder: Path, rank: int, name: str, reference: Path | None) -> None:
         self._file = _path(folder, rank)
         self._name = name
-        first = None if reference is None else reference / folder.name
-        self._known = {} if first is None else read_evidence(first, rank)["ops"]
+        self._known: dict[Any, Any] = {}
+        if reference is not None:
+            first = reference / folder.name
+            if not _path(first, rank).exists():
+                raise LedgerError(
+                    f"The run to compare with has no evidence {_path(first, rank)}. Give the "
+                    "folder of a run that kept it."
+                )
+            self._known = read_evidence(first, rank)["ops"]
         self._batch = ""
         self._calls: Counter[str] = Counter()
         self._seen: set[str] = set()  # modules in which an operation of the batch differs
@@ -77,7 +85,9 @@ class Evidence:
         tensors = tree_map(lambda x: None if isinstance(x, _NUMBERS) else x, given)
         parts = [tensors, numbers, generators, content["outputs"]]
         called = {name: content[name] for name in ("op", "source", "backward")}
-        own = called | {"digests": [*map(digest_value, parts)], "numbers": numbers}
+        # Of a tensor without bytes, such as a meta tensor, the type is digested.
+        own = called | {"digests": [*map(_digest_leaves, parts)], "numbers": numbers}
+        own["writes"] = content["writes"]
         self._content["ops"][key] = own
         # Of each module only the first one: the search takes the first of the module whose values
         # differ first, and each takes twenty runs. Those after it differ because of it.
@@ -112,12 +122,12 @@ class Evidence:
                 outputs = replay_op(content)
                 # A copy, because some operations return a part of memory that they use again.
                 leaves = keep(outputs if isinstance(outputs, list | tuple) else [outputs])
-                seen.setdefault(digest_value(leaves), leaves)
+                seen.setdefault(_digest_leaves(leaves), leaves)
         except Exception as error:  # noqa: BLE001 - an operation may raise anything; it is reported
             return {"replays": 0, "outcomes": 0, "obstacle": f"{type(error).__name__}: {error}"}
         found = {"replays": _REPLAYS, "outcomes": len(seen), "obstacle": ""}
         actual = content["outputs"]
-        others = (own for key, own in seen.items() if key != digest_value(actual))
+        others = (own for key, own in seen.items() if key != _digest_leaves(actual))
         other = seen.get(expected) or next(others, None)
         return found | {"values": _find_pair(other, actual)}
 
@@ -136,10 +146,16 @@ class Evidence:
             unwrap(torch.save)(self._content, file)
 
 
+def _digest_leaves(value: Any) -> str:
+    queue = DigestQueue()
+    queue.add_leaves(tree_leaves(value))
+    return digest_value(queue.fetch())
+
+
 def _find_pair(one: Any, other: Any) -> list[Any] | None:
     """Return the first leaves of two nested values that differ; None without any."""
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
-    differ = ([*pair] for pair in pairs if digest_value(pair[0]) != digest_value(pair[1]))
+    differ = ([*pair] for pair in pairs if _digest_leaves(pair[0]) != _digest_leaves(pair[1]))
     return next(differ, None)
 
 
@@ -157,15 +173,21 @@ def read_evidence(folder: Path, rank: int) -> dict[str, Any]:
 def find_writer(one: Mapping[str, Any], other: Mapping[str, Any], batch: str) -> str:
     """Return the first operation that differs in the evidence of two runs, or that one run has.
 
-    It is the one that wrote what differs after it. Empty if all are equal up to a batch, at whose
-    beginning the state was read; without a batch, up to the end.
+    It is the one that wrote what differs after it. Empty if that is not known, or if all are equal
+    up to a batch, at whose beginning the state was read; without a batch, up to the end.
     """
-    for (mine, own), (theirs, its) in zip(one["ops"].items(), other["ops"].items(), strict=False):
-        if batch == mine[0]:
+    for ours, theirs in zip_longest(one["ops"].items(), other["ops"].items()):
+        key, op = ours or theirs
+        if batch == key[0]:
             return ""
-        found = own if mine == theirs or mine not in other["ops"] else its
-        if mine != theirs or own["digests"] != its["digests"]:
-            called = "in the backward pass of" if found["backward"] else "called at"
-            alone = "" if mine == theirs else ", in one of the runs only"
-            return f"by {found['op']}, {called} {found['source']}{alone}"
+        is_pair = ours is not None and theirs is not None and ours[0] == theirs[0]
+        if is_pair and ours[1]["digests"] == theirs[1]["digests"]:
+            continue
+        if not is_pair and ours is not None and theirs is not None and key in other["ops"]:
+            op = theirs[1]
+        if is_pair and not op["writes"] and op["digests"][0] != theirs[1]["digests"][0]:
+            return ""  # it only reads what something else has written, such as a thread
+        called = "in the backward pass of" if op["backward"] else "called at"
+        alone = "" if is_pair else ", in one of the runs only"
+        return f"by {op['op']}, {called} {op['source']}{alone}"
     return ""

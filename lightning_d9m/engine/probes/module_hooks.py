@@ -237,7 +237,8 @@ class OpMode(TorchDispatchMode):
         if evidence is not None and content is not None:
             leaves = taken if isinstance(taken, list | tuple) else [taken]
             content |= {"outputs": keep(leaves), "source": origin.source}
-            evidence.take_op(name, content | {"backward": origin.backward})
+            writes = not isinstance(func, OpOverload) or func._schema.is_mutable  # noqa: SLF001 - as in op_values.py
+            evidence.take_op(name, content | {"backward": origin.backward, "writes": writes})
         if self._has_places:
             probes.add("op", name, taken)
         return outputs

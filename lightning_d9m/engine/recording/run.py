@@ -460,7 +460,8 @@ class Run:
             Watched.watch.mark(moment, epoch, step)
         # Probes of the batches before come first: readers rely on the order of a training.
         self.probes.save_state(StatePoint(epoch, step, moment))
-        (self.probes if moment == "final" else self.probes.collector).close()
+        probes = self.probes if moment == "final" else self.probes.collector
+        self.ranks.raise_on_all(probes.close)
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
         complete_snapshot(snapshot, self.ranks)
         return self._describe(moment, epoch, step, snapshot, scalars)

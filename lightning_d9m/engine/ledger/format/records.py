@@ -121,7 +121,7 @@ class RecordPart(Struct, frozen=True, forbid_unknown_fields=True):
         for name in self.cut:
             value = getattr(self, name)
             shorter = value and value[:MAX_NAME]
-            if isinstance(value, tuple):
+            if isinstance(value, list | tuple):
                 shorter = tuple(text[:MAX_NAME] for text in value)
             structs.force_setattr(self, name, shorter)
 
