@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from logical_sums import average_leaves, bits, make_leaf
 from rank_threads import run_processes
 
-from lightning_d9m.integrations.strategies.sums import shared_memory
+from lightning_d9m.integrations.strategies.sums import exchange, shared_memory
 from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
 from lightning_d9m.integrations.strategies.sums.shared_memory import SharedMemory
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
@@ -119,6 +120,34 @@ def test_strangers_get_nothing(monkeypatch):
                 assert stranger.recv(1) == b""
             except ConnectionResetError:  # what it sent was not read
                 continue
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_sums_of_any_sizes_are_started_before_others_end(monkeypatch, shares_memory):
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 2**12)
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**12)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 9000, (40,), generator=generator).tolist()
+    sums = [[make_leaf([n], torch.float32, generator) for _ in range(5)] for n in lengths]
+    blocks = Blocks(5, 3)
+
+    def run(process, group):
+        it = RootExchange(blocks, process, group)
+        if not shares_memory:
+            it.opens_memory = False
+        waits, results = [], []
+        for leaves in sums:
+            roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
+            results.append(roots[-1])
+            waits.append(it.start(roots, roots[-1], 5).finish)
+        for wait in waits:
+            wait()
+        it.close()
+        return results
+
+    for results in run_processes(3, run):
+        for result, leaves in zip(results, sums, strict=True):
+            assert bits(result) == bits(average_leaves(leaves))
 
 
 def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
