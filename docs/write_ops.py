@@ -55,7 +55,7 @@ _PRIMITIVES = """\
 ## Primitives
 
 A kernel is deterministic if the order of its threads cannot change a bit. Nearly all
-replacements are one of two primitives, each in torch ops and in Triton, with the same bits.
+replacements are one of two primitives, each of one text, which Triton compiles or torch ops run.
 
 ### Taps
 

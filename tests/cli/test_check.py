@@ -117,7 +117,7 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
             in d9m("check", "run", *options, "--choose", "1", "--", "x")[2]
         )
     recorded.end = None
-    assert "the run has not ended" in d9m("check", "run", "--choose", "1", "--", "x")[2]
+    assert "the run may still train" in d9m("check", "run", "--choose", "1", "--", "x")[2]
     assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
     report = CheckReport(
         "run", "out", 5, [*range(40)], 400, [CheckedSegment(n, n, n + 1) for n in range(3)]

@@ -27,6 +27,7 @@ def name_ops(text):
         ("a=1 c=3", "a=1 x=2 c=3", "by x, called at {}, in one of the runs only"),
         ("a=1 x=2", "a=1", "by x, called at {}, in one of the runs only"),
         ("a=1 b<2 c=3", "a=1 b<3 c=4", ""),
+        ("a=1 b=2", "b=2 a=1", "by a, called at {}, in another order"),
     ],
 )
 def test_the_operation_that_wrote_when_two_runs_began_to_differ(one, other, expected):

@@ -183,11 +183,12 @@ def find_writer(one: Mapping[str, Any], other: Mapping[str, Any], batch: str) ->
         is_pair = ours is not None and theirs is not None and ours[0] == theirs[0]
         if is_pair and ours[1]["digests"] == theirs[1]["digests"]:
             continue
-        if not is_pair and ours is not None and theirs is not None and key in other["ops"]:
-            op = theirs[1]
         if is_pair and not op["writes"] and op["digests"][0] != theirs[1]["digests"][0]:
             return ""  # it only reads what something else has written, such as a thread
+        alone = "" if is_pair else ", in another order"
+        for run, others in ((ours, other["ops"]), (theirs, one["ops"])):
+            if run is not None and run[0] not in others:
+                op, alone = run[1], ", in one of the runs only"
         called = "in the backward pass of" if op["backward"] else "called at"
-        alone = "" if is_pair else ", in one of the runs only"
         return f"by {op['op']}, {called} {op['source']}{alone}"
     return ""

@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         return report.checked[-1]
 
     links = output / "checkpoints"
+    report.interrupted = True  # until all that was asked for has run
     try:
         if problems:
             pass  # what follows would say nothing of this proof
@@ -109,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             _run_jobs(arguments, numbers, report)
         else:
             _run_in_turn(recorded, numbers, check, report)
+        report.interrupted = False
     finally:
         # What was checked before an interruption is shown, too.
         starts = {str(own.first) for own in report.checked if own.verdict != "equal"}
@@ -116,7 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
         remove_checkpoints(links, names)
         if names:
             report.notes.append(f"The checkpoints before a difference are kept in {links}.")
-        notes = [*list_limits(recorded), *limits, name_other_command(recorded, command)]
+        said = list_limits(recorded, follows=arguments.follow)
+        notes = [*said, *limits, name_other_command(recorded, command)]
         report.notes = [*filter(None, notes), *report.notes]
         if arguments.follow:  # checkpoints that the run has removed since began segments, too
             report.there = [own.number for own in report.checked]
@@ -197,7 +200,7 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
         refuse_options(arguments, ["choose"], "nothing is left to choose")
         return None, arguments.only or there
     if recorded.end is None:
-        why = "the run has not ended, and segments are chosen by its whole ledger; give --only"
+        why = "the run may still train, and segments are chosen by its whole ledger; give --only"
         refuse_options(arguments, ["choose"], why)
     seed = SystemRandom().randrange(10**6) if seed is None else seed
     file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]

@@ -19,7 +19,7 @@ from typing import Any
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, POINTS
-from lightning_d9m.errors import CommandError
+from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
@@ -230,16 +230,20 @@ def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
     report = CheckReport(str(first.path), str(runs.output), there=numbers)
     kept = set()
     options = {"variables": _ALLOW_OBJECTS if allow_objects else {}}
-    for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
-        title = f"segment {segment.number} ({segment.number} of {len(segments)})"
-        checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
-        report.checked.append(checked)
-        if checked.verdict != "equal" and segment.start is not None:
-            kept.add(segment.start.path.name)
-        if checked.verdict == "failed" and _OBJECTS in checked.reason:
-            break  # those of all points hold them
-    remove_checkpoints(points, kept)
-    report.write(recorded)
+    report.interrupted = True  # until all points were tried
+    try:
+        for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
+            title = f"segment {segment.number} ({segment.number} of {len(segments)})"
+            checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
+            report.checked.append(checked)
+            if checked.verdict != "equal" and segment.start is not None:
+                kept.add(segment.start.path.name)
+            if checked.verdict == "failed" and _OBJECTS in checked.reason:
+                break  # those of all points hold them
+        report.interrupted = False
+    finally:  # what was tried before an interruption is told, too
+        remove_checkpoints(points, kept)
+        report.write(recorded)
     return report
 
 
@@ -250,7 +254,10 @@ def _check_resumed(
     last = min(segment.stop, recorded.last_step)
     known = CheckedSegment(segment.number, segment.first, last, label=label)
     # The straight run has records after its points alone, not at the end of each segment.
-    checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
+    try:
+        checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
+    except LedgerError as error:  # of this segment; the others are still tried
+        return replace(known, verdict="failed", reason=str(error))
     if checked.verdict == "failed":
         said = _read_log(runs.output / f"segment-{segment.number:03d}")
         remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]

@@ -56,6 +56,7 @@ _REASONS = {
     "foreign": "The checkpoint is not the one that the ledger names: another run has saved it, or "
     "this one at another step, or the ledger has been changed since.",
     "refused": "The program has other settings than the run: {}.",
+    "alone": "The segment differs, and its second run failed, which would have told why: {}",
 }
 
 
@@ -99,7 +100,8 @@ class CheckReport:
 
     ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
     ``there`` are the numbers of segments that can be run, ``problems`` sentences on what
-    contradicts a proof. The settings of the run name the ``varying_ops``.
+    contradicts a proof. The settings of the run name the ``varying_ops``. ``interrupted`` says that
+    it ended before all that was asked for.
     """
 
     run: str
@@ -111,6 +113,7 @@ class CheckReport:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     varying_ops: tuple[str, ...] = ()
+    interrupted: bool = False
 
     @property
     def equal(self) -> list[CheckedSegment]:
@@ -119,16 +122,21 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """``"equal"``, ``"different"``, or ``"incomplete"`` if a command failed."""
+        """``"equal"``, ``"different"``, or ``"incomplete"``: a command failed, or was stopped."""
         verdicts = {own.verdict for own in self.checked}
         if verdicts <= {"equal", "failed"} and not self.problems:
-            return "equal" if verdicts == {"equal"} else "incomplete"
+            is_equal = verdicts == {"equal"} and not self.interrupted
+            return "equal" if is_equal else "incomplete"
         return "different"
 
     @property
     def steps(self) -> int:
-        """The number of steps in segments that are equal."""
-        return sum(own.last - own.first for own in self.equal)
+        """The number of steps in segments that are equal, each counted once."""
+        steps = reached = 0
+        for own in sorted(self.equal, key=lambda own: own.first):
+            steps += max(0, own.last - max(own.first, reached))
+            reached = max(own.last, reached)
+        return steps
 
     @property
     def missed(self) -> float | None:
@@ -158,15 +166,17 @@ class CheckReport:
         }
 
 
-def list_limits(recorded: RecordedRun) -> Iterator[str]:
-    """Yield sentences on what limits a check of a run."""
+def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str]:
+    """Yield sentences on what limits a check of a run, or of one that it ``follows``."""
+    # A check that follows a run removes its own links to checkpoints.
     gone = [escape(str(point.path), 200) for point in recorded.points if not point.is_there]
+    gone = [] if follows else gone
     if not recorded.points:
         yield "The run saved no checkpoints, so its one segment is the whole run."
     elif gone:
         yield (
-            f"{pluralize(len(gone), 'checkpoint')} of the run were removed or replaced by later "
-            f"ones, the first {gone[0]}; such a segment is part of the one before it."
+            f"Removed or replaced since: {pluralize(len(gone), 'checkpoint')} of the run, the "
+            f"first {gone[0]}; such a segment is part of the one before it."
         )
     if recorded.end is None:
         yield f"The run still trains or was killed; its last state is of step {recorded.last_step}."
@@ -219,13 +229,16 @@ def check_segment(
     try:
         first = run_segment(runs, segment, name, title, **options)
         checked, found = _compare(recorded, first, segment, checked, due)
-        if found is None:
-            return checked
+    except CommandError as error:
+        return replace(checked, verdict="failed", reason=str(error))
+    if found is None:
+        return checked
+    try:
         # Two runs that agree with each other rule out chance; see the head of this file.
         again = run_segment(runs, segment, f"{name}-again", f"{title}, again", **options)
         repeated, differs = _compare(recorded, again, segment, checked, due)
-    except CommandError as error:
-        return replace(checked, verdict="failed", reason=str(error))
+    except CommandError as error:  # what the first run has shown stays
+        return checked.explain("unclear", "alone", str(error))
     checked = replace(checked, ledgers=repeated.ledgers)
     return checked.explain("transient") if differs is None else _explain(checked, found, differs)
 

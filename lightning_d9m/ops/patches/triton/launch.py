@@ -90,8 +90,8 @@ def run_kernel(
 
     Raises:
         RuntimeError: The device failed before, as by an assertion.
-        D9mError: The kernel failed while a CUDA graph is captured: it is compiled at its first use,
-            which cannot be part of a graph.
+        D9mError: The kernel failed while a CUDA graph is captured, or before: it is compiled at its
+            first use, which cannot be part of a graph, and neither can torch ops.
     """
     device, reference = out.device, reference or partial(run_on_torch, path)
     if device.type in _device_types and path not in _withdrawn:
@@ -119,6 +119,12 @@ def run_kernel(
             )
         else:
             return
+    if device.type in _device_types and is_capturing():
+        raise D9mError(
+            f"A CUDA graph is being captured, and the Triton kernel {path} cannot be used on this "
+            "device. Torch ops, which run its text, wait for the device, and a graph cannot hold "
+            "that. Leave this step out of the graph."
+        )
     reference(out, *args)
 
 
