@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from ptx import Memory, Run, parse
+from ptx import APART, Block, Memory, Run, parse
 from scripts import load_script
 from torch import Tensor
 
@@ -75,3 +75,31 @@ def executed(capability=90, *, exact=True, check=lambda *_: None):
         ),
     ):
         yield launches
+
+
+@contextmanager
+def recorded():
+    """Return a list of what is launched meanwhile, which does not run: arguments and programs."""
+    from triton.runtime.jit import JITFunction
+
+    seen = []
+
+    def run(self, *args, grid, warmup, **options):
+        named = dict(zip(self.arg_names, args, strict=False)) | options
+        seen.append((load_benchmark().describe_launch(self, dict(named)), named, grid[0]))
+
+    with patch.object(JITFunction, "run", run):
+        yield seen
+
+
+def run_block(one, named, block, blocks, sizes):
+    """Execute one block of a recorded launch, whose tensors have these sizes in bytes."""
+    compiled = load_benchmark().compile_ptx(one, 90)
+    arguments, number = [], 0
+    for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
+        number += isinstance(named[name], Tensor)
+        arguments.append(number << APART if isinstance(named[name], Tensor) else named[name])
+    program, known = parse(compiled.asm["ptx"]), dict(enumerate(sizes, 1))
+    run = Block(program, compiled.metadata.shared, block, blocks, known, arguments)
+    run.run()
+    return run

@@ -16,6 +16,7 @@ import ctypes
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -397,3 +398,39 @@ def convert(values: np.ndarray, source: str, target: str) -> np.ndarray:
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
     return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+
+
+APART = 44  # the binary logarithm of the distance of two tensors
+
+
+class Block(Run):
+    """One block of a launch, whose tensors are too large for this machine and hold zeros.
+
+    Attributes:
+        touched: The bytes of each tensor that are read or changed, the least and the greatest.
+    """
+
+    def __init__(self, program, shared, number, blocks, sizes, arguments) -> None:
+        memory = SimpleNamespace(content=np.zeros(1, np.uint8), write_back=lambda: None)
+        super().__init__(program, shared, 1, memory, arguments, np.random.default_rng(0))
+        for name, value in {"%ctaid.x": number, "%nctaid.x": blocks}.items():
+            self.registers[name] = np.full(self.count, value, np.uint64)
+        self.sizes, self.touched, self.left = sizes, {}, 5000
+
+    def execute(self, parts, operands, active):
+        self.left -= 1
+        if not self.left:
+            raise PtxError("does not end")
+        super().execute(parts, operands, active)
+
+    def access_global(self, place, bits, active, *, by_l2):
+        tensor, place = int(place.min() >> APART), place & (2**APART - 1)
+        if place.max() >= self.sizes.get(tensor, 0):
+            raise PtxError("outside of the tensors")
+        found = self.touched.get(tensor, (place.min(), place.max()))
+        self.touched[tensor] = min(found[0], place.min()), max(found[1], place.max())
+        return np.zeros(place.shape, np.uint8)
+
+    def update(self, parts, operands, active):
+        address = self.find(operands[0])[active]
+        self.access_global(address[:, None] + np.arange(8), None, active, by_l2=True)

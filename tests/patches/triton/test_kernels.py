@@ -4,13 +4,12 @@ Some are assembled for real devices, too: registers alone.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from executed import executed, load_benchmark
+from executed import executed, load_benchmark, recorded, run_block
 from patches.cases import GRADIENT_CASES, make_inputs
 from ptx import Memory, PtxError, Run, parse
 from torch import Tensor
@@ -185,40 +184,6 @@ def test_executed_code_has_the_bits_of_the_torch_ops(name, monkeypatch) -> None:
         assert seen == set()
 
 
-class Block(Run):
-    """One block of a launch, whose tensors are too large for this machine and hold zeros.
-
-    Attributes:
-        touched: The bytes of each tensor that are read or changed, the least and the greatest.
-    """
-
-    def __init__(self, program, shared, number, blocks, sizes, arguments) -> None:
-        memory = SimpleNamespace(content=np.zeros(1, np.uint8), write_back=lambda: None)
-        super().__init__(program, shared, 1, memory, arguments, np.random.default_rng(0))
-        for name, value in {"%ctaid.x": number, "%nctaid.x": blocks}.items():
-            self.registers[name] = np.full(self.count, value, np.uint64)
-        self.sizes, self.touched, self.left = sizes, {}, 5000
-
-    def execute(self, parts, operands, active):
-        self.left -= 1
-        if not self.left:
-            raise PtxError("does not end")
-        super().execute(parts, operands, active)
-
-    def access_global(self, place, bits, active, *, by_l2):
-        tensor, place = int(place.min() >> APART), place & (2**APART - 1)
-        if place.max() >= self.sizes.get(tensor, 0):
-            raise PtxError("outside of the tensors")
-        found = self.touched.get(tensor, (place.min(), place.max()))
-        self.touched[tensor] = min(found[0], place.min()), max(found[1], place.max())
-        return np.zeros(place.shape, np.uint8)
-
-    def update(self, parts, operands, active):
-        address = self.find(operands[0])[active]
-        self.access_global(address[:, None] + np.arange(8), None, active, by_l2=True)
-
-
-APART = 44  # the binary logarithm of the distance of two tensors
 LIMIT = 2**31 - 1 - 1024
 FEATURES = 128
 ROWS = LIMIT // 2 // FEATURES
@@ -262,37 +227,17 @@ def plan_large(kernel: str, terms: int, places: int) -> tuple[list, int, int, tu
 
 @pytest.mark.parametrize(("terms", "places"), LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("kernel", ["accumulate_terms", "apply_taps", "sample_image"])
-def test_each_block_touches_its_elements_at_any_size(monkeypatch, kernel, terms, places) -> None:
+def test_each_block_touches_its_elements_at_any_size(kernel, terms, places) -> None:
     """The compiled code, in the first and the last blocks and those around 2**31 elements."""
-    from triton.runtime.jit import JITFunction
-
     launches, elements, most, sizes, kinds = plan_large(kernel, terms, places)
-    recorded = []
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            JITFunction,
-            "run",
-            lambda self, *args, grid, warmup, **options: recorded.append(
-                (self, dict(zip(self.arg_names, args, strict=False)) | options, grid[0])
-            ),
-        )
+    with recorded() as seen:
         for launch_one in launches:
             launch_one(*[torch.zeros(4, dtype=kind) for kind in kinds])
-    for function, named, blocks in recorded:
-        one = load_benchmark().describe_launch(function, dict(named))
+    for one, named, blocks in seen:
         assert one.constants["WIDE"] == (most > LIMIT)
-        compiled = load_benchmark().compile_ptx(one, 90)
-        arguments, number = [], 0
-        for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
-            number += isinstance(named[name], Tensor)
-            arguments.append(number << APART if isinstance(named[name], Tensor) else named[name])
         chosen = {0, blocks // 2, blocks - 1, 2**24, 2**24 - 1, 2**25, terms // 128}
         for block in sorted(number for number in chosen if number < blocks):
-            run = Block(
-                parse(compiled.asm["ptx"]), compiled.metadata.shared, block, blocks,
-                dict(enumerate(sizes, 1)), arguments,
-            )  # fmt: skip
-            run.run()
+            run = run_block(one, named, block, blocks, sizes)
             first, last = block * 128, min(block * 128 + 128, elements)
             if kernel == "apply_taps":
                 assert run.touched[2] == (4 * first, 4 * last - 1)

@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
-from executed import executed
+from executed import executed, recorded, run_block
 
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import arithmetic, kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
 from lightning_d9m.ops.portability.mode import PortableMode
+from lightning_d9m.ops.portability.triton import formulas as triton_formulas
 from lightning_d9m.ops.portability.triton import kernels as triton_kernels
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
@@ -155,3 +156,25 @@ def test_an_operation_that_only_cuda_has_is_refused(name):
     rule = PortableMode()._find(getattr(torch.ops.aten, name).default)
     with pytest.raises(NotPortableError, match=name):
         rule(torch.ones(2))
+
+
+@pytest.mark.parametrize("rows", [2**23 - 64, 2**23, 2**26 + 5], ids=["narrow", "wide", "far"])
+@pytest.mark.parametrize("name", ["add_blocks", "kernel"])
+def test_each_block_touches_its_elements_at_any_size(name, rows):
+    """Sums of rows of 64 elements, and a softmax of them: in the first and the last blocks."""
+    x, out = (torch.empty(shape, device="meta") for shape in ((rows, 64), rows))
+    with recorded() as seen:
+        if name == "add_blocks":
+            triton_kernels.add(out, x, [(1, 0), (rows, 64)], [(1, 0), (64, 1)])
+        else:
+            triton_formulas.softmax(torch.empty_like(x), x)
+    ((one, named, blocks),) = seen
+    assert one.kernel.__name__ == name
+    each, last = -(-rows // blocks), 256 * rows
+    sizes = (last, 4 * rows) if name == "add_blocks" else (last, last)
+    for block in {0, blocks // 2, blocks - 1}:
+        touched = run_block(one, named, block, blocks, sizes).touched
+        first, end = each * block, min(each * (block + 1), rows)
+        assert touched[1] == (256 * first, 256 * end - 1)
+        width = 4 if name == "add_blocks" else 256
+        assert touched[2] == (width * first, width * end - 1)

@@ -102,7 +102,8 @@ def add_blocks(
     there = result < results
     lanes = tl.zeros(lane.shape, out.dtype.element_ty)
     begin = program % blocks * BLOCK
-    end = terms if blocks == 1 else tl.minimum(begin + BLOCK, terms)
+    # Not a conditional expression, whose branches must have one type: `begin` may have 64 bits.
+    end = tl.where(blocks == 1, terms, tl.minimum(begin + BLOCK, terms))
     for done in range(begin, end, 2**STEPS):
         term = done + lane
         here = there & (term < terms)
