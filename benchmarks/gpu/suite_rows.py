@@ -60,8 +60,8 @@ def run_facts(name: str, settings: Settings) -> Row:
 def run_smoke(name: str, settings: Settings) -> Row:
     """Run something once."""
     if name == "patches":
-        with patches_applied(settings.device.upper()) as applied:
-            return {"patches": len(applied.names)}
+        with patches_applied(settings.device.upper()) as names:
+            return {"patches": len(names)}
     if name == "forward":
         return check_forward(settings)
     return check_values(find_workload(name), settings)

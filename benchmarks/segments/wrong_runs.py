@@ -1,6 +1,6 @@
 """Wrong trainings, changed files and lies, each by its name; checks.py tries whether a check sees.
 
-A change gets the folder that is published, with ``train.py``, ``run`` and ``proof.json``.
+A change gets the folder that is published, with ``train.py``, ``run`` and the file of its proof.
 """
 
 import json

@@ -157,7 +157,8 @@ def test_what_a_tried_device_does_wrong_is_a_problem(step, planted, found, monke
 
 
 def test_each_kernel_that_a_tried_device_cannot_use_is_named(monkeypatch):
-    monkeypatch.setattr(launch, "_load", lambda _: 1 / 0)
+    monkeypatch.setattr(launch, "_check", lambda *_: 1 / 0)
+    monkeypatch.setattr(launch, "_checked", set())
     monkeypatch.setattr(launch, "_device_types", {"cpu"})
     monkeypatch.setattr(launch, "_withdrawn", set())
     with patches_applied("CPU"):

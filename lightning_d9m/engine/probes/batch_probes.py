@@ -141,7 +141,7 @@ class BatchProbes(Probes):
                 for name, leaf in leaves:
                     evidence.save(point, (kind, name, 0), leaf)
 
-            # What is read here is no operation of the program.
+            # The program did not call the operations that read the state here.
             with self.collector.paused():
                 self._take_states(save)
 

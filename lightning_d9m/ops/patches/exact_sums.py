@@ -105,7 +105,7 @@ def accumulate(
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:
-    """Return arguments of ``kernels.accumulate``: terms over 200 binary orders, in two pieces."""
+    """Return arguments of the kernel for sums: terms over 200 binary orders, in two pieces."""
     terms = torch.arange(1, 601, dtype=torch.float32, device="cpu")
     # The binary orders need the second piece, without which a wrong kernel could pass.
     values = (terms * 0.37).sin() * (terms * 29 % 200 - 100).exp2()

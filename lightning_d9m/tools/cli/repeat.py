@@ -241,7 +241,7 @@ def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
             if checked.verdict == "failed" and _OBJECTS in checked.reason:
                 break  # those of all points hold them
         report.interrupted = False
-    finally:  # what was tried before an interruption is told, too
+    finally:  # shows what was tried before an interruption, too
         remove_checkpoints(points, kept)
         report.write(recorded)
     return report

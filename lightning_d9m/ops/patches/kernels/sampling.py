@@ -111,7 +111,7 @@ def cudnn_grid_sampler_backward(
 
 
 def _make_example(device: torch.device) -> tuple[object, ...]:
-    """Return arguments of ``kernels.sample``: a bicubic sample with reflections."""
+    """Return arguments of the kernel: a bicubic sample with reflections."""
     pixels = (torch.arange(90, dtype=torch.float32, device="cpu") * 0.37).sin()
     grid = (torch.arange(44, dtype=torch.float32, device="cpu") * 0.61).cos() * 3
     given = (grid.view(1, 2, 11, 2), pixels.view(1, 3, 5, 6), pixels[:66].view(1, 3, 2, 11))

@@ -169,7 +169,7 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
 
 
 def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
-    """Return arguments of ``kernels.add_taps``: the gradient of a resized image."""
+    """Return arguments of the kernel: the gradient of a resized image."""
     side = (7, "upsample_linear1d", (17,), False)
     source = (torch.arange(3 * 17 * 17, dtype=torch.float32, device="cpu") * 0.37).sin()
     taps = cached_taps(device, torch.float32, side, side)

@@ -34,7 +34,7 @@ _INTERPOLATIONS = {
     "bicubic": "upsample_bicubic2d_backward",
     "trilinear": "upsample_trilinear3d_backward",
 }
-# They return new tensors, which have no gradient unless it is asked for.
+# They return new tensors, which have no gradient without `requires_grad`.
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
 # Sums of integers are exact in any order.
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
