@@ -132,7 +132,10 @@ def test_a_signal_ends_all_jobs_and_their_trainings(check, tmp_path, number):
         f"{PROGRAM}Path('started').write_text(str(os.getpid()))\ntime.sleep(60)\n"
     )
     words = ["check", "trained", "--jobs", "2", "-o", "out", "--", sys.executable, "script.py"]
-    checking = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words])
+    # Where tests run in the background, they have inherited that SIGINT is ignored.
+    code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler)\n"
+    code += "import sys; from lightning_d9m.tools.cli.main import main; sys.exit(main())"
+    checking = subprocess.Popen([sys.executable, "-c", code, *words])
     deadline = time.monotonic() + 60
     while not Path("started").exists() or not Path("started").read_text():
         assert checking.poll() is None
