@@ -41,7 +41,8 @@ def test_values_by_name_are_hashed_on_threads_in_any_order(monkeypatch):
 
 def test_a_process_that_ends_starts_no_threads(forking_python):
     """A loop without a Recorder records its last state there."""
-    code = "import atexit; from lightning_d9m.engine.hashing.sha256 import hash_named\n"
+    code = "import atexit, torch; from lightning_d9m.engine.hashing.sha256 import hash_named\n"
+    code += "torch.set_num_threads(2)\n"
     code += "atexit.register(lambda: print(hash_named({'a': 1, 'b': 2})))"
     done = subprocess.run([forking_python, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == hash_named({"a": 1, "b": 2})

@@ -1,7 +1,6 @@
 """SHA-256 of values: what a proof commits to."""
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 
 from lightning_d9m.engine.hashing.digest import DenseTensor, flatten_tensor
 from lightning_d9m.engine.hashing.nested_values import Piece, encode
+from lightning_d9m.engine.hashing.threads import map_on_threads
 from lightning_d9m.errors import DigestError
 
 
@@ -42,17 +42,8 @@ def hash_named(values: Mapping[Any, object]) -> str:
 
     Their order does not count.
     """
-
-    # Threads help, because hashlib releases the interpreter lock while it reads a tensor.
-    def hash_one(value: object) -> str:
-        return hash_values([value])
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        try:
-            found = pool.map(hash_one, values.values())
-        except RuntimeError:  # no thread starts while the interpreter ends, as a loop's run does
-            found = map(hash_one, values.values())
-        return hash_values([dict(zip(values, found, strict=True))])
+    found = map_on_threads(lambda own: hash_values([own]), values.values(), torch.get_num_threads())
+    return hash_values([dict(zip(values, found, strict=True))])
 
 
 def _update(hasher: Any, pieces: Iterable[Piece]) -> None:

@@ -5,11 +5,12 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
 import torch
 from xxhash import xxh3_64_intdigest
+
+from lightning_d9m.engine.hashing.threads import map_on_threads
 
 # The digest's two constants. A chunk is what one program of the CUDA kernel hashes, and a block is
 # XXH3's own: chunks of whole blocks need no special case for the end of the input in the kernel.
@@ -94,9 +95,5 @@ def _hash_in_threads(chunks: Sequence[_Chunk], shares: int) -> bytes:
     """Hash chunks on as many threads as torch uses, at least ``_SHARE`` chunks on each."""
     threads = min(torch.get_num_threads(), _MAX_THREADS, shares)
     share = -(-len(chunks) // threads)
-    parts = (chunks[start : start + share] for start in range(0, len(chunks), share))
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            return b"".join(pool.map(_hash, parts))
-        except RuntimeError:  # no thread starts while the interpreter ends, as a loop's run does
-            return _hash(chunks)
+    parts = [chunks[start : start + share] for start in range(0, len(chunks), share)]
+    return b"".join(map_on_threads(_hash, parts, threads))
