@@ -107,7 +107,7 @@ class Evidence:
         if found["inputs_equal"]:
             found |= self._run_alone(content, known["digests"][-1])
         elif equal_tensors:
-            found["values"] = _find_pair(known["numbers"], numbers)
+            found["values"] = find_pair(known["numbers"], numbers)
         self._content["found"][key] = found
 
     @staticmethod
@@ -129,7 +129,7 @@ class Evidence:
         actual = content["outputs"]
         others = (own for key, own in seen.items() if key != _digest_leaves(actual))
         other = seen.get(expected) or next(others, None)
-        return found | {"values": _find_pair(other, actual)}
+        return found | {"values": find_pair(other, actual)}
 
     def close(self) -> None:
         """Write the file.
@@ -152,7 +152,7 @@ def _digest_leaves(value: Any) -> str:
     return digest_value(queue.fetch())
 
 
-def _find_pair(one: Any, other: Any) -> list[Any] | None:
+def find_pair(one: Any, other: Any) -> list[Any] | None:
     """Return the first leaves of two nested values that differ; None without any."""
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
     differ = ([*pair] for pair in pairs if _digest_leaves(pair[0]) != _digest_leaves(pair[1]))

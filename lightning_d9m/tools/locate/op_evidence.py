@@ -5,17 +5,14 @@ Reads the evidence of two runs; does not import Lightning.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.stack import MISSING
-from lightning_d9m.engine.probes.evidence import read_evidence
+from lightning_d9m.engine.probes.evidence import find_pair, read_evidence
 from lightning_d9m.engine.probes.training import ProbePoint, StatePoint
 from lightning_d9m.ops.patches.catalog.catalog import OPS, Op
 from lightning_d9m.tools.comparison.numeric_difference import Magnitude, measure_difference
@@ -84,10 +81,8 @@ def measure_kept(
         }
         for run, rank in zip(runs, ranks or (found.rank, found.rank), strict=True)
     )
-    both = ((value, other[name]) for name, value in one.items() if name in other)
-    leaves = (zip(tree_leaves(value), tree_leaves(own), strict=False) for value, own in both)
-    differ = (pair for pair in chain(*leaves) if digest_value(pair[0]) != digest_value(pair[1]))
-    return next((_measure(*pair) for pair in differ), None)
+    pairs = (find_pair(value, other[name]) for name, value in one.items() if name in other)
+    return next((_measure(*pair) for pair in pairs if pair is not None), None)
 
 
 def name_moment(found: Divergence) -> str:
