@@ -511,9 +511,10 @@ def list_place_cases() -> Iterator[EdgeCase]:
         "too many": (target, (where[0],) * 3, source[0, 0]),
     }.items():
         for accumulate in (True, False):
-            if not accumulate:  # of one value for each place
-                indices = tuple(one if one is None else one[:1] for one in indices)  # noqa: PLW2901
-            call = partial(torch.ops.aten.index_put, given, indices, values, accumulate)
+            # Without a sum, of one value for each place.
+            one_each = [one if one is None else one[:1] for one in indices]
+            places = indices if accumulate else tuple(one_each)
+            call = partial(torch.ops.aten.index_put, given, places, values, accumulate)
             yield EdgeCase("index_put", edge, call)
     for edge, (given, index, values) in {
         "over": (torch.zeros(2, 3).t(), [0, 7], [1.0, 2.0]),

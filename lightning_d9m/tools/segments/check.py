@@ -169,8 +169,8 @@ class CheckReport:
 def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str]:
     """Yield sentences on what limits a check of a run, or of one that it ``follows``."""
     # A check that follows a run removes its own links to checkpoints.
-    gone = [escape(str(point.path), 200) for point in recorded.points if not point.is_there]
-    gone = [] if follows else gone
+    removed = (point.path for point in recorded.points if not (follows or point.is_there))
+    gone = [escape(str(path), 200) for path in removed]
     if not recorded.points:
         yield "The run saved no checkpoints, so its one segment is the whole run."
     elif gone:
