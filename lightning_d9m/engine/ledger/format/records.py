@@ -601,9 +601,10 @@ def decode_record(body: bytes) -> Record:
         FieldError: When it is not JSON, or not a record of the schema.
     """
     try:
-        return cast("Record", _decode(body))
+        record: Record = _decode(body)
     except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _field_error(error) from error
+    return record
 
 
 def parse_record(fields: Mapping[str, Json]) -> Record:
