@@ -151,11 +151,15 @@ class BatchProbes(Probes):
         if hooks is not None:
             hooks.close()
 
+    def flush(self) -> None:
+        """End the batch and write all records."""
+        self.collector.close()
+
     def close(self) -> None:
         """Remove the hooks, and write the pending records and the evidence."""
         self._ops_entered.close()
         self.unhook()
-        self.collector.close()
+        self.flush()
         if self.evidence is not None:
             self.evidence.close()
 

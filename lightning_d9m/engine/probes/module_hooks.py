@@ -46,12 +46,13 @@ def hook_model(
     kinds: frozenset[str],
     take: Take,
     *,
-    ops: "OpMode | None" = None,
-    is_compiled: bool = False,
+    ops: "OpMode | None",
+    is_compiled: bool,
 ) -> ExitStack:
     """Pass the inputs, outputs and gradients of the selected modules to a function.
 
-    ``ops`` records which module runs. Of a module that is shared, the first name counts.
+    ``ops`` records which module runs; None where no operation is taken. Of a module that is shared,
+    the first name counts.
     ``is_compiled`` says that the steps of the model are compiled, so that no module of it is called
     from outside.
 

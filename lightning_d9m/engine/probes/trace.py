@@ -177,24 +177,6 @@ class ProbeCollector:
                 self._write(record)
 
 
-def compare_traces(
-    expected: Trace, actual: Trace
-) -> tuple[ProbeKey, str | None, str | None, int] | None:
-    """Compare two traces of the same batch by place, in any order.
-
-    Returns:
-        The first place that differs, in order of execution, its digest in each trace, None where a
-        trace lacks it, and the number of places that differ.
-    """
-    ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
-    theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
-    places = [*ours, *(place for place in theirs if place not in ours)]
-    differing = [place for place in places if ours.get(place) != theirs.get(place)]
-    if not differing:
-        return None
-    return differing[0], ours.get(differing[0]), theirs.get(differing[0]), len(differing)
-
-
 Value = TypeVar("Value")
 
 
