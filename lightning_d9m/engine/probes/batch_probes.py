@@ -78,6 +78,7 @@ class BatchProbes(Probes):
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
         """Record the state at the start of a batch, and hook the model, if its step is probed."""
+        # A mode must be left before another one is entered, and nothing else ends the last batch.
         self._ops_entered.close()
         super().start(point)
         if point.step not in self._settings.steps:
@@ -115,6 +116,8 @@ class BatchProbes(Probes):
 
     def take_step(self, optimizer: Any, *_: object) -> None:
         """Take the gradients and the state that an optimizer is about to use."""
+        # Before anything is taken: the operations of an optimizer are not those of a module, and
+        # its state shows what they did.
         self._leave_ops()
         if not self.collector.listens:
             return

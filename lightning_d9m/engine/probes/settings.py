@@ -62,7 +62,7 @@ class ProbeSettings:
             "probe_ranks": tuple(ranks or ()) if isinstance(ranks, Iterable | None) else (ranks,),
         }
         for name, value in plain.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # it is frozen, and callers give either form
         for kind in self.probes:
             if kind != ALL and kind not in PROBE_KINDS:
                 near = get_close_matches(str(kind), PROBE_KINDS, n=1)
@@ -125,6 +125,7 @@ class ProbeSettings:
         """
         given = read_settings(ProbeSettings, environment)
         settings = build_from_variables(partial(replace, self), given)
+        # The user would wait for records that never come.
         idle = [variable_of(name) for name in given if name != "probes"]
         if idle and not settings.kinds:
             raise SettingError(
