@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -34,7 +35,8 @@ STRATEGY = os.environ.get("STRATEGY", "ddp")
 STRATEGIES = {
     "": lambda: "auto",
     "ddp": lambda: "ddp",
-    "fsdp2": ModelParallelStrategy,
+    # By default Lightning shards over nodes, which is no sharding on one.
+    "fsdp2": partial(ModelParallelStrategy, WORLD, 1),
     "horovod": HorovodDeterministicStrategy,
 }
 SEEN = []
