@@ -78,7 +78,7 @@ class BatchProbes(Probes):
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
         """Record the state at the start of a batch, and hook the model, if its step is probed."""
-        # A mode must be left before another one is entered, and nothing else ends the last batch.
+        # With evidence the last batch lasts until here: hooks between two may write to the state.
         self._ops_entered.close()
         super().start(point)
         if point.step not in self._settings.steps:

@@ -55,7 +55,7 @@ _MODULE_PROBES = f"{_STEPS},input,output,grad_output"
 _OP_PROBES = f"{_MODULE_PROBES},op"
 # Of each step and module, whatever the program selects.
 _EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
-# More would be read by nobody, and the likeliest are first.
+# The likeliest are first; a longer list would hide them.
 _MOST_LINES = 5
 
 
