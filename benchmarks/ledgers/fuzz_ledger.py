@@ -28,7 +28,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Evaluation,
     Header,
     LoaderFacts,
-    ReplayDrift,
     RunFacts,
     chain_record,
 )
@@ -69,7 +68,6 @@ def write_run(path, draw):
                 step += batch % 2
             writer.write(digests_of("epoch", epoch, step, draw))
             writer.write(evaluation_of(epoch, step, draw))
-        writer.write(replay_of(step, draw))
         writer.write(digests_of("final", 1, step, draw))
         writer.write(End(status="finished"))
 
@@ -106,20 +104,6 @@ def evaluation_of(epoch, step, draw):
         undigested=1,
         problem="no digest",
         scalars={"val_loss": draw.random().hex()},
-    )
-
-
-def replay_of(step, draw):
-    """Return the record of a step that gave different values the second time."""
-    return ReplayDrift(
-        epoch=1,
-        step=step,
-        batch=3,
-        place=("output", "a", 0),
-        expected=draw.randbytes(16).hex(),
-        actual=None,
-        count=1,
-        total=3,
     )
 
 

@@ -20,7 +20,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Evaluation,
     Header,
     RankDrift,
-    ReplayDrift,
     RunFacts,
     StepDigests,
     list_compared,
@@ -47,9 +46,6 @@ COMPARED = (
     make_digests("epoch", 0, loss=ONE, scalars={"a": ONE}),
     Evaluation(
         name="test", epoch=0, step=1, batches=2, outputs=ZERO, problem="a", scalars={"a": ONE}
-    ),
-    ReplayDrift(
-        epoch=0, step=1, batch=2, place=("op", "a", 0), expected=ZERO, actual=ZERO, count=1, total=2
     ),
     StepDigests(epoch=0, step=1, totals={"weights": ZERO}, entries={"weights": b"abcd"}),
     End(status="finished", error="a", drift=DRIFT, reason="b"),

@@ -128,27 +128,22 @@ def test_modules_and_steps_are_selected_by_settings_and_variables(fit, monkeypat
         fit()
 
 
-def test_nothing_stays_behind_after_the_end_or_an_error(fit, tmp_path):
+def test_nothing_stays_behind_after_the_end_or_an_error(fit):
     def fail(self, batch, batch_idx):
-        with calls.open("a") as file:  # a list would be put back
-            file.write(str(batch_idx))
-        if calls.read_text() == "0011":  # the second run of the second step
+        if batch_idx == 1:
             raise RuntimeError("stop")
         return self.layers(batch[0]).sum()
 
-    calls = tmp_path / "calls"
     for model in (make_model(), make_model(training_step=fail)):
         try:
-            fit(model=model, probes="all", replay_every=1)
+            fit(model=model, probes="all")
         except RuntimeError as error:
             assert str(error) == "stop"  # noqa: PT017 - one of the two fails
         assert count_hooks(model) == 0
-        assert not {"training_step", "log", "log_dict"} & set(vars(model))
         strategy = fit.trainer.strategy
         assert not {"training_step", "backward"} & set(vars(strategy))
         assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
         assert probe.monitor(1, "nobody listens") == 1
-    assert calls.read_text() == "0011"
 
 
 def use_shared(model):

@@ -46,7 +46,7 @@ def test_every_replaced_method_of_a_training(fit, tmp_path, monkeypatch):
     monkeypatch.setattr(AttributePatches, "replace", noted)
     saved = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
     words = {"trainer_callbacks": [saved], "trainer_enable_checkpointing": True}
-    fit(probes="all", replay_every=2, **words)
+    fit(probes="all", **words)
     names = {name for _, name, _, _ in replaced}
     assert {"run", "process_dataloader", "training_step", "backward", "validation_step"} <= names
     refused = [entry[:2] for entry in replaced if not accepts(*entry[:1:-1])]

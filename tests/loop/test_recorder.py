@@ -211,7 +211,7 @@ def test_batches_made_once_give_every_epoch(tmp_path):
         iterate("lacks a length", lambda run: run.batches(iter([1, 2])))
 
 
-def test_misuse_is_told(tmp_path, monkeypatch):
+def test_misuse_is_told(tmp_path):
     model = make_parts()[0]
     for words, message in (
         ({"reference": 5}, "reference is 5; allowed: a path, or None"),
@@ -248,10 +248,6 @@ def test_misuse_is_told(tmp_path, monkeypatch):
         pytest.raises(LedgerError),
     ):
         run.begin()
-    monkeypatch.setenv("LIGHTNING_D9M_REPLAY_EVERY", "2")
-    cannot = "REPLAY_EVERY is 2, and a Recorder cannot run a step of"
-    with deterministic(seed=1), pytest.raises(SettingError, match=cannot):
-        Recorder(tmp_path, model).__enter__()
 
 
 def test_a_state_of_another_run_is_refused(tmp_path):

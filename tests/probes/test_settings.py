@@ -22,8 +22,6 @@ from lightning_d9m.errors import SettingError
         ({"probe_steps": "9:7"}, "a below b"),
         ({"probe_ranks": [-1]}, "probe_ranks is"),
         ({"probe_ranks": True}, "probe_ranks is"),
-        ({"replay_every": -1}, "replay_every is -1"),
-        ({"replay_every": True}, "replay_every is True"),
     ],
 )
 def test_what_is_not_allowed_is_said(words, message):
@@ -48,9 +46,7 @@ def test_steps_modules_and_kinds_are_selected():
     assert ProbeSettings(probe_modules=("(model)",)).takes_module("")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("REPLAY_EVERY", "often"), ("PROBE_RANKS", ","), ("PROBES", "no")]
-)
+@pytest.mark.parametrize(("name", "text"), [("PROBE_RANKS", ","), ("PROBES", "no")])
 def test_a_variable_with_a_wrong_value_is_an_error(name, text):
     variable = f"LIGHTNING_D9M_{name}"
     with pytest.raises(SettingError, match=r"allowed|kinds are") as caught:
@@ -65,11 +61,10 @@ def test_a_variable_that_selects_among_no_probes_is_an_error(name):
     with pytest.raises(
         SettingError, match=f"these variables have no effect: LIGHTNING_D9M_{name}. Unset"
     ):
-        ProbeSettings(replay_every=2).overridden(given)
+        ProbeSettings().overridden(given)
     assert ProbeSettings(probes=("loss",)).overridden(given)
 
 
 def test_settings_are_recorded_only_where_something_is_on():
     assert ProbeSettings(probe_steps="1:2").as_record() == {}
-    assert ProbeSettings(replay_every=2).as_record() == {"replay_every": 2}
     assert ProbeSettings(probes=("loss", "rng")).as_record()["probes"] == "rng loss"

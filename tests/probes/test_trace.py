@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_value
@@ -15,8 +13,6 @@ from lightning_d9m.engine.probes.trace import (
     RECORD_PLACES,
     ProbeCollector,
     ProbePoint,
-    Trace,
-    compare_traces,
     monitor,
     monitors_heard,
 )
@@ -153,24 +149,3 @@ def test_a_monitor_returns_what_it_is_given_and_tells_who_listens():
     monitor(1, "after")
     assert [name for name, _ in heard] == ["x", "twice", "nothing"]
     assert x.grad.tolist() == [2, 2]
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.data())
-def test_the_first_difference_of_traces_is_found(values, data):
-    place = data.draw(st.integers(0, len(values) - 1))
-    expected, actual = Trace(), Trace()
-    for number, value in enumerate(values):
-        expected.add_leaves("output", [(f"m{value}", torch.tensor([number]))])
-        actual.add_leaves(
-            "output", [(f"m{value}", torch.tensor([-1 if number == place else number]))]
-        )
-    difference = compare_traces(expected, actual)
-    assert difference is not None
-    assert (difference[0], difference[3]) == (expected.places[place], 1)
-    assert compare_traces(expected, expected) is None
-    actual.add_leaves("loss", [("only here", 1)])
-    found = compare_traces(actual, expected)
-    assert (found[0], found[3]) == (expected.places[place], 2)
-    only = Trace()
-    only.add_leaves("loss", [("a", 1)])
-    assert compare_traces(Trace(), only) == (("loss", "a", 0), None, digest_value(1), 1)

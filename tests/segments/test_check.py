@@ -118,21 +118,27 @@ def test_a_removed_checkpoint_belongs_to_the_segment_before(check, made, tmp_pat
     assert "step=30.ckpt" in found["notes"][0]
 
 
-def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrong", ["", "gradient bit"])
+def test_a_training_is_followed_while_it_runs(wrong, forking_python, d9m, tmp_path, monkeypatch):
+    """A bit of a gradient that the training alone flips is in the segment of its step."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     words = [forking_python, str(PROGRAM)]
-    # It keeps the last checkpoint alone: links hold the others until they are used.
-    variables = {**os.environ, "SLOW": "0.05", "KEPT": "1"}
+    # An honest one keeps the last checkpoint alone: links hold the others until they are used.
+    variables = {**os.environ, "SLOW": "0.05", "KEPT": "-1" if wrong else "1", "WRONG": wrong}
     with subprocess.Popen([*words, "run"], env=variables, stderr=subprocess.DEVNULL) as training:
         while not list(tmp_path.glob("run/fit-000/*")):
             assert training.poll() is None
         status, out, errors = d9m("check", "run", "--follow", "--json", "--", *words, "again")
-    assert status == 0, errors
+    assert status == bool(wrong), errors
     found = json.loads(out)
-    assert (found["share"], found["segments"]) == (1.0, len(found["checked"]))
-    assert not list(tmp_path.glob("d9m-runs/*/checkpoints"))
+    assert found["segments"] == len(found["checked"])
+    assert found["share"] == (0.75 if wrong else 1.0)  # of what is equal
+    differing = [own["first"] for own in found["checked"] if own["verdict"] != "equal"]
+    assert differing == [15] * bool(wrong)
+    # What is needed to examine a difference stays.
+    assert bool(list(tmp_path.glob("d9m-runs/*/checkpoints"))) == bool(wrong)
 
 
 def test_checkpoints_are_removed_but_for_those_that_are_kept(tmp_path):

@@ -1,4 +1,4 @@
-"""``d9m check`` and ``d9m goto`` on two processes; tests of ``d9m locate`` have such causes."""
+"""``d9m check``, ``d9m goto`` and ``d9m locate`` on two processes."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import pytest
 from scripts import ROOT
 
 from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.reader import read_resume
 from lightning_d9m.engine.ledger.format.records import Batch
 
 PROGRAM = str(ROOT / "tests/support/goto_training.py")
@@ -43,3 +44,20 @@ def test_segments_of_two_processes(strategy, forking_python, d9m, tmp_path, monk
         rank: {own.step for own in trace.records(rank) if isinstance(own, Batch)} for rank in (0, 1)
     }
     assert steps == {0: {10}, 1: {10}}
+    if strategy == "fsdp2":
+        locate(d9m, command, tmp_path)
+
+
+def locate(d9m, command, folder):
+    """Find a number that one rank adds in each run; only the steps around it are run again."""
+    noisy = [*command[:-1], str(folder / "other"), "noise"]
+    subprocess.run(noisy, capture_output=True, check=True)
+    status, out, errors = d9m("locate", "run", "other", "--json", "--", *noisy)
+    assert status == 1, errors
+    found = json.loads(out)
+    assert (found["cause"], found["ranks"], found["step"]) == ("value from outside torch", [1], 9)
+    assert (found["kind"], found["name"]) == ("op", "(model)::aten.add.Tensor")
+    assert "images = images + int.from_bytes(os.urandom(4)" in found["op"]["source"]
+    runs = sorted(folder.glob("d9m-runs/*/run-*/fit-000"))
+    # From the last equal checkpoint, and then from one before the step.
+    assert [read_resume(run / "rank-1.jsonl").step for run in runs] == [9, 9, 6, 6]

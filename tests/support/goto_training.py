@@ -2,13 +2,15 @@
 
 It writes the SHA-256 of what each step of each rank sees to FOLDER/seen-RANK, if the folder has no
 such file. WHAT: "label" changes a sample; "nan" makes the loss of step 9 infinite; "crash" raises
-there; "loop" and "hosted" train with a Recorder and with the Trainer of transformers.
+there, and "noise" adds entropy on the second rank; "loop" and "hosted" train with a Recorder and
+with the Trainer of transformers.
 """
 
 import hashlib
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -33,7 +35,8 @@ STRATEGY = os.environ.get("STRATEGY", "ddp")
 STRATEGIES = {
     "": lambda: "auto",
     "ddp": lambda: "ddp",
-    "fsdp2": ModelParallelStrategy,
+    # By default Lightning shards over nodes, which is no sharding on one.
+    "fsdp2": partial(ModelParallelStrategy, WORLD, 1),
     "horovod": HorovodDeterministicStrategy,
 }
 SEEN = []
@@ -58,7 +61,10 @@ class Net(L.LightningModule):
 
     def training_step(self, batch, index):
         SEEN.append(fingerprint(self, batch))
-        loss = cross_entropy(self.layers(batch[0]), batch[1])
+        images = batch[0]
+        if self.global_step == 9 and "noise" in WHAT and self.global_rank == 1:
+            images = images + int.from_bytes(os.urandom(4), "big") / 2**32
+        loss = cross_entropy(self.layers(images), batch[1])
         if self.global_step == 9 and "crash" in WHAT:
             raise ValueError("a bad sample")
         return loss / 0 if self.global_step == 9 and "nan" in WHAT else loss

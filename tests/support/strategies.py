@@ -578,7 +578,7 @@ class Runs:
     def run(self):
         """Run all, and write what was found."""
         cell, folder, attempt = self.cell, self.folder, self.attempt
-        probed = {"probes": "all", **({"replay_every": 2} if cell in cells.REPEATED else {})}
+        probed = {"probes": "all"}
         last = [LAST_STEP] if cell in cells.SHARDED else []
         first = self.train("first", saves=[1, *last], **probed)
         compared = {"reference": folder / "first" / "fit-000", **probed}
@@ -613,16 +613,12 @@ class Runs:
             attempt("fault without reference", fault=fault, **short)
         if cell in cells.TENSOR_PARALLEL:
             attempt("fault of a copy", fault=fault._replace(name=COPIED), **short)
-        if cell in cells.REFUSED:
-            attempt("replayed", replay_every=2, **short)
         if cell in cells.REFERRED:
             # The second rank cannot read it.
             reference = self.folder / ("first/fit-000", "missing")[self.rank]
             attempt("other reference", reference=reference)
         if cell == cells.DDP:
-            race = fault._replace(races=True)
-            attempt("plain")
-            attempt("race", fault=race, replay_every=1, probes="loss", probe_ranks=1)
+            attempt("plain", probes="loss", probe_ranks=1)
         if cell in cells.LOCATED:
             self.locate("located", fault._replace(batch=0))
         if cell in cells.RACING:

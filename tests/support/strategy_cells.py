@@ -9,7 +9,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 FABRIC = "Fabric, "
 DDP, LOGICAL, PIPELINE = "ddp", "ddp_d9m, logical ranks", "Fabric, pipeline"
-COLUMNS = ("agree", "fault", "ranks", "resume", "probes", "locate", "replay")
+COLUMNS = ("agree", "fault", "ranks", "resume", "probes", "locate")
 TABLE = {}
 for line in PAGE.read_text().splitlines():
     if line.startswith("| `"):
@@ -49,10 +49,9 @@ TENSOR_PARALLEL = told("ranks", "replicated")
 FLAT_ONES = [name for name in ALL if "flat" in name]
 # A resume is refused, or can begin with a full checkpoint, too.
 HYBRIDS, FULL = told("resume", "refused"), told("resume", "full")
-LOCATED, REPEATED = told("locate", "yes"), told("replay", "yes")
+LOCATED = told("locate", "yes")
 # What the page says in a sentence is shown of some. An operation races; one rank has another
-# reference, or drifts apart in every run; replays are refused.
+# reference, or drifts apart in every run.
 RACING, REFERRED, DRIFTING = ["ddp", "fsdp2"], ["ddp", "Fabric, ddp"], ["ddp", "tp"]
-REFUSED = ["fsdp1", "fsdp2", "tp"]
 # The checkpoints of the last step of these are compared with the ledger.
-SHARDED = [*REFUSED, "fsdp2 and tp"]
+SHARDED = ["fsdp1", "fsdp2", "tp", "fsdp2 and tp"]

@@ -8,7 +8,6 @@ from lightning_d9m.engine.ledger.format.records import (
     End,
     Evaluation,
     Record,
-    ReplayDrift,
     StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import ENDS, describe_batch
@@ -18,8 +17,8 @@ Key: TypeAlias = tuple[object, ...]
 LedgerPosition: TypeAlias = tuple[int, int, int]
 Item: TypeAlias = Record | Batch
 LEDGER_START: LedgerPosition = (0, 0, 0)
-# The fields that identify an evaluation or a replay.
-_NAMED = ("epoch", "step", "batch", "name")
+# The fields that identify an evaluation.
+_NAMED = ("epoch", "step", "name")
 _LAST = 2**63
 
 
@@ -35,8 +34,8 @@ def record_key(record: Item) -> Key:
         return ("digests", record.moment, record.epoch, None if counted else record.step)
     if isinstance(record, StepDigests):
         return ("step", record.epoch, record.step)
-    if isinstance(record, Evaluation | ReplayDrift):
-        return (record.kind, *(getattr(record, name, None) for name in _NAMED))
+    if isinstance(record, Evaluation):
+        return (record.kind, *(getattr(record, name) for name in _NAMED))
     return (record.kind,)
 
 
@@ -59,7 +58,7 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
         # It waits for the next digests. A segment that ends before them has it earlier in its file
         # than a run that trains on, and both need one place, so that they are paired.
         return max(previous, (record.epoch, 2, 0))
-    if isinstance(record, Batch | ReplayDrift | StepDigests):
+    if isinstance(record, Batch | StepDigests):
         # The last one has the step after it; the others have the step before it.
         return max(previous, (record.epoch, 1, record.step - isinstance(record, StepDigests)))
     return previous
@@ -73,9 +72,9 @@ def describe_record(record: Item) -> str:
         return f"{describe_batch(record.batch)} of epoch {record.epoch} (step {record.step})"
     if isinstance(record, StepDigests):
         return f"the state after step {record.step} (epoch {record.epoch})"
-    if isinstance(record, Evaluation | ReplayDrift):
-        named = [(name, getattr(record, name)) for name in _NAMED if hasattr(record, name)]
-        return " ".join([record.kind, *(f"{name} {escape(value)}" for name, value in named)])
+    if isinstance(record, Evaluation):
+        named = [f"{name} {escape(getattr(record, name))}" for name in _NAMED]
+        return " ".join([record.kind, *named])
     return {"run": "the facts of the run", "end": "the end of the run"}.get(
         record.kind, "the header"
     )

@@ -78,6 +78,7 @@ class BatchProbes(Probes):
 
     def start(self, point: ProbePoint, batch: Any = None, scaler: Any = None) -> None:
         """Record the state at the start of a batch, and hook the model, if its step is probed."""
+        # With evidence the last batch lasts until here: hooks between two may write to the state.
         self._ops_entered.close()
         super().start(point)
         if point.step not in self._settings.steps:
@@ -115,6 +116,8 @@ class BatchProbes(Probes):
 
     def take_step(self, optimizer: Any, *_: object) -> None:
         """Take the gradients and the state that an optimizer is about to use."""
+        # Before anything is taken: the operations of an optimizer are not those of a module, and
+        # its state shows what they did.
         self._leave_ops()
         if not self.collector.listens:
             return
@@ -151,11 +154,15 @@ class BatchProbes(Probes):
         if hooks is not None:
             hooks.close()
 
+    def flush(self) -> None:
+        """End the batch and write all records."""
+        self.collector.close()
+
     def close(self) -> None:
         """Remove the hooks, and write the pending records and the evidence."""
         self._ops_entered.close()
         self.unhook()
-        self.collector.close()
+        self.flush()
         if self.evidence is not None:
             self.evidence.close()
 

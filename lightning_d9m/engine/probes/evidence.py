@@ -176,6 +176,8 @@ def find_writer(one: Mapping[str, Any], other: Mapping[str, Any], batch: str) ->
     It is the one that wrote what differs after it. Empty if that is not known, or if all are equal
     up to a batch, at whose beginning the state was read; without a batch, up to the end.
     """
+    # In order, and not by key: a branch that one run alone takes shifts what follows, and it is the
+    # difference.
     for ours, theirs in zip_longest(one["ops"].items(), other["ops"].items()):
         key, op = ours or theirs
         if batch == key[0]:

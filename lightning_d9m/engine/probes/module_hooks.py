@@ -46,12 +46,13 @@ def hook_model(
     kinds: frozenset[str],
     take: Take,
     *,
-    ops: "OpMode | None" = None,
-    is_compiled: bool = False,
+    ops: "OpMode | None",
+    is_compiled: bool,
 ) -> ExitStack:
     """Pass the inputs, outputs and gradients of the selected modules to a function.
 
-    ``ops`` records which module runs. Of a module that is shared, the first name counts.
+    ``ops`` records which module runs; None where no operation is taken. Of a module that is shared,
+    the first name counts.
     ``is_compiled`` says that the steps of the model are compiled, so that no module of it is called
     from outside.
 
@@ -63,6 +64,8 @@ def hook_model(
         before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
         for name, module in () if is_compiled else eager_modules(model):
             if ops is not None and name:  # the model itself is around everything
+                # First in and last out, so that operations of the program's own hooks belong to the
+                # module; also if it raises, because a program may catch that and continue.
                 hooks.callback(before(module, partial(ops.enter, name), prepend=True).remove)
                 hooks.callback(after(module, ops.leave, always_call=True).remove)
             if not settings.takes_module(name):

@@ -110,7 +110,7 @@ class OutsideWatch:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
-        """OutsideWatch from now on, in this process and those that it forks."""
+        """Watch from now on, in this process and those that it forks."""
         Watched.watch = self
         for module, name, kind in _list_sources():
             self._replace(module, name, _Source(self, module, name, kind))
@@ -405,7 +405,7 @@ def _digest_rows(batch: Any) -> Iterator[str]:
 
 
 def watch_process() -> None:
-    """OutsideWatch this process if the variable names a folder."""
+    """Watch this process if the variable names a folder."""
     folder = os.environ.get(VARIABLE)
     if folder and Watched.watch is None:
         OutsideWatch(Path(folder)).start()

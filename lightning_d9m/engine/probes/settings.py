@@ -36,7 +36,6 @@ class ProbeSettings:
         probe_steps: Global steps, ``"a:b"`` from a up to but without b; either may be left out.
             Empty means all.
         probe_ranks: Ranks that record; empty means all.
-        replay_every: Run the forward and backward pass of every N-th batch twice; 0 for never.
         evidence: The name of a place, whose values are kept beside the ledger, with evidence on
             operations; empty for none. See ``Evidence``.
         evidence_ops: Whether that has operations without probes of the kind ``"op"``, too.
@@ -50,7 +49,6 @@ class ProbeSettings:
     probe_modules: tuple[str, ...] = ("*",)
     probe_steps: str = ""
     probe_ranks: tuple[int, ...] = ()
-    replay_every: int = 0
     evidence: str = ""
     evidence_ops: bool = False
     evidence_of: Path | None = None
@@ -64,7 +62,7 @@ class ProbeSettings:
             "probe_ranks": tuple(ranks or ()) if isinstance(ranks, Iterable | None) else (ranks,),
         }
         for name, value in plain.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # it is frozen, and callers give either form
         for kind in self.probes:
             if kind != ALL and kind not in PROBE_KINDS:
                 near = get_close_matches(str(kind), PROBE_KINDS, n=1)
@@ -85,11 +83,6 @@ class ProbeSettings:
                     f"probe_ranks is {list(self.probe_ranks)}; allowed: ranks, whole numbers from "
                     "0, or nothing for all."
                 )
-        if type(self.replay_every) is not int or self.replay_every < 0:
-            raise SettingError(
-                f"replay_every is {self.replay_every!r}; allowed: a whole number, 1 or more, for "
-                "every N-th batch, or 0 for never."
-            )
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -132,7 +125,8 @@ class ProbeSettings:
         """
         given = read_settings(ProbeSettings, environment)
         settings = build_from_variables(partial(replace, self), given)
-        idle = [variable_of(name) for name in given if name not in ("probes", "replay_every")]
+        # The user would wait for records that never come.
+        idle = [variable_of(name) for name in given if name != "probes"]
         if idle and not settings.kinds:
             raise SettingError(
                 f"No probes are on, so these variables have no effect: {', '.join(idle)}. Unset "
@@ -141,17 +135,16 @@ class ProbeSettings:
             )
         return settings
 
-    def as_record(self) -> dict[str, str | int]:
+    def as_record(self) -> dict[str, str]:
         """Return the settings as the ledger's header keeps them; nothing where none is on."""
-        record: dict[str, str | int] = {}
-        if self.kinds:
-            record["probes"] = " ".join(kind for kind in PROBE_KINDS if kind in self.kinds)
-            record["probe_modules"] = " ".join(self.probe_modules)
-            record["probe_steps"] = self.probe_steps
-            record["probe_ranks"] = " ".join(map(str, self.probe_ranks))
-        if self.replay_every:
-            record["replay_every"] = self.replay_every
-        return record
+        if not self.kinds:
+            return {}
+        return {
+            "probes": " ".join(kind for kind in PROBE_KINDS if kind in self.kinds),
+            "probe_modules": " ".join(self.probe_modules),
+            "probe_steps": self.probe_steps,
+            "probe_ranks": " ".join(map(str, self.probe_ranks)),
+        }
 
 
 def _split(setting: str, names: str | Sequence[str]) -> tuple[str, ...]:

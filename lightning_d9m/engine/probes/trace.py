@@ -13,7 +13,6 @@ from lightning_d9m.engine.hashing.digest import DigestQueue
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.engine.ledger.format.records import (
     DIGEST_BYTES,
-    MAX_LAYOUTS,
     ProbeKey,
     ProbeLayout,
     ProbesRecord,
@@ -23,9 +22,9 @@ from lightning_d9m.engine.probes.training import ProbePoint
 RECORD_PLACES = 4096
 # Longer names are cut; places whose cut names are equal count as calls of one place.
 _LONGEST_NAME = 4000
-# The most places of all cached layouts: a model whose operations differ from batch to batch would
-# otherwise fill the memory.
-_MAX_CACHED_PLACES = 2_000_000
+# The most layouts that are remembered, two million places: a model whose operations differ from
+# batch to batch would otherwise fill the memory.
+_MOST_LAYOUTS = 512
 
 # Batches of at most RECORD_PLACES places that end within this time are written together: in the
 # cold caches of a training step, a first record costs several times as much as a further one.
@@ -86,7 +85,6 @@ class ProbeCollector:
         self._waiting: list[tuple[ProbePoint, Trace]] = []
         self._written = -math.inf  # time of the last write, by the monotonic clock
         self._layouts: dict[tuple[ProbeKey, ...], int] = {}
-        self._remembered = 0  # places of layouts
 
     @property
     def is_paused(self) -> bool:
@@ -161,11 +159,9 @@ class ProbeCollector:
                 stop = start + RECORD_PLACES
                 sequence = tuple(trace.places[start:stop])
                 if sequence not in self._layouts:
-                    if self._remembered > _MAX_CACHED_PLACES or len(self._layouts) == MAX_LAYOUTS:
+                    if len(self._layouts) == _MOST_LAYOUTS:
                         self._layouts.clear()
-                        self._remembered = 0
                     number = self._layouts[sequence] = len(self._layouts)
-                    self._remembered += len(sequence)
                     self._write(ProbeLayout(number, sequence))
                 record = ProbesRecord(
                     epoch=moment.epoch,
@@ -175,24 +171,6 @@ class ProbeCollector:
                     digests=digests[DIGEST_BYTES * start : DIGEST_BYTES * stop],
                 )
                 self._write(record)
-
-
-def compare_traces(
-    expected: Trace, actual: Trace
-) -> tuple[ProbeKey, str | None, str | None, int] | None:
-    """Compare two traces of the same batch by place, in any order.
-
-    Returns:
-        The first place that differs, in order of execution, its digest in each trace, None where a
-        trace lacks it, and the number of places that differ.
-    """
-    ours = dict(zip(expected.places, expected.queue.fetch(), strict=True))
-    theirs = dict(zip(actual.places, actual.queue.fetch(), strict=True))
-    places = [*ours, *(place for place in theirs if place not in ours)]
-    differing = [place for place in places if ours.get(place) != theirs.get(place)]
-    if not differing:
-        return None
-    return differing[0], ours.get(differing[0]), theirs.get(differing[0]), len(differing)
 
 
 Value = TypeVar("Value")

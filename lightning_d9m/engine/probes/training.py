@@ -5,7 +5,7 @@ the runs that take some.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -81,29 +81,14 @@ class Watched:
     watch: ClassVar[Any] = None
 
 
-class _NoCollector:
-    """Collects nothing."""
-
-    def close(self) -> None:
-        """Write nothing."""
-
-    catch_up = close
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context for code whose values are not taken."""
-        return nullcontext()
-
-
 class Probes:
     """The probes of a run that takes none; those of ``BatchProbes`` do what the methods say.
 
     Attributes:
         evidence: What keeps values for ``d9m locate``; None if they are not kept.
-        collector: What writes the records of values.
     """
 
     evidence: Any = None
-    collector: Any = _NoCollector()
 
     def __init__(self) -> None:
         self._validated = 0  # batches of validations since the last batch of the training
@@ -150,6 +135,9 @@ class Probes:
 
     def unhook(self) -> None:
         """Remove the hooks."""
+
+    def flush(self) -> None:
+        """End the batch and write all records."""
 
     def close(self) -> None:
         """Remove the hooks and write the pending records."""

@@ -66,7 +66,7 @@ from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, W
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.resume_check import GENERATORS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.errors import D9mError, DriftError, LedgerError, SettingError
+from lightning_d9m.errors import D9mError, DriftError, LedgerError
 
 if TYPE_CHECKING:  # loaded by runs that compare with a reference, or across ranks
     from typing_extensions import Self
@@ -232,22 +232,14 @@ class Run:
         """``float.hex()`` of the last loss; None without one."""
         return None if self.loss is None else float(self.loss).hex()
 
-    def prepare(self, world_size: int, *, replays: bool = False) -> None:
+    def prepare(self, world_size: int) -> None:
         """Let variables override the options, and check these.
-
-        ``replays`` says whether steps can run twice.
 
         Raises:
             LedgerError: If the reference cannot be read.
             SettingError: If a value is not allowed.
         """
         options = self.options = self._given.overridden(os.environ)
-        if options.replay_every and not replays:
-            raise SettingError(
-                f"{variable_of('replay_every')} is {options.replay_every}, and a Recorder cannot "
-                "run a step of your own loop twice. Unset it, or train with a Trainer of Lightning "
-                "and DeterminismCallback(replay_every=...)."
-            )
         options.check_ranks(world_size)
         if options.reference is not None:
             read_ledger(options.reference)
@@ -442,7 +434,7 @@ class Run:
         if self._header is None or SHARDED_PARAMETERS in self._header.stack:
             return
         with suppress(Exception):
-            self.probes.collector.close()
+            self.probes.flush()
             digests = self._describe(EXCEPTION, epoch, step, self._read())
             self.digest = digests.totals["weights"]
             for error in self._write(digests):
@@ -460,8 +452,7 @@ class Run:
             Watched.watch.mark(moment, epoch, step)
         # Probes of the batches before come first: readers rely on the order of a training.
         self.probes.save_state(StatePoint(epoch, step, moment))
-        probes = self.probes if moment == "final" else self.probes.collector
-        self.ranks.raise_on_all(probes.close)
+        self.ranks.raise_on_all(self.probes.close if moment == "final" else self.probes.flush)
         snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
         complete_snapshot(snapshot, self.ranks)
         return self._describe(moment, epoch, step, snapshot, scalars)
@@ -557,7 +548,7 @@ class Run:
 
     def _write_held(self) -> None:
         if self.held:
-            self.probes.collector.close()
+            self.probes.flush()
         for record in self.held:
             self.append(record)
         self.held.clear()
@@ -608,7 +599,7 @@ class Run:
             groups = {**groups, GENERATORS: digest_generators()}
         record = digest_step(epoch, step, groups)
         record = replace(record, totals={**record.totals, **committed})
-        self.probes.collector.close()  # the probes of this step come before it
+        self.probes.flush()  # the probes of this step come before it
         self.append(record)
         check = self._check
         if check is None:

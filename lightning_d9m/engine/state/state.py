@@ -332,11 +332,6 @@ class Watch:
                 changed.append(node)
         return changed
 
-    def restore(self) -> None:
-        """Put everything back; the objects stay the same ones, as others may hold them too."""
-        for node in self.nodes.values():
-            node.kind.write(node.owner, node.content)
-
     def add_data(self) -> None:
         """Add the data that objects of libraries have got since."""
         nodes = self.nodes.values()

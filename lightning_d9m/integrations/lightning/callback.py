@@ -123,8 +123,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         probe_modules: Patterns of the names of modules that are probed.
         probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
         probe_ranks: Ranks that record probes; None means all.
-        replay_every: Run the forward and backward pass of every N-th batch a second time and
-            compare all values; 0 for never.
         summary: Log one line when a fit ends: epochs, digest of the weights, and ledger.
 
     Arguments that "inherit" take the value of an active ``lightning_d9m.enable()`` if they are
@@ -160,7 +158,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
         probe_ranks: int | Sequence[int] | None = None,
-        replay_every: int = 0,
         summary: bool = True,
     ) -> None:
         arguments = dict(locals())
@@ -252,7 +249,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self._liveness.add_lost_ranks(exception)
         if self._session is not None:
             with suppress(Exception):  # do not hide the error that is being raised
-                self._recorder.run.probes.collector.close()
+                self._recorder.run.probes.flush()
                 if self._fit is not None:
                     self._fit.keep(ended=False)
             # Without a comparison of ranks, as some may be lost.
@@ -309,7 +306,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
 
     def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
-        self._recorder.run.probes.collector.close()
+        self._recorder.run.probes.flush()
         if self._fit is not None:
             self._fit.save(checkpoint)
 
@@ -384,7 +381,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._recorder.run.prepare(trainer.world_size, replays=True)
+            self._recorder.run.prepare(trainer.world_size)
 
     def _close(self, end: End) -> None:
         try:

@@ -110,28 +110,20 @@ class TrainerRecorder:
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
-        self._replay: Any = None  # loaded where steps are run twice
-        self._replayed = ExitStack()
         self.summary = FitSummary()
         self._epoch = 0
         self._step: int | None = None  # of the batch that began last
 
     def __getstate__(self) -> dict[str, Any]:
-        empty = {"_outputs": None, "_replay": None}
-        return self.__dict__ | empty | {"_replayed": ExitStack()}
+        return self.__dict__ | {"_outputs": None}
 
     def begin(self, trainer: Trainer, session: TrainerSession) -> None:
         """Open the ledger of a fit and record the state that training starts from.
 
         Raises:
-            SettingError: If a switch has been changed since the run began, or no step can be run
-                twice.
+            SettingError: If a switch has been changed since the run began.
         """
         options, run = self.run.options, self.run
-        if options.replay_every:
-            from lightning_d9m.integrations.lightning.step_replay import Replay
-
-            self._replay = Replay(trainer, run)
         self._epoch, self._step = trainer.current_epoch, None
 
         def wrap_steps(stack: ExitStack, recorded: Recorded) -> None:
@@ -182,31 +174,23 @@ class TrainerRecorder:
         self.run.append(record)
 
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """Probe the state at the start of a batch, and run its step twice if that is due."""
+        """Probe the state at the start of a batch."""
         self._step = trainer.global_step
         self.run.take_data(batch)
         # This runs before every batch of every training, most of which record no probes.
-        if self._replay is None and self.run.probes.are_idle:
+        if self.run.probes.are_idle:
             return
-        self._replayed.close()
         point = ProbePoint(trainer.current_epoch, trainer.global_step, batch_idx)
         self.run.probes.start(point, batch, getattr(trainer.precision_plugin, "scaler", None))
-        # Last, because it comes off first.
-        every = self.run.options.replay_every
-        if self._replay is not None and trainer.fit_loop.total_batch_idx % every == 0:
-            self._replayed = self._replay.attach(point)
 
     def end_batch(self, trainer: Trainer, outputs: object) -> None:
         """Keep the loss on its device, without waiting for it, and write the probes of a batch."""
-        idle = self._replay is None and self.run.probes.are_idle
-        if not idle:
-            self._replayed.close()
         # Lightning gives a dict. In each batch, `Mapping` would ask an abstract class.
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning has detached the loss of an automatic optimization already.
             self.run.loss = loss.detach() if loss.requires_grad else loss
-        if not idle:
+        if not self.run.probes.are_idle:
             scalars = trainer.callback_metrics if "scalar" in self.run.options.kinds else {}
             taken = {name: v for name, v in scalars.items() if self._takes(name)}
             self.run.probes.end(loss, taken)
@@ -325,8 +309,6 @@ class TrainerRecorder:
 
     def end(self, end: End) -> None:
         """Close the ledger of the fit, if one is open, and remove every hook."""
-        self._replayed.close()
-        self._replay = None
         self.run.end(end)
 
     def _takes(self, metric: str) -> bool:

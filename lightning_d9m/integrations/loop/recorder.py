@@ -578,7 +578,7 @@ class Recorder:
                 f"called {self._iterated} times, so the position in each loader is not known. "
                 "Save checkpoints after epoch()."
             )
-        self._run.probes.collector.close()
+        self._run.probes.flush()
         # The digests of the next steps are recorded, and a run that resumes is compared with them.
         self._run.note_save(self.global_step)
         return {

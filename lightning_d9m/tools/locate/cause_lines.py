@@ -8,6 +8,7 @@ from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.lint.scanner import scan_file
 from lightning_d9m.tools.lint.source import SourceError, list_imports, read_python
 
+# A folder of scripts is small; one that holds an environment would take minutes to scan.
 _MOST_FILES = 500
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
 _ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))

@@ -17,6 +17,7 @@ from lightning_d9m.engine.probes.outside import PATTERN
 # What can hardly be equal in two runs comes last: it explains a difference only if the program uses
 # it, and most programs only measure times and name files by it.
 UNLIKELY = ("process number", "thread", "process", "connection", "address", "clock")
+# They are noted without a value, so two runs cannot be shown to have read the same.
 _ALWAYS_DIFFER = frozenset({"thread", "process", "connection", "address"})
 _SAYING = {
     "seed": "another seed is set",

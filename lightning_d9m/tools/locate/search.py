@@ -55,6 +55,7 @@ _MODULE_PROBES = f"{_STEPS},input,output,grad_output"
 _OP_PROBES = f"{_MODULE_PROBES},op"
 # Of each step and module, whatever the program selects.
 _EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
+# The likeliest are first; a longer list would hide them.
 _MOST_LINES = 5
 
 
@@ -260,6 +261,8 @@ class Search:
         ends = (end for end in expected.epoch_ends if end < first.step)
         equal = first.step if first.moment == "batch" else max(ends, default=0)
         stop = first.step + 1
+        # Both have recorded the state after the first steps behind a checkpoint: these narrow the
+        # part from an epoch to the steps between two of them, without a run.
         for step, totals in sorted(expected.step_totals.items()):
             if equal < step < stop and step in actual.step_totals:
                 if totals != actual.step_totals[step]:

@@ -307,30 +307,6 @@ class Evaluation(Entry, frozen=True, tag="evaluation", kw_only=True):
         _check_floats("scalars", self.scalars.values())
 
 
-class ReplayDrift(Entry, frozen=True, tag="replay", kw_only=True):
-    """The difference between two runs of one training step from the same state.
-
-    Attributes:
-        epoch: Counted from 0.
-        step: The global step.
-        batch: Index of the batch within the epoch.
-        place: ``[kind, name, call]``: the first place that differs, in order of execution.
-        expected: The digest there in the first run of the step; null if that lacks the place.
-        actual: The digest in the second run.
-        count: Number of places that differ.
-        total: Number of places that were compared.
-    """
-
-    epoch: Whole
-    step: Whole
-    batch: Whole
-    place: Place
-    expected: Digest | None
-    actual: Digest | None
-    count: Whole
-    total: Whole
-
-
 class RankDrift(RecordPart, frozen=True, kw_only=True):
     """The difference between ranks that ended a fit.
 
@@ -525,7 +501,6 @@ Record: TypeAlias = (
     | Evaluation
     | ProbeLayout
     | ProbesRecord
-    | ReplayDrift
     | StepDigests
     | Checkpoint
     | Sources
