@@ -234,7 +234,7 @@ def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(wor
     dataset.epoch = 0
     control = begin(make(dataset, **words))
     dataset.epoch = 1
-    assert bool(control.capture_states("train", within=False)) == kept
+    assert bool(control.capture_states("train", within=False)["train.0"]["now"]) == kept
     control.release()
 
 

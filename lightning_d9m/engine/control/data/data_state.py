@@ -59,6 +59,8 @@ class DataState:
         samplers: Sequence[object] = (),
         earlier: Iterable["DataState"] = (),
     ) -> None:
+        # Training and validation may read one dataset: a second watch would take what the first
+        # epoch has changed as held at first.
         pairs = [pair for state in earlier for pair in state.parts.values()]
         known = {id(own): changes for own, changes in pairs}
         named = {f"{_SAMPLER}{number}": own for number, own in enumerate(samplers)} | {**owners}
@@ -99,11 +101,13 @@ class DataState:
             The paths of what the objects lack; with ``samplers`` also of generators that only this
             run has.
         """
+        # A part without any object, as of a dataset that has no generator now, is lost as a whole.
         lost = [path for name in states.keys() - self.parts for path in _unpack(states, name)]
         for name, (_, changes) in self.parts.items():
             if samplers or not is_of_sampler(name):
                 values = _unpack(states, name)
                 lost += changes.restore(values, torch.device("cpu"))
+                # Generators count as changed: a state without one is of a run without it.
                 if samplers:
                     lost += changes.list_generators() - {path.rstrip("'") for path in values}
         return lost
@@ -196,9 +200,10 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     own = getattr(owner, "__dict__", {})
     if name.endswith(_GENERATORS):
         base = name.removesuffix(_GENERATORS)
-        kept = {
-            f"{base}.{key}": own[key] for key in own.keys() - hidden if id(own[key]) not in others
-        }
+        # In the order of attributes, as one generator may be in several. The dataset and samplers of
+        # a loader are parts themselves.
+        held = {key: part for key, part in own.items() if id(part) not in others}
+        kept = {f"{base}.{key}": held[key] for key in held if key not in hidden}
         return Changes(find_generators(kept), leave_out=lambda *_: False)
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
 
@@ -222,14 +227,18 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         owners,
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
+        # Of samplers ``undo`` restores values in place. Copies of data could fill the memory.
         copies=is_sampler,
+        # A dataset may be defined in a file that the module does not reach, and workers get copies
+        # of variables. What samplers read of them is in the state of the dataset or the program.
         namespaces=not is_sampler,
     )
 
 
 def _leave_out(_path: str, value: Any) -> bool:
-    if isinstance(value, DataLoader | Sampler):
+    if isinstance(value, DataLoader | Sampler):  # which have a state themselves
         return True
+    # Weights of a network that transforms samples are in Lightning's checkpoint if they train.
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True
     # Such as the module and the datamodule, which are in the state of the program.

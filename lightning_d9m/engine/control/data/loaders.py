@@ -200,7 +200,9 @@ def _index_text(index: Any) -> int | str:
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
 # The keys of the captured state of a loader: the parts as they were when the epoch was first
-# iterated, and as they are now.
+# iterated, and as they are now. A resumed run restores the first before it iterates the loader,
+# which draws the order, forks workers and reads a stream again up to the position; and the second
+# before the next batch, because hooks before that may draw from a generator of the dataset, too.
 _START, _NOW = "start", "now"
 
 
@@ -262,7 +264,7 @@ class WatchedLoader:
     def start_epoch(self, epoch: int) -> None:
         """Continue an epoch where it was interrupted."""
         self.started, self.start, self.after = epoch, None, None
-        reached = self._find_reached(epoch)
+        reached = self._control.find_reached(self.stage, epoch)
         # Once: hooks may have set what it holds before the epoch is started again.
         if reached is not None and not self._is_restored:
             self.restore(reached.states)
@@ -273,22 +275,13 @@ class WatchedLoader:
 
         Then ``again`` before the next batch what is not drawn or read from the start of the epoch.
         """
-        if states is None:  # of another rank
+        times = (states or {}).get(self.key)
+        if times is None:  # it was loaded later, or the states are those of other data
             return
-        times = states.get(self.key, {})
         start = {} if again else times.get(_START, {})
-        lost = self.state.restore({**times.get(_NOW, {}), **start}, samplers=not again)
-        if lost:
-            self._control.report(_LOST.format(", ".join(sorted(lost))))
-
-    def restore_again(self, epoch: int) -> None:
-        """Restore what a hook, or an iteration in advance, may have changed since the start."""
-        if (reached := self._find_reached(epoch)) is not None:
-            self.restore(reached.states, again=True)
-
-    def _find_reached(self, epoch: int) -> ReachedPosition | None:
-        reached = self._control.reached.get(self.stage)
-        return reached if reached is not None and reached.epoch == epoch else None
+        found = self.state.restore({**times.get(_NOW, {}), **start}, samplers=not again)
+        if lost := [f"{self.key}.{path}" for path in sorted(found)]:
+            self._control.report(_LOST.format(", ".join(lost)))
 
 
 class ControlledLoader(WatchedLoader):
@@ -388,7 +381,8 @@ class ControlledLoader(WatchedLoader):
         now, start, loader = self.state.capture(), self.start, self.loader()
         if not within or start is None:
             return {_NOW: now}
-        # Workers have copies from the start of the epoch; this process reads a stream again.
+        # Workers have copies from the start of the epoch; this process reads a stream again, after
+        # which a second restore would put other objects in the place of those that it reads from.
         copied = loader is not None and loader.num_workers > 0
         reads = (copied or self._iterable) and not at_end
         return {
@@ -416,8 +410,8 @@ class ControlledLoader(WatchedLoader):
         self.stream.start_epoch(epoch)
         self._generator.manual_seed(self.stream.derive("workers"))
         super().start_epoch(epoch)
-        reached = self._find_reached(epoch)
         self._seed_samplers(loader, epoch)
+        reached = self._control.find_reached(self.stage, epoch)
         # A loader of an iterable dataset restores its position itself, or cannot.
         if reached is not None and not self._iterable:
             self._requests.start_epoch(reached.batches, reached.cycled)
@@ -515,6 +509,11 @@ class LoaderControl:
         """
         self.reached[stage] = ReachedPosition(epoch, batches, cycled, states)
 
+    def find_reached(self, stage: str, epoch: int) -> ReachedPosition | None:
+        """Return the position from which an epoch is continued; None if it begins."""
+        reached = self.reached.get(stage)
+        return reached if reached is not None and reached.epoch == epoch else None
+
     def capture_states(self, stage: str, *, within: bool, at_end: bool = False) -> dict[str, Any]:
         """Return what batches depend on beside the random streams: what has changed in objects.
 
@@ -527,11 +526,8 @@ class LoaderControl:
         Returns:
             Plain values by loader, time, object and path.
         """
-        found = {
-            control.key: control.capture(within=within, at_end=at_end)
-            for control in self._list(stage)
-        }
-        return {key: times for key, times in found.items() if any(times.values())}
+        loaders = self._list(stage)
+        return {own.key: own.capture(within=within, at_end=at_end) for own in loaders}
 
     def _list(self, stage: str) -> list[WatchedLoader]:
         return [control for control in self.loaders if control.stage == stage]
@@ -579,8 +575,9 @@ class LoaderControl:
 
     def restore_again(self, stage: str, epoch: int) -> None:
         """Restore what hooks, or an iteration in advance, may have changed since."""
-        for control in self._list(stage):
-            control.restore_again(epoch)
+        if (reached := self.find_reached(stage, epoch)) is not None:
+            for control in self._list(stage):
+                control.restore(reached.states, again=True)
 
     def restore_states(self, stage: str, states: Mapping[str, Any]) -> None:
         """Restore what ``capture_states`` returned, after the loaders were loaded."""
@@ -592,11 +589,6 @@ class LoaderControl:
         for control in self._list(stage):
             if control.start is not None:
                 control.after = control.state.capture()
-
-    def restart(self, stage: str) -> None:
-        """Let the next ``start_epoch`` of a stage start the same epoch again."""
-        for control in self._list(stage):
-            control.started = None
 
     def restart_epoch(self, stage: str, epoch: int) -> None:
         """Start an epoch again, before a stage's loaders are iterated again from its beginning.
