@@ -200,8 +200,8 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     own = getattr(owner, "__dict__", {})
     if name.endswith(_GENERATORS):
         base = name.removesuffix(_GENERATORS)
-        # In the order of attributes, as one generator may be in several. The dataset and samplers of
-        # a loader are parts themselves.
+        # In the order of attributes, as one generator may be in several. The loader's dataset and
+        # samplers are parts themselves.
         held = {key: part for key, part in own.items() if id(part) not in others}
         kept = {f"{base}.{key}": held[key] for key in held if key not in hidden}
         return Changes(find_generators(kept), leave_out=lambda *_: False)
