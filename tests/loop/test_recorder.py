@@ -9,7 +9,9 @@ import torch
 from interruptions import end_early, resume_points
 from ledger_runs import list_batches
 from recorded_loop import leave, make_parts, train
+from resuming import DrawingDigits, OwnOrder
 from torch import nn
+from torch.utils.data import DataLoader
 from trainings import NoisyDigits, make_loader
 
 from lightning_d9m import (
@@ -70,7 +72,12 @@ def wrap(model, optimizer, loader):
     return leave(model, optimizer, Wrapped(loader))
 
 
-@pytest.mark.parametrize("prepare", [leave, wrap], ids=["DataLoader", "other"])
+def keep(model, optimizer, _):
+    """The dataset and the sampler keep generators."""
+    return leave(model, optimizer, DataLoader(DrawingDigits(), batch_sampler=OwnOrder()))
+
+
+@pytest.mark.parametrize("prepare", [leave, wrap, keep], ids=["DataLoader", "other", "state"])
 def test_a_resumed_run_ends_at_the_same_bits(tmp_path, prepare):
     straight = train(tmp_path / "straight", prepare=prepare)
     for stop in (1, 5, 6, 9):
