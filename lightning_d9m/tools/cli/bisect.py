@@ -3,7 +3,6 @@
 import argparse
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,13 +10,7 @@ from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
-from lightning_d9m.tools.history.bisection import (
-    Bisection,
-    Commit,
-    Repository,
-    Trial,
-    open_package_history,
-)
+from lightning_d9m.tools.history.bisection import Bisection, Commit, Repository, Trial
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence
@@ -28,8 +21,6 @@ _PATCH_LINES = 40
 ARGUMENTS = f"""
 commits:GOOD..BAD?  a commit with the right bits and a later one with others; without BAD it is HEAD
 --golden LEDGER  compare with this ledger in place of that of a good commit; only BAD is given
---packages OLD NEW  search for a package in place of a commit: two lists as pip freeze prints them,
-    with which the training has the right bits and others
 --until EPOCH  end each training after this epoch of its first fit, counted from 0 (default: train
     to the end)
 --link PATH ...  a path below the repository's top that git does not track and the training needs,
@@ -44,34 +35,24 @@ SETTINGS: dict[str, dict[str, object]] = {"link": {"default": [], "type": str}}
 def run(arguments: argparse.Namespace) -> int:
     """Bisect and print the commit; return 1, because there is a difference."""
     command = get_command(arguments)
-    with _open_history(arguments) as (repository, good, bad):
-        runs = Runs(command, make_output(arguments.output), arguments.timeout)
-        if arguments.golden is not None:
-            golden = read_ledger(arguments.golden)
-            runs.fits = {golden.path.name: golden}
-        search = Bisection(repository, runs, arguments.until, arguments.link)
-        search.search(good, bad)
-        facts = _list_facts(search) | {"output": str(runs.output)}
-        lines = format_bisection(search, verbose=arguments.verbose)
-        print_result(arguments.format, facts, [*lines, "", f"ledgers: {runs.output}"])
+    repository = Repository(Path.cwd())
+    good, bad = _find_commits(repository, arguments)
+    runs = Runs(command, make_output(arguments.output), arguments.timeout)
+    if arguments.golden is not None:
+        golden = read_ledger(arguments.golden)
+        runs.fits = {golden.path.name: golden}
+    search = Bisection(repository, runs, arguments.until, arguments.link)
+    search.search(good, bad)
+    facts = _list_facts(search) | {"output": str(runs.output)}
+    lines = format_bisection(search, verbose=arguments.verbose)
+    print_result(arguments.format, facts, [*lines, "", f"ledgers: {runs.output}"])
     return 1
 
 
-@contextmanager
-def _open_history(
-    arguments: argparse.Namespace,
-) -> Iterator[tuple[Repository, Commit | None, Commit]]:
-    """Yield a repository, its good commit (None with a golden ledger), and its bad one."""
-    if arguments.packages is not None:
-        if arguments.link or arguments.golden is not None or arguments.commits is not None:
-            raise SettingError(
-                "Commits, --link and --golden are given with --packages. The trainings run in the "
-                "working folder, and the old list is the reference. Leave them out."
-            )
-        with open_package_history(*arguments.packages) as found:
-            yield found
-        return
-    repository = Repository(Path.cwd())
+def _find_commits(
+    repository: Repository, arguments: argparse.Namespace
+) -> tuple[Commit | None, Commit]:
+    """Return the good commit, None with a golden ledger, and the bad one."""
     first, _, last = (arguments.commits or "").rpartition("..")
     if bool(first) == (arguments.golden is not None):
         raise SettingError(
@@ -86,7 +67,7 @@ def _open_history(
             f"The good commit {good.short} is not an earlier ancestor of the bad commit "
             f"{bad.short}. Give a commit that comes before it: GOOD..BAD."
         )
-    yield repository, good, bad
+    return good, bad
 
 
 def _list_facts(found: Bisection) -> dict[str, object]:
@@ -108,11 +89,11 @@ def _list_facts(found: Bisection) -> dict[str, object]:
 
 def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
     """Return the lines of the result: the commit, what it changed, and what differs first."""
-    noun, candidates = found.repository.noun, list(map(_describe, found.candidates))
-    lines = wrap(f"first {noun} that differs: {candidates[0]}")
+    candidates = list(map(_describe, found.candidates))
+    lines = wrap(f"first commit that differs: {candidates[0]}")
     if candidates[1:]:
         lines = wrap(
-            f"The first {noun} that differs is one of these {len(candidates)}; the others in "
+            f"The first commit that differs is one of these {len(candidates)}; the others in "
             "between did not train:"
         )
         lines += [f"  {commit}" for commit in candidates]
@@ -133,15 +114,13 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
             steps.append((f"d9m report {paths}", "shows the difference as a page"))
     skipped = sum(trial.verdict == "skipped" for trial in found.trials)
     trained = pluralize(len(found.trials) - skipped, "time")
-    said = f"trained: {trained} for {pluralize(found.commits, noun)}"
+    said = f"trained: {trained} for {pluralize(found.commits, 'commit')}"
     if skipped:
         said += f", {skipped} skipped because {'it' if skipped == 1 else 'they'} did not train"
     return [*lines, said, *format_next_steps(steps)]
 
 
 def _describe(commit: Commit) -> str:
-    if not commit.author:
-        return escape(commit.subject)
     return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"
 
 
