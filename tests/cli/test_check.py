@@ -119,9 +119,8 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
     recorded.end = None
     assert "the run may still train" in d9m("check", "run", "--choose", "1", "--", "x")[2]
     assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
-    report = CheckReport(
-        "run", "out", 5, [*range(40)], 400, [CheckedSegment(n, n, n + 1) for n in range(3)]
-    )
+    checked = [CheckedSegment(number, number, number + 1) for number in range(3)]
+    report = CheckReport(is_drawn=True, there=[*range(40)], checked=checked)
     assert report.missed == pytest.approx(37 / 40)
 
 

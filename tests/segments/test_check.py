@@ -115,7 +115,7 @@ def test_a_removed_checkpoint_belongs_to_the_segment_before(check, made, tmp_pat
     (folder / "saved/step=30.ckpt").unlink()
     status, segments, found = check(folder, "--only", "1")
     assert (status, segments[1]["first"], segments[1]["last"]) == (0, 15, 45)
-    assert "step=30.ckpt" in found["notes"][0]
+    assert "step=30.ckpt" in found["limits"][0]
 
 
 def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, monkeypatch):

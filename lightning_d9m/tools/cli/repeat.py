@@ -19,7 +19,7 @@ from typing import Any
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, POINTS
-from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.errors import CommandError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
@@ -36,14 +36,9 @@ from lightning_d9m.tools.comparison.printed_output import compare_printed
 from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.processes import count_threads
 from lightning_d9m.tools.launch.run import Run, Runs, make_output
-from lightning_d9m.tools.output.check_text import print_check
+from lightning_d9m.tools.output.check_text import shown_at_end
 from lightning_d9m.tools.output.repeat_text import RepeatReport
-from lightning_d9m.tools.segments.check import (
-    CheckedSegment,
-    CheckReport,
-    check_segment,
-    remove_checkpoints,
-)
+from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, check_segment
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
@@ -125,9 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     runs = Runs(argv, output, arguments.timeout)
     if arguments.interrupt:
-        found = _interrupt_and_resume(runs, allow_objects=arguments.allow_objects)
-        print_check(found, arguments.format, argv, resumed=True)
-        return STATUS[found.verdict]
+        return STATUS[_interrupt_and_resume(runs, arguments).verdict]
     watch = FileWatch(argv, output)
     made: dict[int, Run] = {}
     plan = list(_plan_runs(argv, arguments))
@@ -198,7 +191,7 @@ SETTINGS = {
 }
 
 
-def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
+def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckReport:
     """Run the command straight, and check a segment from each point at which it has saved.
 
     Raises:
@@ -227,23 +220,16 @@ def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
             "recorder's epoch()."
         )
     numbers = [segment.number for segment, _ in segments]
-    report = CheckReport(str(first.path), str(runs.output), there=numbers)
-    kept = set()
-    options = {"variables": _ALLOW_OBJECTS if allow_objects else {}}
-    report.interrupted = True  # until all points were tried
-    try:
+    report = CheckReport(str(runs.output), there=numbers)
+    report.note_run(recorded)
+    options = {"variables": _ALLOW_OBJECTS if arguments.allow_objects else {}}
+    with shown_at_end(report, arguments.format, runs.command, points, resumed=True):
         for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
             title = f"segment {segment.number} ({segment.number} of {len(segments)})"
             checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
             report.checked.append(checked)
-            if checked.verdict != "equal" and segment.start is not None:
-                kept.add(segment.start.path.name)
             if checked.verdict == "failed" and _OBJECTS in checked.reason:
                 break  # those of all points hold them
-        report.interrupted = False
-    finally:  # shows what was tried before an interruption, too
-        remove_checkpoints(points, kept)
-        report.write(recorded)
     return report
 
 
@@ -251,13 +237,9 @@ def _check_resumed(
     recorded: RecordedRun, runs: Runs, segment: Segment, label: str, title: str, **options: Any
 ) -> CheckedSegment:
     """Resume, and compare with the straight run, as far as that has states to compare."""
-    last = min(segment.stop, recorded.last_step)
-    known = CheckedSegment(segment.number, segment.first, last, label=label)
+    known = CheckedSegment.of(segment, min(segment.stop, recorded.last_step), label)
     # The straight run has records after its points alone, not at the end of each segment.
-    try:
-        checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
-    except LedgerError as error:  # of this segment; the others are still tried
-        return replace(known, verdict="failed", reason=str(error))
+    checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
     if checked.verdict == "failed":
         said = _read_log(runs.output / f"segment-{segment.number:03d}")
         remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]

@@ -46,16 +46,14 @@ class Training(Struct):
     Attributes:
         run: What follows from the ledger: its header, the ``sources``, and the ``final`` digests.
         models: The files with the final weights.
-        uncommitted: What the proof does not commit to, and why.
         packages: SHA-256 of the content of each package that the training has loaded.
-        unread: Packages without one, and why.
+        uncommitted: What the proof does not commit to, such as other packages, and why.
     """
 
     run: dict[str, Any]
     models: list[str]
-    uncommitted: dict[str, str]
     packages: dict[str, str]
-    unread: dict[str, str]
+    uncommitted: dict[str, str]
 
 
 def make_proof(
@@ -103,8 +101,8 @@ def make_proof(
         [os.path.relpath(path.resolve(), folder.resolve()) for path in paths]
         for paths in (_list_files(recorded), models)
     )
-    training = Training(run, named, uncommitted, *_hash_packages(sources))
-    return [*dict.fromkeys(files + named)], training
+    packages, unread = _hash_packages(sources)
+    return [*dict.fromkeys(files + named)], Training(run, named, packages, uncommitted | unread)
 
 
 def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
@@ -168,7 +166,7 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     for name, version in sorted(sources.packages.items()):
         here = next((own for own in Distribution.discover(name=name) if own.version), None)
         if here is None:
-            unread[name] = "it is not installed here"
+            unread[name] = "it is a package that is not installed here"
         elif name not in used:
             continue
         elif here.version != version:
@@ -176,7 +174,7 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
         elif digest := hash_package(here):
             hashes[name] = digest
         else:
-            unread[name] = "it lists no files, as one that is installed from a folder"
+            unread[name] = "it is a package that lists no files, as one installed from a folder"
     return hashes, unread
 
 
