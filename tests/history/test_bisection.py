@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ledger_program import PROGRAM
@@ -82,15 +81,6 @@ def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_p
     assert git(tmp_path / "project", "status", "--porcelain", "--branch") == before
     assert (tmp_path / "project/values.py").read_text() == "not committed"
     assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
-    # A golden ledger finds a good commit, and the guilty one; other bits have no good commit.
-    golden = Path(facts["comparison"]["expected"])
-    other = Path(facts["comparison"]["actual"])
-    status, facts, _ = bisect("--golden", str(golden), names[15])
-    assert status == 1
-    assert [commit["sha"] for commit in facts["candidates"]] == [names[13]]
-    status, _, errors = bisect("--golden", str(other), names[2])
-    assert status == 2
-    assert "No ancestor" in errors
 
 
 def test_commits_that_do_not_run_hide_the_guilty_one_and_are_all_named(tmp_path, bisect):
@@ -116,7 +106,6 @@ def test_a_training_ends_after_the_epoch_that_was_asked_for(tmp_path, bisect):
     ("words", "message"),
     [
         (["HEAD"], "Give a good and a bad one, GOOD..BAD"),
-        (["--golden", ".", "HEAD~1..HEAD"], "in place of the good one"),
         (["nothing..HEAD"], "does not name a commit"),
         (["HEAD..HEAD~1"], "is not an earlier ancestor"),
         (["--link", "data", "HEAD~1..HEAD"], "--link is 'data', and "),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
@@ -19,8 +18,7 @@ from lightning_d9m.tools.output.terminal import format_next_steps, wrap
 _PATCH_LINES = 40
 
 ARGUMENTS = f"""
-commits:GOOD..BAD?  a commit with the right bits and a later one with others; without BAD it is HEAD
---golden LEDGER  compare with this ledger in place of that of a good commit; only BAD is given
+commits:GOOD..BAD  a commit with the right bits and a later one with others; without BAD it is HEAD
 --until EPOCH  end each training after this epoch of its first fit, counted from 0 (default: train
     to the end)
 --link PATH ...  a path below the repository's top that git does not track and the training needs,
@@ -36,11 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Bisect and print the commit; return 1, because there is a difference."""
     command = get_command(arguments)
     repository = Repository(Path.cwd())
-    good, bad = _find_commits(repository, arguments)
+    good, bad = _find_commits(repository, arguments.commits)
     runs = Runs(command, make_output(arguments.output), arguments.timeout)
-    if arguments.golden is not None:
-        golden = read_ledger(arguments.golden)
-        runs.fits = {golden.path.name: golden}
     search = Bisection(repository, runs, arguments.until, arguments.link)
     search.search(good, bad)
     facts = _list_facts(search) | {"output": str(runs.output)}
@@ -49,20 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _find_commits(
-    repository: Repository, arguments: argparse.Namespace
-) -> tuple[Commit | None, Commit]:
-    """Return the good commit, None with a golden ledger, and the bad one."""
-    first, _, last = (arguments.commits or "").rpartition("..")
-    if bool(first) == (arguments.golden is not None):
+def _find_commits(repository: Repository, commits: str) -> tuple[Commit, Commit]:
+    """Return the good commit and the bad one."""
+    first, dots, last = commits.partition("..")
+    if not (first and dots):
         raise SettingError(
-            f"The commits are {arguments.commits or 'missing'!r}. Give a good and a bad one, "
-            "GOOD..BAD, such as v1.0..HEAD; or, with --golden LEDGER in place of the good one, "
-            "the bad one alone."
+            f"The commits are {commits!r}. Give a good and a bad one: GOOD..BAD, such as v1.0..HEAD"
         )
-    bad = repository.find_commit(last or "HEAD")
-    good = repository.find_commit(first) if first else None
-    if good is not None and good.sha not in repository.list_commits(bad)[1:]:
+    good, bad = repository.find_commit(first), repository.find_commit(last or "HEAD")
+    if good.sha not in repository.list_commits(bad)[1:]:
         raise SettingError(
             f"The good commit {good.short} is not an earlier ancestor of the bad commit "
             f"{bad.short}. Give a commit that comes before it: GOOD..BAD."

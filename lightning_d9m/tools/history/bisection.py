@@ -1,8 +1,8 @@
 """The search for the commit that changed the bits of a training.
 
-Each commit is checked out in a worktree, trained and compared with the training of a good commit,
-or with a golden ledger. A training that has a reference ends at its first epoch that differs. The
-user's folder, index and branches stay as they are.
+Each commit is checked out in a worktree, trained and compared with the training of a good commit. A
+training that has a reference ends at its first epoch that differs. The user's folder, index and
+branches stay as they are.
 """
 
 import subprocess
@@ -191,7 +191,7 @@ class Bisection:
 
     Attributes:
         repository: The repository.
-        runs: The trainings; the first one is the reference, unless a golden ledger is.
+        runs: The trainings; the first one is the reference.
         until: The epoch after which the first fit is ended; None to train to the end.
         links: Paths of the user's working tree that each commit needs.
         trials: The trainings so far.
@@ -219,11 +219,11 @@ class Bisection:
         first, *others = self.candidates
         return "" if others else self.repository.show(first)
 
-    def search(self, good: Commit | None, bad: Commit) -> None:
+    def search(self, good: Commit, bad: Commit) -> None:
         """Find the first commit after ``good`` that differs from it.
 
         Args:
-            good: A commit with the right bits; None if a golden ledger has them.
+            good: A commit with the right bits.
             bad: A later commit whose training differs.
 
         Raises:
@@ -233,9 +233,7 @@ class Bisection:
         with self.repository.open_checkout(self.links) as self._check_out:
             # The first training is the reference, and the second one shows that it can be
             # reproduced at all.
-            if good is not None and any(
-                self._train("good", good).verdict == "different" for _ in range(2)
-            ):
+            if any(self._train("good", good).verdict == "different" for _ in range(2)):
                 raise SettingError(
                     f"Two trainings of the good commit {good.short} differ, so no commit can be "
                     "blamed. Find the cause first: d9m locate -- COMMAND"
@@ -249,8 +247,6 @@ class Bisection:
                     "where it is installed (pip install -e), each commit trains the same code: set "
                     "PYTHONPATH=."
                 )
-            if good is None:
-                good, bad = self._find_good(bad)
             self.commits = len(self.repository.list_commits(bad, f"^{good.sha}"))
             self.candidates = list(map(self.repository.find_commit, self._narrow(good, bad)))
 
@@ -281,27 +277,6 @@ class Bisection:
                 f"The {role} commit {commit.short} must train, and it does not: {trial.reason}"
             )
         return trial
-
-    def _find_good(self, bad: Commit) -> tuple[Commit, Commit]:
-        """Return an ancestor that agrees with the golden ledger, and the next one that does not.
-
-        The steps back are 1, 2, 4, 8, ... commits along first parents.
-        """
-        # Branches that were merged need not have been good on their own.
-        ancestors = self.repository.list_commits(bad, "--first-parent")
-        last = len(ancestors) - 1
-        powers = range(last.bit_length() + 1) if last else ()
-        for step in dict.fromkeys(min(2**power, last) for power in powers):
-            commit = self.repository.find_commit(ancestors[step])
-            verdict = self._try(commit).verdict
-            if verdict == "equal":
-                return commit, bad
-            if verdict == "different":
-                bad = commit
-        raise SettingError(
-            f"No ancestor of {bad.short} that was tried agrees with the golden ledger. Give a good "
-            "commit: d9m bisect GOOD..BAD -- COMMAND"
-        )
 
     def _try(self, commit: Commit) -> Trial:
         """Train a commit, compare it, and keep the result."""
