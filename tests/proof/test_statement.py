@@ -1,35 +1,52 @@
-"""Signatures: what cannot be used is named."""
+"""Statements: a method of signing is words of another package's command, and its errors show."""
 
 import subprocess
 import sys
 
 import pytest
+from msgspec import Struct
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.signature import sign, verify
+from lightning_d9m.tools.proof.statement import read_statement, write_statement
 
 
-def test_a_key_that_is_none(tmp_path, monkeypatch):
-    file, key = tmp_path / "proof.json", tmp_path / "key.pem"
-    file.write_text("{}")
-    key.write_text("no key")
+class Facts(Struct):
+    found: int
+
+
+@pytest.fixture
+def sign(tmp_path):
+    """Return a function that writes a signed statement, and one that reads it."""
+    file = tmp_path / "proof.json"
+
+    def write(method):
+        return write_statement(file, "urn:x", {"a": "0" * 64}, Facts(3), method)
+
+    return write, lambda method: read_statement(file, "urn:x", Facts, method)
+
+
+def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
+    write, read = sign
+    (tmp_path / "key.pem").write_text("no key")
     # A module of the working folder, which may be the publisher's, does not verify.
     (tmp_path / "model_signing.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
-        sign(file, "key --private_key key.pem")
+        write("key --private_key key.pem")
     (tmp_path / "proof.json.sig").write_text("{}")
-    assert "has no valid signature by key" in verify(file, "key --public_key key.pem")[0]
+    files, facts, problems = read("key --public_key key.pem")
+    assert (files, facts) == ({"a": "0" * 64}, Facts(3))
+    assert "has no valid signature by key" in problems[0]
 
 
-def test_the_package_that_signs_is_absent(tmp_path, monkeypatch):
+def test_the_package_that_signs_is_absent(monkeypatch, sign):
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     monkeypatch.setattr(sys, "executable", sys._base_executable)
     with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
-        sign(tmp_path / "proof.json", "sigstore")
+        sign[0]("sigstore")
 
 
-def test_a_method_is_words_of_the_command(tmp_path, monkeypatch):
+def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
     used = []
 
     def run(words, **_):
@@ -37,9 +54,11 @@ def test_a_method_is_words_of_the_command(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(words, 0, b"succeeded")
 
     monkeypatch.setattr(subprocess, "run", run)
-    file = tmp_path / "proof.json"
-    assert sign(file, "sigstore") == f"{file}.sig"
-    assert verify(file, "sigstore --identity 'my job'") == []
+    file, (write, read) = tmp_path / "proof.json", sign
+    assert (write(None), write("sigstore")) == (None, f"{file}.sig")
+    assert read("sigstore --identity 'my job'")[2] == read(None)[2] == []
     files = ["--signature", f"{file}.sig", str(file)]
-    assert used[0] == ["sign", "sigstore", *files]
-    assert used[1] == ["verify", "sigstore", "--identity", "my job", *files]
+    assert used == [
+        ["sign", "sigstore", *files],
+        ["verify", "sigstore", "--identity", "my job", *files],
+    ]

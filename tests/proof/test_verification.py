@@ -266,7 +266,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     statement["predicateType"] = "urn:lightning-d9m:training:1"
     edit(statement)
     refuses("missing required field `run`", *check())
-    predicate = {"run": {}, "models": [], "uncommitted": {}, "packages": {}, "unread": {}}
+    predicate = {"run": {}, "models": [], "uncommitted": {}, "packages": {}}
     edit({**statement, "predicate": predicate})
     refuses("is not where it says", *check())
     refuses("exists already, so nothing can", "prove", "run")
