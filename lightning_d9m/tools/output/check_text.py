@@ -1,17 +1,43 @@
 """The result of a check of a run, and of a run that was resumed from its checkpoints."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
+from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, remove_checkpoints
 
 
-def print_check(
+@contextmanager
+def shown_at_end(
+    report: CheckReport, chosen: str, command: Sequence[str], folder: Path, *, resumed: bool = False
+) -> Iterator[None]:
+    """Write and print the result of a check after the body, also if that is interrupted.
+
+    Of the checkpoints in ``folder``, those before a difference are kept; ``chosen``, ``command``
+    and ``resumed`` are arguments of ``_print_check``.
+    """
+    report.interrupted = True  # until all that was asked for has run
+    try:
+        yield
+        report.interrupted = False
+    finally:
+        differing = (Path(own.checkpoint) for own in report.checked if own.verdict != "equal")
+        kept = {path.name for path in differing if path.parent == folder}
+        remove_checkpoints(folder, kept)
+        if kept:
+            report.notes.append(f"The checkpoints before a difference are kept in {folder}.")
+        report.write()
+        if report.checked or report.problems:
+            _print_check(report, chosen, command, resumed=resumed)
+
+
+def _print_check(
     report: CheckReport, chosen: str, command: Sequence[str], *, resumed: bool = False
 ) -> None:
     """Print the verdict, a row for each segment, and why segments are not equal.
@@ -37,9 +63,11 @@ def print_check(
             until = f"Equal until step {own.equal_until:,}. " if own.where else ""
             text = f"Segment {own.number}: {until}{own.reason}".splitlines()
             lines += [*wrap(text[0]), *text[1:], ""]
-    lines += [line for note in report.notes for line in wrap(note)]
-    if report.choice is not None:
-        lines.append(f"choice: --choose {report.choice}")
+    lines += [line for note in (*report.limits, *report.notes) for line in wrap(note)]
+    if report.is_drawn:
+        numbers = ",".join(str(own.number) for own in report.checked)
+        again = f"--only {numbers}" if report.choice is None else f"--choose {report.choice}"
+        lines.append(f"choice: {again}")
     lines.append(f"ledgers: {report.output}")
     steps = []
     if pairs := [[report.run, own.ledgers[0]] for own in report.checked if own.where]:
