@@ -131,6 +131,8 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
 
     facts, outcome = open_capsule(path)
     ops = f"{outcome.ops:,} operations of step {facts.step:,}"
+    if facts.last > facts.step:
+        ops += f" to {facts.last:,}, which one batch makes,"
     lack = f"they lack data ({decimal(facts.left_out)}), which --with-data adds."
     verdict = {
         "equal": f"equal: {ops} leave the bits of the run.",
