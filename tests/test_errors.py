@@ -46,14 +46,6 @@ def go_without_a_terminal(g):
     g.module._check_arguments(SimpleNamespace(**words, first_nonfinite=False), run)
 
 
-def check_by_a_job_that_fails(g):
-    (g.folder / "job-000.log").write_text("no space")
-    g.patch.setattr(g.module, "_make_job", lambda *_: [])
-    g.patch.setattr(g.module, "run_jobs", lambda jobs, _, note: note(*jobs, 3))
-    report = SimpleNamespace(output=str(g.folder))
-    g.module._run_jobs(SimpleNamespace(jobs=2), [0], report)
-
-
 def debug_a_compiled_module(g):
     g.patch.setattr(g.module, "is_compiled", lambda _: True)
     opened = SimpleNamespace(open_debugger=lambda *_: "a debugger")
@@ -109,7 +101,6 @@ CASES = [
     ),
     ("tools.segments.goto", go_into_a_loop_of_optimizers, "Add lightning_d9m.Recorder"),
     ("tools.cli.goto", go_without_a_terminal, "pdb reads from the terminal"),
-    ("tools.cli.check", check_by_a_job_that_fails, "ended with exit status 3 and without a result"),
     (
         "integrations.lightning.interruption",
         debug_a_compiled_module,

@@ -13,6 +13,7 @@ import pytest
 from ledger_program import PROGRAM
 from rank_processes import has_ended
 
+from lightning_d9m.tools.cli import check as module
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
 from lightning_d9m.tools.segments.segment import Segment
 
@@ -71,6 +72,17 @@ def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
     assert "incomplete: 0 of 1 segment" in out
     assert said in out
     assert "output.log" in out
+
+
+def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
+    (tmp_path / "job-007.log").write_text("no space")
+    monkeypatch.setattr(module, "_make_job", lambda *_: [])
+    monkeypatch.setattr(module, "run_jobs", lambda jobs, _, note: note(*jobs, 3))
+    report = CheckReport(str(tmp_path))
+    module._run_jobs(SimpleNamespace(jobs=2), [7], report)
+    (found,) = report.checked
+    assert (found.number, found.verdict, report.verdict) == (7, "failed", "incomplete")
+    assert "exit status 3. no space Log:" in found.reason
 
 
 def test_segments_are_printed_for_a_scheduler(check, tmp_path):

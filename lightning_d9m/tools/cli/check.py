@@ -5,10 +5,11 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
 
-from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import (
     COMMAND,
@@ -112,21 +113,16 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.jobs > 1:
             _run_jobs(arguments, numbers, report)
         else:
-            _run_in_turn(recorded, numbers, check, report)
+            _run_in_turn(numbers, partial(check, recorded), report)
     # A check that was interrupted has no verdict: it leaves out what its choice demands.
     if arguments.verdict is not None:
         write_verdict(arguments.verdict, arguments.proof, report, arguments.sign)
     return STATUS[report.verdict]
 
 
-def _run_in_turn(
-    recorded: RecordedRun,
-    numbers: list[int],
-    check: Callable[[RecordedRun, int, str, int], object],
-    report: CheckReport,
-) -> None:
+def _run_in_turn(numbers: list[int], check: Callable[..., object], report: CheckReport) -> None:
     for place, number in enumerate(numbers, start=1):
-        check(recorded, number, f" ({place} of {len(numbers)})", len(numbers) - place)
+        check(number, f" ({place} of {len(numbers)})", len(numbers) - place)
         if numbers[place:] and report.checked[0].verdict == "failed":
             report.notes.append("The other segments were not run.")  # they would fail, too
             break
@@ -199,26 +195,20 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 
 
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
-    """Check each segment in its own process.
-
-    Raises:
-        LedgerError: If one ends without a result.
-    """
+    """Check each segment in its own process."""
     output, python = Path(report.output), [sys.executable, "-m", "lightning_d9m"]
     jobs = {output / f"job-{n:03d}.log": _make_job(arguments, n, output) for n in numbers}
 
     def note(log: Path, status: int) -> None:
         try:
             found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
-            (entry,) = found["checked"]  # none, if a signal has ended it
+            (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
         except (OSError, ValueError):  # none, or a part of it
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             said = said or "It could not write its log: check the space on its disk."
-            raise LedgerError(
-                f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
-                f"{log}."
-            ) from None
-        checked = CheckedSegment(**entry)
+            reason = f"Its job ended with exit status {status}. {said} Log: {log}."
+            number = numbers[[*jobs].index(log)]
+            checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
         report.checked.append(checked)
         done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
         print(f"{done}: {checked.verdict}", file=sys.stderr)

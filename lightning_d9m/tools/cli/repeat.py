@@ -173,16 +173,12 @@ def _read_counts(text: str) -> tuple[int, ...]:
     >>> _read_counts("1,2,4")
     (1, 2, 4)
     """
-    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if not all(1 <= count <= _MOST_PROCESSES for count in counts):
-        problem = f"allowed: whole numbers from 1 to {_MOST_PROCESSES}, separated by commas."
-    elif len(set(counts)) < len(counts):
-        problem = "a number occurs twice. Give each number once."
-    elif len(counts) < _FEWEST_RUNS:
-        problem = "one run cannot be compared. Give at least two numbers, such as 1,2,4."
-    else:
-        return tuple(counts)
-    raise argparse.ArgumentTypeError(f"{text} is not valid; {problem}")
+    counts = tuple(map(whole_number(1, _MOST_PROCESSES), text.split(",")))
+    if len(set(counts)) < max(len(counts), _FEWEST_RUNS):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not valid; allowed: two or more different numbers, such as 1,2,4."
+        )
+    return counts
 
 
 SETTINGS = {

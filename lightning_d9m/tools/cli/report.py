@@ -3,13 +3,14 @@
 import argparse
 import webbrowser
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import LEDGERS, choose_ledgers
-from lightning_d9m.tools.comparison.ledgers import RecordObserver, compare_ledgers
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.comparison.timeline import Timeline
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
@@ -63,26 +64,15 @@ def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
 
 def _compare_runs(runs: Mapping[int, Run], folder: Path) -> ComparedRuns:
     """Compare the runs that `d9m repeat` left with the first of them."""
-    timelines: dict[tuple[int, str], Timeline] = {}
-
-    def watch(number: int, fit: str) -> RecordObserver:
-        return timelines.setdefault((number, fit), Timeline()).watch
-
-    report = RepeatReport(runs, folder, (), watch=watch)
+    report = RepeatReport(runs, folder, ())
     shown = report.shown
     if shown is None:
         raise LedgerError(
             f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
             "with two runs, such as d9m-runs/000, or two ledgers."
         )
-    values = [found.values for (_, name), found in timelines.items() if name == shown.name]
-    return ComparedRuns(
-        shown.comparison,
-        timelines[shown.row["run"], shown.name],
-        (runs[1].fits[shown.name], shown.ledger),
-        report,
-        values,
-    )
+    found = compare_pair(runs[1].fits[shown.name], shown.ledger)
+    return replace(found, report=report)
 
 
 def check_output(path: Path, *, force: bool) -> None:

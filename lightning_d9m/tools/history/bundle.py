@@ -157,14 +157,8 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
 
 def list_located(ledgers: Sequence[Ledger]) -> list[str]:
     """Return the lines of the report of `d9m locate`, if it compared these two ledgers."""
-    facts = _find_compared(ledgers)
+    facts, _ = read_located(ledgers)
     return ["", "d9m locate:", *map(printable, facts.get("report", []))] if facts else []
-
-
-def _find_compared(ledgers: Sequence[Ledger]) -> dict[str, Any]:
-    facts, compared = find_located(ledgers[1].path)
-    paths = [ledger.path.resolve() for ledger in ledgers]
-    return facts if paths == [path.resolve() for path in compared] else {}
 
 
 def write_bundle(
@@ -246,7 +240,10 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         LedgerError: If it cannot be read.
     """
-    facts = _find_compared(ledgers)
+    facts, compared = find_located(ledgers[1].path)
+    paths = [ledger.path.resolve() for ledger in ledgers]
+    if paths != [path.resolve() for path in compared]:
+        facts = {}
     return facts, list(_list_report(facts))
 
 

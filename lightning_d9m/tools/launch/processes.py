@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ import psutil
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
-from lightning_d9m.text import escape, pluralize, printable, quote
+from lightning_d9m.text import describe_names, pluralize, printable, quote
 from lightning_d9m.tools.launch.progress import RunProgress
 
 # Python has no function for prctl, and these numbers are part of the kernel's interface.
@@ -199,7 +198,6 @@ _SETTLE_SECONDS = 1.0
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _TAIL_WIDTH = 200
-_NAMES = 3
 # Terminal sequences: colors, cursor movements, titles.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -251,7 +249,10 @@ def run_once(
                 left = tree.find_descendants()
         # Reported when the line of the progress is gone, and raised when all processes have ended.
         if left:
-            _report_left(left)
+            names = describe_names(sorted({*left.values()}), len({*left.values()}))
+            what = pluralize(len(left), "process", "processes")
+            text = f"d9m: the command left {what} running, ended now: {names}"
+            print(text, file=sys.stderr)
         if failed is not None:
             raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
 
@@ -394,15 +395,6 @@ def _make_environment(folder: Path) -> dict[str, str]:
     if not environment.get("PYTHONHASHSEED", "").isdigit():
         environment["PYTHONHASHSEED"] = "0"
     return environment
-
-
-def _report_left(left: Mapping[int, str]) -> None:
-    names = Counter(left.values()).most_common()
-    listed = [escape(name) + (f" ({number})" if number > 1 else "") for name, number in names]
-    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
-    what = pluralize(len(left), "process", "processes")
-    text = f"d9m: the command left {what} running, ended now: {', '.join(listed[:_NAMES])}{more}"
-    print(text, file=sys.stderr)
 
 
 def _describe_failure(

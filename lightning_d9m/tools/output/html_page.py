@@ -73,7 +73,6 @@ class ComparedRuns:
         timeline: What differs when.
         ledgers: Their ledgers.
         report: The comparison of all runs, if they are of a `d9m repeat`.
-        values: For each of these but the first, the logged values of the first and its own.
         located: What `d9m locate` found between the two, as its JSON, and its report.
     """
 
@@ -81,7 +80,6 @@ class ComparedRuns:
     timeline: Timeline
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
-    values: Sequence[Mapping[str, Sequence[ValuePair]]] = ()
     located: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
 
     @property
@@ -95,7 +93,7 @@ def render_page(compared: ComparedRuns) -> str:
     from importlib.resources import files
 
     comparison, timeline, report = compared.comparison, compared.timeline, compared.report
-    ledgers, logged = compared.ledgers, list(_list_values(compared.values or [timeline.values]))
+    ledgers = compared.ledgers
     folder = files("lightning_d9m.tools.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
@@ -127,8 +125,7 @@ def render_page(compared: ComparedRuns) -> str:
         places_left=sum(entry.count for entry in found) - len(places),
         heat=None if comparison.equal else _make_heat_map(timeline, comparison),
         runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
-        values=logged[:_MAX_ROWS_OTHERS],
-        values_left=len(logged) - _MAX_ROWS_OTHERS,
+        values=list(_list_values(timeline.values)),
         style=style,
         script=script,
         # The page's content security policy allows this script, and no other.
@@ -179,28 +176,27 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
-def _list_values(runs: Sequence[Mapping[str, Sequence[ValuePair]]]) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each logged value of each run but the first: where it differs, and how much.
+def _list_values(values: Mapping[str, Sequence[ValuePair]]) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each logged value: where it differs, and how much.
 
-    A row has the name and the run; the first step at which the values differ, and both there; the
-    greatest difference, and its step.
+    A row has its name; the first step at which it differs, and both values there; the greatest
+    difference, and its step.
     """
-    for number, run in enumerate(runs, start=2):
-        for name, pairs in run.items():
-            # As texts, in which 0.0 differs from -0.0, and NaN does not differ from itself.
-            differing = [entry for entry in pairs if repr(entry[1]) != repr(entry[2])]
-            if not differing:
-                yield name, number, "equal", "", "", "", ""
-                continue
-            step, *both = differing[0]
-            sizes = [
-                (abs(one - other), -step)
-                for step, one, other in differing
-                if one is not None and other is not None and math.isfinite(one - other)
-            ]
-            most, at = max(sizes, default=(None, None))
-            shown = ["missing" if own is None else repr(own) for own in both]
-            yield name, number, step, *shown, short(most), "" if at is None else -at
+    for name, pairs in values.items():
+        # As texts, in which 0.0 differs from -0.0, and NaN does not differ from itself.
+        differing = [entry for entry in pairs if repr(entry[1]) != repr(entry[2])]
+        if not differing:
+            yield name, "equal", "", "", "", ""
+            continue
+        step, *both = differing[0]
+        sizes = [
+            (abs(one - other), -step)
+            for step, one, other in differing
+            if one is not None and other is not None and math.isfinite(one - other)
+        ]
+        most, at = max(sizes, default=(None, None))
+        shown = ["missing" if own is None else repr(own) for own in both]
+        yield name, step, *shown, short(most), "" if at is None else -at
 
 
 @cache

@@ -353,13 +353,12 @@ def follow_run(
         # Read before the links are made: a checkpoint that is written after the last record may be
         # a later one at the same path, whose record is still to come.
         before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
-        for point in recorded.points:
+        for point in recorded.saved:
             if point.is_there and point.step not in kept:
                 target = folder / f"{point.step}-{point.path.name}"
                 limit = before if recorded.end is None else None
                 if (linked := _link(point.path, target, limit)) is not None:
                     kept[point.step] = linked
-        recorded = RecordedRun(path, kept)
         segments = recorded.list_segments()
         if recorded.end is None:  # the last segment is not complete
             segments.pop()
