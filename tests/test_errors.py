@@ -16,13 +16,6 @@ PREFIX = "lightning_d9m."
 
 
 # What a case may use: a folder, pytest's monkeypatch, and the module that raises.
-def use_full_folder(g):
-    g.patch.chdir(g.folder)
-    for number in range(1000):
-        (g.folder / "d9m-runs" / f"{number:03d}").mkdir(parents=True)
-    g.module.make_output(None)
-
-
 def find_unlike_runs(g):
     end = SimpleNamespace(end="finished")
     fit = SimpleNamespace(files=[0], outcome=lambda _: end, path=g.folder / "fit-000")
@@ -88,7 +81,6 @@ CASES = [
         "{folder} cannot be read: [Errno 21] Is a directory",
     ),
     ("tools.cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
-    ("tools.launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
     (
         "tools.cli.locate",
         lambda g: g.module._read_runs(SimpleNamespace(expected="a", actual=None)),

@@ -32,7 +32,7 @@ def make_output(chosen: Path | None) -> Path:
         LedgerError: If it exists already or cannot be created.
     """
     parent = Path("d9m-runs")
-    numbered = (parent / f"{number:03d}" for number in range(1000))
+    numbered = (parent / f"{number:03d}" for number in count())
     is_first = chosen is None and not parent.exists()
     for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
@@ -43,11 +43,6 @@ def make_output(chosen: Path | None) -> Path:
             if is_first:
                 parent.joinpath(".gitignore").write_text("*\n", encoding="utf-8")
             return folder.resolve()
-    if chosen is None:
-        raise LedgerError(
-            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
-            "--output."
-        )
     raise LedgerError(
         f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
         "--output, or remove it."
