@@ -108,8 +108,8 @@ def measure_proof(every: int, segments: int) -> dict[str, Any]:
     found, fit = json.loads(said), float(printed.split("fit ")[1].split()[0])
     assert found["verdict"] == "equal", found
     start = one[0] - fit
-    due = sum(own["last"] - own["first"] for own in found["checked"]) / 2000 * fit
-    allowed = due + segments * start
+    steps = sum(own["last"] - own["first"] for own in found["checked"])
+    allowed = steps / found["last_step"] * fit + segments * start
     shares = {"share": other[0] / allowed, "share without verify": (other[0] - verify[0]) / allowed}
     facts = {"training": one, "fit": fit, "start": start, "prove": prove, "verify": verify}
     return facts | {"check": other, "allowed": allowed, **shares, "threads": 1}

@@ -49,7 +49,8 @@ def _find_commits(repository: Repository, commits: str) -> tuple[Commit, Commit]
     first, dots, last = commits.partition("..")
     if not (first and dots):
         raise SettingError(
-            f"The commits are {commits!r}. Give a good and a bad one: GOOD..BAD, such as v1.0..HEAD"
+            f"The commits are {commits!r}. Give a good and a bad one, GOOD..BAD, such as "
+            "v1.0..HEAD."
         )
     good, bad = repository.find_commit(first), repository.find_commit(last or "HEAD")
     if good.sha not in repository.list_commits(bad)[1:]:

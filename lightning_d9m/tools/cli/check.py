@@ -89,8 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     report.output = str(output)
     report.notes += filter(None, [name_other_command(recorded, command)])
-    # Of a segment, only the first fit is compared.
-    runs = Runs(command, output, arguments.timeout, evaluations=False)
+    runs = Runs(command, output, arguments.timeout)
 
     def note_run(so_far: RecordedRun) -> None:
         report.note_run(so_far)

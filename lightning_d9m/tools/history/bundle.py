@@ -284,13 +284,11 @@ def is_capsule(path: Path) -> bool:
 
 
 @contextmanager
-def open_bundle(
-    path: Path, most_bytes: int = MOST_BYTES
-) -> Iterator[tuple[Manifest, list[Ledger]]]:
+def open_bundle(path: Path) -> Iterator[tuple[Manifest, list[Ledger]]]:
     """Yield what an archive holds; its ledgers are in a temporary folder until the end.
 
     An archive may come from anybody: only the files of ledgers are unpacked, under their own names,
-    and nothing is unpacked if all are larger than ``most_bytes``.
+    and nothing is unpacked if all are larger than ``MOST_BYTES``.
 
     Raises:
         LedgerError: If the file is not a bundle, is damaged, or too large.
@@ -302,7 +300,7 @@ def open_bundle(
                 raise ValueError("it is not a regular file")
             with ZipFile(path) as archive:
                 manifest = _read_manifest(archive)
-                _unpack_ledgers(archive, folder, most_bytes)
+                _unpack_ledgers(archive, folder)
         except LedgerError:
             raise
         except OSError as error:
@@ -327,13 +325,13 @@ def _read_manifest(archive: ZipFile) -> Manifest:
     return msgspec.json.decode(archive.read(member), type=Manifest)
 
 
-def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
+def _unpack_ledgers(archive: ZipFile, folder: Path) -> None:
     members = [info for info in archive.infolist() if _LEDGER_FILE.fullmatch(info.filename)]
     size = sum(member.file_size for member in members)
-    if size > most_bytes:
+    if size > MOST_BYTES:
         raise LedgerError(
             f"The ledgers in the bundle {archive.filename} have {size:,} bytes, and at most "
-            f"{most_bytes:,} are unpacked. Ask for a bundle of a shorter training."
+            f"{MOST_BYTES:,} are unpacked. Ask for a bundle of a shorter training."
         )
     # A reader of zipfile gives no more than the size that a member names, and makes no links.
     archive.extractall(folder, members)

@@ -169,14 +169,12 @@ def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 
 
 @contextmanager
-def running_processes(
-    grace: float | None = None, pressed: list[int] | None = None
-) -> Iterator[ProcessTree]:
+def running_processes(pressed: list[int] | None = None) -> Iterator[ProcessTree]:
     """Yield an empty tree for processes that the body starts.
 
     SIGINT, SIGTERM and SIGHUP are raised after the body; see ``signals_deferred``. All processes
-    have ended then: the first signal ends them within ``grace`` seconds (by default 5), a further
-    one kills them at once. ``pressed`` gets each SIGINT in their place, which ends nothing.
+    have ended then: the first signal ends them within 5 seconds, a further one kills them at once.
+    ``pressed`` gets each SIGINT in their place, which ends nothing.
     """
     others = frozenset(child.pid for child in psutil.Process().children())
     with signals_deferred(pressed) as received, subreaper_enabled():
@@ -184,15 +182,13 @@ def running_processes(
         try:
             yield tree
         finally:
-            tree.end(_GRACE_SECONDS if grace is None else grace)
+            tree.end(_GRACE_SECONDS)
 
 
 # A name of this module, so that a test can let hours pass.
 _read_clock = time.monotonic  # of the seconds that a command may take
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
-# A job that runs a training ends it first.
-_JOB_GRACE_SECONDS = 10.0
 # A process that ends shortly after the command, such as a pool's helper, was not left behind.
 _SETTLE_SECONDS = 1.0
 _TAIL_LINES = 20
@@ -510,7 +506,7 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
-    with running_processes(_JOB_GRACE_SECONDS) as tree:
+    with running_processes() as tree:
         while (waiting or running) and not tree.received:
             while waiting and len(running) < jobs:
                 log = waiting.pop(0)

@@ -74,7 +74,6 @@ class Runs:
         command: The command.
         output: Parent folder of all runs.
         timeout: Seconds after which a run counts as hanging.
-        evaluations: Whether to read the ledgers of evaluations too.
         fits: The ledgers of the first run; those of later ones get the names of their counterparts.
         seconds: How long the last run took that did not fail; None before.
     """
@@ -82,7 +81,6 @@ class Runs:
     command: Sequence[str]
     output: Path
     timeout: float | None = None
-    evaluations: bool = True
     fits: Mapping[str, Ledger] = field(default_factory=dict)
     seconds: float | None = None
 
@@ -171,7 +169,7 @@ class Runs:
     ) -> Run:
         """Return the ledgers that a run has left in its folder."""
         # An evaluation outside of a fit has a ledger of the same form.
-        paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
+        paths = [*list_fits(folder), *list_evaluations(folder)]
         try:
             fits = {path.name: read_ledger(path) for path in paths}
         except LedgerError as error:

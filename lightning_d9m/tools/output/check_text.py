@@ -17,10 +17,14 @@ from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, remo
 def shown_at_end(
     report: CheckReport, chosen: str, command: Sequence[str], folder: Path, *, resumed: bool = False
 ) -> Iterator[None]:
-    """Write and print the result of a check after the body, also if that is interrupted.
+    """Write and print the result of a check after the body, even if that is interrupted.
 
-    Of the checkpoints in ``folder``, those before a difference are kept; ``chosen``, ``command``
-    and ``resumed`` are arguments of ``_print_check``.
+    Args:
+        report: The result.
+        chosen: The format, as for ``print_result``.
+        command: The command that trains.
+        folder: May have checkpoints, of which those before a difference are kept.
+        resumed: Whether the run was made now, to be resumed from its checkpoints.
     """
     report.interrupted = True  # until all that was asked for has run
     try:
@@ -40,14 +44,7 @@ def shown_at_end(
 def _print_check(
     report: CheckReport, chosen: str, command: Sequence[str], *, resumed: bool = False
 ) -> None:
-    """Print the verdict, a row for each segment, and why segments are not equal.
-
-    Args:
-        report: The result.
-        chosen: The format, as for ``print_result``.
-        command: The command that trains.
-        resumed: Whether the run was made now, to be resumed from its checkpoints.
-    """
+    """Print the verdict, a row for each segment, and why segments are not equal."""
     columns: list[Column[CheckedSegment]] = [
         Column("segment", lambda own: str(own.number), is_number=True),
         *([Column("saved", attrgetter("label"))] if resumed else []),

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from itertools import groupby, takewhile
-from pathlib import Path
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_call
@@ -94,6 +93,8 @@ def render_page(compared: ComparedRuns) -> str:
 
     comparison, timeline, report = compared.comparison, compared.timeline, compared.report
     ledgers = compared.ledgers
+    # With the folder of a logger's version, as all runs may be named alike below it.
+    names = ("/".join(path.parts[-3:]) for path in (comparison.expected, comparison.actual))
     folder = files("lightning_d9m.tools.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
@@ -110,7 +111,7 @@ def render_page(compared: ComparedRuns) -> str:
         comparison=comparison,
         report=report,
         verdict="" if report is None else report.state_verdict(),
-        title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
+        title=f"{comparison.verdict}: {' and '.join(names)}",
         basis=state_verdict(comparison).partition(": ")[2],
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights="" if final is None else final.totals.get("weights", ""),
@@ -158,17 +159,6 @@ def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if found and not found.get("Fix"):
         found["Advice"] = facts.get("advice")
     return [(label, str(text)) for label, text in found.items() if text]
-
-
-def _name_pair(one: Path, other: Path) -> str:
-    """Return the names of two ledgers, each with as many folders as tell them apart.
-
-    >>> _name_pair(Path("a/run-001/fit-000"), Path("a/run-002/fit-000"))
-    'run-001/fit-000 and run-002/fit-000'
-    """
-    ends = zip(reversed(one.parts), reversed(other.parts), strict=False)
-    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
-    return " and ".join("/".join(path.parts[-1 - equal :]) for path in (one, other))
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:

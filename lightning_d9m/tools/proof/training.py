@@ -40,7 +40,7 @@ _NEVER = {
 }
 
 
-class Training(Struct):
+class Training(Struct, forbid_unknown_fields=True):
     """The content of a proof: facts on its files.
 
     Attributes:

@@ -68,7 +68,8 @@ def _list_changed(what: str, hashes: Mapping[str, str], folder: Path) -> Iterato
 
 def _list_left_out(files: Iterable[str], said: Training, own: Training) -> Iterator[str]:
     """Yield sentences on what a proof says of its run that the ledger and its files do not."""
-    named = [name for name in own.run if said.run.get(name) != own.run[name]]
+    names = sorted(own.run.keys() | said.run.keys())
+    named = [name for name in names if said.run.get(name) != own.run.get(name)]
     if named:
         yield f"The ledger is that of another run: {describe_names(named, len(named))} differ."
     for name in sorted(files):
@@ -87,17 +88,16 @@ def _compare_here(said: Training, own: Training, problems: list[str], notes: lis
     sources = own.run["sources"]
     files = {**sources["program"], **sources["named"]}
     problems += _list_changed("The program's file", files, Path())
-    stack = [*_compare_stack(own.run["stack"])]
-    # A package has other files for another Python or platform.
-    is_built_here = not any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
-    differing = list[str]()
+    stack, differing = [*_compare_stack(own.run["stack"])], list[str]()
+    # For another Python or platform, the same version of a package has other files.
+    is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
     for name, expected in said.packages.items():
         if (here := own.packages.get(name)) is None:
             why = own.uncommitted.get(name, "the training has not loaded it")
             differing.append(f"{escape(name)}: {why}")
         elif here != expected:
             text = f"The package {escape(name)} {sources['packages'][name]} has other files here"
-            (problems if is_built_here else differing).append(f"{text}.")
+            (differing if is_other else problems).append(text)
     if differing := [*differing, *stack]:
         shown = describe_names(differing[:4], len(differing))
         notes.insert(0, f"Results here may differ, as the stack does: {shown}.")
