@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from ledger_program import PROGRAM
 from rank_processes import has_ended
 
 from lightning_d9m.tools.cli import check as module
+from lightning_d9m.tools.output.check_text import shown_at_end
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
 from lightning_d9m.tools.segments.segment import Segment
 
@@ -107,7 +109,8 @@ def test_wrong_input_is_named(check, d9m):
     assert "does not start" in found["checked"][0]["reason"]
 
 
-def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
+def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, capsys):
+    """Without an end of the ledger, which the seed depends on, by the numbers."""
     there = [Segment(None, 1, number) for number in range(40)]
     file = tmp_path / "rank-0.jsonl"
     file.write_text("")
@@ -130,6 +133,21 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
         )
     recorded.end = None
     assert "the run may still train" in d9m("check", "run", "--choose", "1", "--", "x")[2]
+    words = {"segments": 3, **dict.fromkeys(("choose", "only", "follow", "proof"))}
+    report = CheckReport(str(tmp_path))
+    numbers = module._choose(
+        SimpleNamespace(**words, jobs=1, print_commands=False), recorded, report
+    )
+    report.checked = [CheckedSegment(number, number, number + 1) for number in numbers]
+    for choice, said in (
+        (None, f"choice: --only {','.join(map(str, numbers))}\n"),
+        (7, "--choose 7"),
+    ):
+        assert report.is_drawn
+        assert report.choice is None
+        with shown_at_end(replace(report, choice=choice), "text", ["true"], tmp_path / "none"):
+            pass
+        assert said in capsys.readouterr().out
     assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
     checked = [CheckedSegment(number, number, number + 1) for number in range(3)]
     report = CheckReport(is_drawn=True, there=[*range(40)], checked=checked)

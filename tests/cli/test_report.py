@@ -205,17 +205,6 @@ def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m):
     assert d9m("report", one, one, "-o", path)[0] == 0
 
 
-@pytest.mark.parametrize("has_browser", [True, False])
-def test_a_report_opens_in_a_browser_on_request(tmp_path, d9m, monkeypatch, has_browser):
-    one, path, opened = write(tmp_path), tmp_path / "report.html", []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or has_browser)
-    _, out, _ = d9m("report", one, one, "-o", path)
-    assert not opened
-    _, out, _ = d9m("report", one, one, "-o", path, "--open")
-    assert opened == [path.as_uri()]
-    assert ("No browser was found" in out) is not has_browser
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

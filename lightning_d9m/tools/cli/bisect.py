@@ -2,14 +2,13 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
-from lightning_d9m.tools.history.bisection import Bisection, Commit, Repository, Trial
+from lightning_d9m.tools.history.bisection import Bisection, Commit, Repository
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence
@@ -99,8 +98,10 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
         lines.append("")
         steps.append((f"git show {found.candidates[0].short}", "shows the whole commit"))
     if (guilty := found.guilty) is not None:
-        lines += [*_format_difference(guilty, verbose=verbose), ""]
-        if (compared := guilty.comparison) is not None:
+        if (compared := guilty.comparison) is None:
+            lines += [*wrap("It trains another number of fits than the good one."), ""]
+        else:
+            lines += [*format_evidence(compared, verbose=verbose), ""]
             paths = printable(shlex.join([str(compared.expected), str(compared.actual)]))
             steps.append((f"d9m report {paths}", "shows the difference as a page"))
     skipped = sum(trial.verdict == "skipped" for trial in found.trials)
@@ -113,10 +114,3 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
 
 def _describe(commit: Commit) -> str:
     return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"
-
-
-def _format_difference(trial: Trial, *, verbose: bool) -> Iterator[str]:
-    if trial.comparison is None:
-        yield from wrap("It trains another number of fits than the good one.")
-    else:
-        yield from format_evidence(trial.comparison, verbose=verbose)

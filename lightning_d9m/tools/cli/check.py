@@ -205,6 +205,7 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
         except (OSError, ValueError):  # none, or a part of it
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             said = said or "It could not write its log: check the space on its disk."
+            # The other jobs run on: each is a segment that is checked or not.
             reason = f"Its job ended with exit status {status}. {said} Log: {log}."
             number = numbers[[*jobs].index(log)]
             checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)

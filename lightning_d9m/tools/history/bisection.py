@@ -92,12 +92,6 @@ class Repository:
         lines = run_git(self.root, "rev-list", last.sha, *words).splitlines()
         return [line.partition(" ")[0] for line in lines]
 
-    def show(self, commit: Commit) -> str:
-        """Return what a commit changed, as a patch below a list of files."""
-        return run_git(
-            self.root, "show", "--format=", "--stat", "--patch", "--no-color", commit.sha
-        )
-
     @contextmanager
     def open_checkout(self, links: Sequence[str]) -> Iterator[CheckOut]:
         """Yield a function that checks out a commit in a worktree, which is removed at the end.
@@ -215,9 +209,11 @@ class Bisection:
 
     @property
     def patch(self) -> str:
-        """The changes of the commit; empty if there are several candidates."""
-        first, *others = self.candidates
-        return "" if others else self.repository.show(first)
+        """The changes of the commit, below a list of files; empty with several candidates."""
+        if self.candidates[1:]:
+            return ""
+        words = ("show", "--format=", "--stat", "--patch", "--no-color", self.candidates[0].sha)
+        return run_git(self.repository.root, *words)
 
     def search(self, good: Commit, bad: Commit) -> None:
         """Find the first commit after ``good`` that differs from it.

@@ -26,7 +26,8 @@ def shown_at_end(
         folder: May have checkpoints, of which those before a difference are kept.
         resumed: Whether the run was made now, to be resumed from its checkpoints.
     """
-    report.interrupted = True  # until all that was asked for has run
+    # Until the body has ended: a signal or an exception may end it anywhere.
+    report.interrupted = True
     try:
         yield
         report.interrupted = False
@@ -36,7 +37,7 @@ def shown_at_end(
         remove_checkpoints(folder, kept)
         if kept:
             report.notes.append(f"The checkpoints before a difference are kept in {folder}.")
-        report.write()
+        report.write()  # before it is printed: the terminal may have been closed
         if report.checked or report.problems:
             _print_check(report, chosen, command, resumed=resumed)
 
@@ -63,6 +64,7 @@ def _print_check(
     lines += [line for note in (*report.limits, *report.notes) for line in wrap(note)]
     if report.is_drawn:
         numbers = ",".join(str(own.number) for own in report.checked)
+        # A seed chooses by the whole ledger, which may still grow; numbers of segments stay.
         again = f"--only {numbers}" if report.choice is None else f"--choose {report.choice}"
         lines.append(f"choice: {again}")
     lines.append(f"ledgers: {report.output}")

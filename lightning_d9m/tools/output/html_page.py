@@ -166,6 +166,7 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
+# A table, not a chart: runs that differ by ulps have one curve, and loggers draw curves already.
 def _list_values(values: Mapping[str, Sequence[ValuePair]]) -> Iterator[tuple[object, ...]]:
     """Yield a row for each logged value: where it differs, and how much.
 

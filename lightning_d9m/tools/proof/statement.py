@@ -30,6 +30,8 @@ runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
 Predicate = TypeVar("Predicate")
 
 
+# Not the classes of in-toto's packages: they need protobuf, and a proof can be written, read and
+# checked without a package that signs.
 class _Subject(Struct):
     name: str
     digest: dict[Literal["sha256"], str]
@@ -105,6 +107,8 @@ def _call_signer(verb: str, path: Path, method: str | None) -> str:
     """Run the command, if there is a method; return the last line that it prints if it fails."""
     if method is None:
         return ""
+    # The command, not the functions below it: what a method means stays that package's affair, and
+    # anybody can verify with the same words and without this package.
     words = [sys.executable, "-c", _COMMAND, verb, *shlex.split(method)]
     words += ["--signature", f"{path}.sig", str(path)]
     # Without keys, it may open a browser or ask for a code, so that its words must be seen.

@@ -30,7 +30,8 @@ from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 TRAINING = "urn:lightning-d9m:training:1"
-# What pip writes beside the files of a package, and what Python makes of them.
+# What pip writes beside the files of a package: it names the installer and where it came from, so
+# two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
@@ -40,6 +41,7 @@ _NEVER = {
 }
 
 
+# What a reader would take for proven although nothing checks it is refused.
 class Training(Struct, forbid_unknown_fields=True):
     """The content of a proof: facts on its files.
 
@@ -111,6 +113,7 @@ def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
     Raises:
         SettingError: If a state that ends a segment has no SHA-256.
     """
+    # Each rank: who has forged the XXH3 of one shard has forged the model.
     sources, finals, is_committed = None, dict[int, Digests](), True
     for rank in recorded.ledger.files:
         follows = False  # a checkpoint, whose state the next record of a step shows
@@ -141,6 +144,7 @@ def _check_model(final: Digests, model: Path) -> None:
     from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
 
     weights = find_weights(load_checkpoint(model))
+    # By SHA-256 of the whole, not by the digests of the record: those are XXH3.
     names = final.groups.get("weights", {})  # a model has buffers, too
     found = hash_named({name: weights.get(name) for name in names})
     if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
@@ -168,7 +172,7 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
         if here is None:
             unread[name] = "it is a package that is not installed here"
         elif name not in used:
-            continue
+            continue  # an environment has hundreds; what was not loaded computed nothing
         elif here.version != version:
             unread[name] = f"the training used {version}, and here is {here.version}"
         elif digest := hash_package(here):

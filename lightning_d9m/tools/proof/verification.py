@@ -156,6 +156,7 @@ def check_verdict(path: Path, proof: Path, signer: str | None, number: int | Non
     """
     files, verdict, problems = read_statement(path, VERDICT, _Verdict, signer)
     found = verdict.check
+    # By content, because a stranger may have renamed it.
     if [*files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another proof than {proof}.")
     _, said, _ = read_statement(proof, TRAINING, Training)
@@ -166,6 +167,7 @@ def check_verdict(path: Path, proof: Path, signer: str | None, number: int | Non
         found.choice != number or numbers != choose_segments(proof, number, there, len(numbers))
     ):
         problems.append(f"Its segments were chosen with {found.choice}, not {number}.")
+    # Who reads the verdict without this package reads the properties alone.
     if not verdict.properties or verdict.properties != _list_properties(found):
         problems.append(f"It says that the run is {found.verdict}.")
     return problems

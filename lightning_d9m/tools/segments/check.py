@@ -40,7 +40,7 @@ REPORT = "check.json"
 """The file, in the folder of a check, with its result."""
 
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
-_FOLLOW_SECONDS = 1.0
+_FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _REASONS = {
     "transient": "A second run of the segment is equal to the ledger: the first had a fault of the "
     "machine, or a race that is rare.",
@@ -353,6 +353,7 @@ def follow_run(
         # Read before the links are made: a checkpoint that is written after the last record may be
         # a later one at the same path, whose record is still to come.
         before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
+        # Not `points`, which has the links once they are made.
         for point in recorded.saved:
             if point.is_there and point.step not in kept:
                 target = folder / f"{point.step}-{point.path.name}"

@@ -77,6 +77,7 @@ def _list_reasons(fits: Iterable[Ledger], step: int) -> list[str]:
     """
     ends = [fit.outcome(rank).end for fit in fits for rank in fit.files if not fit.header.fit]
     reasons = [end.reason or "" for end in ends if end is not None and end.status == "stopped"]
+    # Known by the process alone: a ledger does not have the steps of each batch.
     for reason in reasons:
         if reason.startswith(WITHIN):
             raise CommandError(

@@ -137,6 +137,7 @@ class RecordedRun:
         self.end: End | None = None
         self._ends_within = True  # whether a run must begin another step to repeat the last record
         self._is_provable = False
+        # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
         own = self.ledger.files[min(self.ledger.files)]
         for file in (*list_continued(own), own):
             with RankReader(file) as reader:
