@@ -122,7 +122,7 @@ def write_capsule(
         differs: How the ledger differs from the run; empty if it does not.
 
     Raises:
-        CommandError: If the step has left nothing, such as one that does not begin a batch.
+        CommandError: If the step has left nothing.
         LedgerError: If the archive cannot be written.
     """
     if not content.exists():
