@@ -23,7 +23,7 @@ from lightning_d9m.tools.cli.arguments import (
 )
 from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
-from lightning_d9m.tools.output.check_text import shown_at_end
+from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.training import choose_segments
 from lightning_d9m.tools.proof.verification import open_proof, write_verdict
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     note_run(recorded)
     links = output / "checkpoints"
-    with shown_at_end(report, arguments.format, command, links):
+    with report.kept(links, partial(print_check, report, arguments.format, command)):
         if report.problems:
             pass  # what follows would say nothing of this proof
         elif arguments.follow:

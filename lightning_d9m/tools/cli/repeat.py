@@ -13,6 +13,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightning_d9m.tools.comparison.printed_output import compare_printed
 from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.processes import count_threads
 from lightning_d9m.tools.launch.run import Run, Runs, make_output
-from lightning_d9m.tools.output.check_text import shown_at_end
+from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, check_segment
 from lightning_d9m.tools.segments.segment import (
@@ -219,7 +220,8 @@ def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckRep
     report = CheckReport(str(runs.output), there=numbers)
     report.note_run(recorded)
     options = {"variables": _ALLOW_OBJECTS if arguments.allow_objects else {}}
-    with shown_at_end(report, arguments.format, runs.command, points, resumed=True):
+    show = partial(print_check, report, arguments.format, runs.command, resumed=True)
+    with report.kept(points, show):
         for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
             title = f"segment {segment.number} ({segment.number} of {len(segments)})"
             checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)

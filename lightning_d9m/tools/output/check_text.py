@@ -1,51 +1,27 @@
 """The result of a check of a run, and of a run that was resumed from its checkpoints."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import attrgetter
-from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.text import pluralize, printable
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, remove_checkpoints
+from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
 
 
-@contextmanager
-def shown_at_end(
-    report: CheckReport, chosen: str, command: Sequence[str], folder: Path, *, resumed: bool = False
-) -> Iterator[None]:
-    """Write and print the result of a check after the body, even if that is interrupted.
+def print_check(
+    report: CheckReport, chosen: str, command: Sequence[str], *, resumed: bool = False
+) -> None:
+    """Print the verdict, a row for each segment, and why segments are not equal.
 
     Args:
         report: The result.
         chosen: The format, as for ``print_result``.
         command: The command that trains.
-        folder: May have checkpoints, of which those before a difference are kept.
         resumed: Whether the run was made now, to be resumed from its checkpoints.
     """
-    # Until the body has ended: a signal or an exception may end it anywhere.
-    report.interrupted = True
-    try:
-        yield
-        report.interrupted = False
-    finally:
-        differing = (Path(own.checkpoint) for own in report.checked if own.verdict != "equal")
-        kept = {path.name for path in differing if path.parent == folder}
-        remove_checkpoints(folder, kept)
-        if kept:
-            report.notes.append(f"The checkpoints before a difference are kept in {folder}.")
-        report.write()  # before it is printed: the terminal may have been closed
-        if report.checked or report.problems:
-            _print_check(report, chosen, command, resumed=resumed)
-
-
-def _print_check(
-    report: CheckReport, chosen: str, command: Sequence[str], *, resumed: bool = False
-) -> None:
-    """Print the verdict, a row for each segment, and why segments are not equal."""
     columns: list[Column[CheckedSegment]] = [
         Column("segment", lambda own: str(own.number), is_number=True),
         *([Column("saved", attrgetter("label"))] if resumed else []),

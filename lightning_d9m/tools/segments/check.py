@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,28 @@ class CheckReport:
         self.run, self.last_step = str(recorded.ledger.path), recorded.last_step
         self.varying_ops = list_varying_ops(recorded.ledger.header)
 
-    def write(self) -> None:
-        """Write the result to the folder of the check."""
+    @contextmanager
+    def kept(self, folder: Path, show: Callable[[], object]) -> Iterator[None]:
+        """Write the result after the body, even if that is interrupted, and show it.
+
+        Of the checkpoints in ``folder``, those before a difference stay.
+        """
+        # Until the body has ended: a signal or an exception may end it anywhere.
+        self.interrupted = True
+        try:
+            yield
+            self.interrupted = False
+        finally:
+            differing = (Path(own.checkpoint) for own in self.checked if own.verdict != "equal")
+            names = {path.name for path in differing if path.parent == folder}
+            remove_checkpoints(folder, names)
+            if names:
+                self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
+            self._write()  # before it is printed: the terminal may have been closed
+            if self.checked or self.problems:
+                show()
+
+    def _write(self) -> None:
         file = Path(self.output, REPORT)
         with file_errors(LedgerError, f"{file} cannot be written"):
             file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
