@@ -136,7 +136,7 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, cap
     words = {"segments": 3, **dict.fromkeys(("choose", "only", "follow", "proof"))}
     report = CheckReport(str(tmp_path))
     numbers = module._choose(
-        SimpleNamespace(**words, jobs=1, print_commands=False), recorded, report
+        SimpleNamespace(**words, jobs=1, print_commands=False), recorded(), report
     )
     report.checked = [CheckedSegment(number, number, number + 1) for number in numbers]
     for choice, said in (

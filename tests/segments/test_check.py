@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ledger_runs import chain_lines, make_facts, make_header
@@ -21,8 +22,14 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
     encode_record,
 )
-from lightning_d9m.tools.segments.check import _link, remove_checkpoints
-from lightning_d9m.tools.segments.segment import RecordedRun
+from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.tools.segments.check import (
+    CheckedSegment,
+    _link,
+    check_segment,
+    remove_checkpoints,
+)
+from lightning_d9m.tools.segments.segment import RecordedRun, Segment
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/checked_training.py"
@@ -133,6 +140,18 @@ def test_a_training_is_followed_while_it_runs(forking_python, d9m, tmp_path, mon
     found = json.loads(out)
     assert (found["share"], found["segments"]) == (1.0, len(found["checked"]))
     assert not list(tmp_path.glob("d9m-runs/*/checkpoints"))
+
+
+@pytest.mark.parametrize("error", [CommandError, LedgerError])
+def test_what_ends_one_segment_is_its_result(monkeypatch, error):
+    def fail(*_, **__):
+        raise error("No space left on device.")
+
+    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", fail)
+    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={})
+    found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
+    assert (found.number, found.verdict) == (3, "failed")
+    assert found.reason == "No space left on device."
 
 
 def test_checkpoints_are_removed_but_for_those_that_are_kept(tmp_path):
