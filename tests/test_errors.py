@@ -16,13 +16,6 @@ PREFIX = "lightning_d9m."
 
 
 # What a case may use: a folder, pytest's monkeypatch, and the module that raises.
-def use_full_folder(g):
-    g.patch.chdir(g.folder)
-    for number in range(1000):
-        (g.folder / "d9m-runs" / f"{number:03d}").mkdir(parents=True)
-    g.module.make_output(None)
-
-
 def find_unlike_runs(g):
     end = SimpleNamespace(end="finished")
     fit = SimpleNamespace(files=[0], outcome=lambda _: end, path=g.folder / "fit-000")
@@ -44,14 +37,6 @@ def go_without_a_terminal(g):
     g.patch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
     run = SimpleNamespace(ledger=SimpleNamespace(header=SimpleNamespace(world_size=1)))
     g.module._check_arguments(SimpleNamespace(**words, first_nonfinite=False), run)
-
-
-def check_by_a_job_that_fails(g):
-    (g.folder / "job-000.log").write_text("no space")
-    g.patch.setattr(g.module, "_make_job", lambda *_: [])
-    g.patch.setattr(g.module, "run_jobs", lambda jobs, _, note: note(*jobs, 3))
-    report = SimpleNamespace(output=str(g.folder))
-    g.module._run_jobs(SimpleNamespace(jobs=2), [0], report)
 
 
 def debug_a_compiled_module(g):
@@ -96,7 +81,6 @@ CASES = [
         "{folder} cannot be read: [Errno 21] Is a directory",
     ),
     ("tools.cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
-    ("tools.launch.run", use_full_folder, "d9m-runs holds 1000 repetitions already."),
     (
         "tools.cli.locate",
         lambda g: g.module._read_runs(SimpleNamespace(expected="a", actual=None)),
@@ -109,7 +93,6 @@ CASES = [
     ),
     ("tools.segments.goto", go_into_a_loop_of_optimizers, "Add lightning_d9m.Recorder"),
     ("tools.cli.goto", go_without_a_terminal, "pdb reads from the terminal"),
-    ("tools.cli.check", check_by_a_job_that_fails, "ended with exit status 3 and without a result"),
     (
         "integrations.lightning.interruption",
         debug_a_compiled_module,

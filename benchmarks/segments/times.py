@@ -2,11 +2,14 @@
 
     python benchmarks/segments/times.py check 50 --segments 3
     python benchmarks/segments/times.py check 500 --segments all --jobs 2
+    python benchmarks/segments/times.py proof 50 3
     python benchmarks/segments/times.py goto 50
     python benchmarks/segments/times.py locate first|step|validation|rare
 
-The numbers of the first three are the steps between checkpoints of 2,000. Starts of the program
-count, and are shown. What is measured is kept in ``results/segments.json``.
+The first numbers are the steps between checkpoints of 2,000. Starts of the program count, and are
+shown. ``proof`` checks so many segments of a proof; its ``share`` is the time over that of these
+segments with their starts, and what comes before them, which does not grow with the training, is
+``verify``. What is measured is kept in ``results/segments.json``.
 """
 
 import json
@@ -90,6 +93,28 @@ PLACES = {"first": ("0", 1), "validation": ("validation", 1601)}
 PLACES |= {"step": ("1552", 1553), "rare": ("rare", 1553)}
 
 
+def measure_proof(every: int, segments: int) -> dict[str, Any]:
+    """Measure a training that is proved, and a check of segments of its proof."""
+    with tempfile.TemporaryDirectory() as root:
+        Path(root, "train.py").write_text(PROGRAM)
+        words = [sys.executable, "train.py", "none", str(every)]
+        variables = {f"LIGHTNING_D9M{own}": "1" for own in ("", "_PROVABLE")}
+        one, printed = time_command(words, root, LIGHTNING_D9M_LEDGER_DIR="run", **variables)
+        d9m = [sys.executable, "-m", "lightning_d9m"]
+        prove, _ = time_command([*d9m, "prove", "run"], root)
+        check = [*d9m, "check", "proof.json", "--segments", str(segments), "-o", "again"]
+        other, said = time_command([*check, "--json", "--", *words], root)
+        verify, _ = time_command([*check, "--print-commands", "--", *words], root)
+    found, fit = json.loads(said), float(printed.split("fit ")[1].split()[0])
+    assert found["verdict"] == "equal", found
+    start = one[0] - fit
+    steps = sum(own["last"] - own["first"] for own in found["checked"])
+    allowed = steps / found["last_step"] * fit + segments * start
+    shares = {"share": other[0] / allowed, "share without verify": (other[0] - verify[0]) / allowed}
+    facts = {"training": one, "fit": fit, "start": start, "prove": prove, "verify": verify}
+    return facts | {"check": other, "allowed": allowed, **shares, "threads": 1}
+
+
 def measure_command(command: list[str], every: int) -> dict[str, Any]:
     """Measure a training that saves at each n-th step, and a command that runs parts of it."""
     with tempfile.TemporaryDirectory() as root:
@@ -143,6 +168,8 @@ if __name__ == "__main__":
     part, place, *options = sys.argv[1:]
     if part == "locate":
         kept = measure_locate(place)
+    elif part == "proof":
+        kept = measure_proof(int(place), int(options[0]))
     elif part == "goto":  # the last step before a checkpoint is the farthest one
         kept = measure_command(["goto", str(30 * int(place) - 1), "run", "--trace"], int(place))
     else:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import pytest
 from ledger_program import PROGRAM
 from rank_processes import has_ended
 
+from lightning_d9m.tools.cli import check as module
+from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
 from lightning_d9m.tools.segments.segment import Segment
 
@@ -73,6 +76,17 @@ def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
     assert "output.log" in out
 
 
+def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
+    (tmp_path / "job-007.log").write_text("no space")
+    monkeypatch.setattr(module, "_make_job", lambda *_: [])
+    monkeypatch.setattr(module, "run_jobs", lambda jobs, _, note: note(*jobs, 3))
+    report = CheckReport(str(tmp_path))
+    module._run_jobs(SimpleNamespace(jobs=2), [7], report)
+    (found,) = report.checked
+    assert (found.number, found.verdict, report.verdict) == (7, "failed", "incomplete")
+    assert "exit status 3. no space Log:" in found.reason
+
+
 def test_segments_are_printed_for_a_scheduler(check, tmp_path):
     options = ("--print-commands", "--timeout", "9")
     status, out, _ = check("", *options)
@@ -95,7 +109,8 @@ def test_wrong_input_is_named(check, d9m):
     assert "does not start" in found["checked"][0]["reason"]
 
 
-def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
+def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, capsys):
+    """Without an end of the ledger, which the seed depends on, by the numbers."""
     there = [Segment(None, 1, number) for number in range(40)]
     file = tmp_path / "rank-0.jsonl"
     file.write_text("")
@@ -118,10 +133,23 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path):
         )
     recorded.end = None
     assert "the run may still train" in d9m("check", "run", "--choose", "1", "--", "x")[2]
-    assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
-    report = CheckReport(
-        "run", "out", 5, [*range(40)], 400, [CheckedSegment(n, n, n + 1) for n in range(3)]
+    words = {"segments": 3, **dict.fromkeys(("choose", "only", "follow", "proof"))}
+    report = CheckReport(str(tmp_path))
+    numbers = module._choose(
+        SimpleNamespace(**words, jobs=1, print_commands=False), recorded(), report
     )
+    report.checked = [CheckedSegment(number, number, number + 1) for number in numbers]
+    for choice, said in (
+        (None, f"choice: --only {','.join(map(str, numbers))}\n"),
+        (7, "--choose 7"),
+    ):
+        assert report.is_drawn
+        assert report.choice is None
+        print_check(replace(report, choice=choice), "text", ["true"])
+        assert said in capsys.readouterr().out
+    assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
+    checked = [CheckedSegment(number, number, number + 1) for number in range(3)]
+    report = CheckReport(is_drawn=True, there=[*range(40)], checked=checked)
     assert report.missed == pytest.approx(37 / 40)
 
 

@@ -107,10 +107,24 @@ def test_steps_of_several_kinds(tmp_path, loss, layer, x):
         with StepTape() as tape:
             loss(layer, x).backward()
             optimizer.step()
-        tape.save(tmp_path / "step.pt")
+        tape.save(tmp_path / "step.pt", 0)
         header = {"settings": {}, "seed": 1, "stack": capture_stack()}
     content = torch.load(tmp_path / "step.pt", weights_only=True)
-    assert run_step(CapsuleFacts(0, header, {}, 0, 0, ""), content).verdict == "equal"
+    assert run_step(CapsuleFacts(0, 0, header, {}, 0, 0, ""), content).verdict == "equal"
+
+
+def test_a_batch_of_two_steps_is_one_capsule_and_is_entered_at_its_first_step(capsule, d9m):
+    path, found = capsule("twice", "--with-data")
+    assert (found["verdict"], found["step"], found["last"]) == ("equal", 10, 11)
+    assert (
+        "operations of step 10 to 11, which one batch makes, leave"
+        in d9m("bundle", "open", path)[1]
+    )
+    folder = path.parents[1] / "capsule-twice"
+    words = (folder, "--step", "11", "--", sys.executable, PROGRAM, folder, "twice")
+    status, _, errors = d9m("bundle", *words)
+    assert status == 3
+    assert "Step 11 cannot be entered: its batch begins with step 10" in " ".join(errors.split())
 
 
 def test_without_data_a_capsule_holds_none_and_says_what_it_cannot_do(capsule, d9m):

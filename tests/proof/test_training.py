@@ -96,9 +96,9 @@ def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_name
     packages = {"absent": "1.0", "numpy": "0.1"}
     changed = Sources(program={}, named={}, packages=packages, used=("absent", "numpy"))
     run = write_run(tmp_path / "fit-001", make_final(**TOTALS), changed)
-    unread = make_proof(run, [], tmp_path)[1].unread
-    assert unread["absent"] == "it is not installed here"
-    assert "the training used 0.1, and here is" in unread["numpy"]
+    said = make_proof(run, [], tmp_path)[1].uncommitted
+    assert said["absent"] == "it is a package that is not installed here"
+    assert "the training used 0.1, and here is" in said["numpy"]
 
 
 def test_the_interpreter_hashes_its_own_pytest():

@@ -225,8 +225,9 @@ def test_a_package_that_was_changed_in_place_is_named(prove, check):
     assert f"numpy {packages['numpy']} has other files here" in found["problems"][0]
     assert not found["checked"]
     packages["numpy"] = "0.1"
+    proof["predicate"]["run"]["accuracy"] = 1.0  # nothing of it follows from the ledger
     edit(proof)
-    assert "is that of another run: sources differ" in check()[1]["problems"][0]
+    assert "is that of another run: accuracy, sources differ" in check()[1]["problems"][0]
     del proof["predicate"]["packages"]["numpy"]
     edit(proof)
     assert "does not say that it does not commit to: numpy" in check()[1]["problems"][1]
@@ -266,7 +267,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     statement["predicateType"] = "urn:lightning-d9m:training:1"
     edit(statement)
     refuses("missing required field `run`", *check())
-    predicate = {"run": {}, "models": [], "uncommitted": {}, "packages": {}, "unread": {}}
+    predicate = {"run": {}, "models": [], "uncommitted": {}, "packages": {}}
     edit({**statement, "predicate": predicate})
     refuses("is not where it says", *check())
     refuses("exists already, so nothing can", "prove", "run")

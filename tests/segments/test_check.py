@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ledger_runs import chain_lines, make_facts, make_header
@@ -21,8 +22,14 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
     encode_record,
 )
-from lightning_d9m.tools.segments.check import _link, remove_checkpoints
-from lightning_d9m.tools.segments.segment import RecordedRun
+from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.tools.segments.check import (
+    CheckedSegment,
+    _link,
+    check_segment,
+    remove_checkpoints,
+)
+from lightning_d9m.tools.segments.segment import RecordedRun, Segment
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/checked_training.py"
@@ -115,7 +122,7 @@ def test_a_removed_checkpoint_belongs_to_the_segment_before(check, made, tmp_pat
     (folder / "saved/step=30.ckpt").unlink()
     status, segments, found = check(folder, "--only", "1")
     assert (status, segments[1]["first"], segments[1]["last"]) == (0, 15, 45)
-    assert "step=30.ckpt" in found["notes"][0]
+    assert "step=30.ckpt" in found["limits"][0]
 
 
 @pytest.mark.parametrize("wrong", ["", "gradient bit"])
@@ -139,6 +146,18 @@ def test_a_training_is_followed_while_it_runs(wrong, forking_python, d9m, tmp_pa
     assert differing == [15] * bool(wrong)
     # What is needed to examine a difference stays.
     assert bool(list(tmp_path.glob("d9m-runs/*/checkpoints"))) == bool(wrong)
+
+
+@pytest.mark.parametrize("error", [CommandError, LedgerError])
+def test_what_ends_one_segment_is_its_result(monkeypatch, error):
+    def fail(*_, **__):
+        raise error("No space left on device.")
+
+    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", fail)
+    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={})
+    found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
+    assert (found.number, found.verdict) == (3, "failed")
+    assert found.reason == "No space left on device."
 
 
 def test_checkpoints_are_removed_but_for_those_that_are_kept(tmp_path):

@@ -168,17 +168,18 @@ for name in what["marks"]:
 
 
 @pytest.mark.parametrize(
-    ("ledger", "marks", "error"),
+    ("ledger", "marks", "begin", "error"),
     [
-        ("part", ["killed"], None),
-        ("part", [], "its first fit did not reach step 31"),
-        ("part", ["killed", "several"], "Two processes of the command begin a first fit"),
-        ("run", ["killed"], "The program did not resume from"),
-        ("", ["killed"], "wrote no ledger"),
+        ("part", ["killed"], 20, None),
+        ("part", [], 20, "its first fit did not reach step 31"),
+        ("part", ["killed", "several"], 20, "Two processes of the command begin a first fit"),
+        ("run", ["killed"], 20, "The program did not resume from"),
+        ("", ["killed"], 20, "wrote no ledger"),
+        ("part", ["killed"], 0, "The program resumed from a checkpoint by itself"),
     ],
 )
 def test_a_program_that_does_not_run_the_segment_is_an_error(
-    tmp_path, run, forking_python, ledger, marks, error
+    tmp_path, run, forking_python, ledger, marks, begin, error
 ):
     paths = {"": "", "run": str(run), "part": str(write_part(tmp_path / "part", *PART))}
     what = json.dumps({"ledger": paths[ledger], "marks": marks})
@@ -186,8 +187,8 @@ def test_a_program_that_does_not_run_the_segment_is_an_error(
     (tmp_path / "out").mkdir()
     start = (tmp_path / "step-20.ckpt").resolve()
     start.write_text("")
-    point = RecordedRun(run).find_start(20)
-    assert point.path == Path(start)
+    point = RecordedRun(run).find_start(begin)
+    assert point is None or point.path == Path(start)
     runs = Runs([forking_python, str(tmp_path / "copy.py"), what], tmp_path / "out")
     if error is None:
         done = run_segment(runs, Segment(point, 31), "segment", "segment")
@@ -195,12 +196,3 @@ def test_a_program_that_does_not_run_the_segment_is_an_error(
         return
     with pytest.raises(CommandError, match=error):
         run_segment(runs, Segment(point, 31), "segment", "segment")
-
-
-def test_a_program_that_resumes_by_itself_does_not_run_the_beginning(tmp_path, run, forking_python):
-    what = json.dumps({"ledger": str(write_part(tmp_path / "part", *PART)), "marks": ["killed"]})
-    (tmp_path / "copy.py").write_text(COPY)
-    (tmp_path / "out").mkdir()
-    runs = Runs([forking_python, str(tmp_path / "copy.py"), what], tmp_path / "out")
-    with pytest.raises(CommandError, match="The program resumed from a checkpoint by itself"):
-        run_segment(runs, Segment(None, 31), "segment", "segment")

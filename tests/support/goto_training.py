@@ -2,8 +2,8 @@
 
 It writes the SHA-256 of what each step of each rank sees to FOLDER/seen-RANK, if the folder has no
 such file. WHAT: "label" changes a sample; "nan" makes the loss of step 9 infinite; "crash" raises
-there, and "noise" adds entropy on the second rank; "loop" and "hosted" train with a Recorder and
-with the Trainer of transformers.
+there, and "noise" adds entropy on the second rank; "twice" makes two steps in a batch; "loop" and
+"hosted" train with a Recorder and with the Trainer of transformers.
 """
 
 import hashlib
@@ -54,6 +54,7 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(7)
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.2))
+        self.automatic_optimization = "twice" not in WHAT
 
     def configure_model(self):
         if STRATEGY == "fsdp2":
@@ -67,6 +68,11 @@ class Net(L.LightningModule):
         loss = cross_entropy(self.layers(images), batch[1])
         if self.global_step == 9 and "crash" in WHAT:
             raise ValueError("a bad sample")
+        for factor in () if self.automatic_optimization else (1, 2):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(factor * loss, retain_graph=True)
+            optimizer.step()
         return loss / 0 if self.global_step == 9 and "nan" in WHAT else loss
 
     def configure_optimizers(self):

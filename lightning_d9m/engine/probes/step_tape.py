@@ -66,14 +66,14 @@ class StepTape(OpMode):
             self.ops.append(entry)
         return outputs
 
-    def save(self, path: Path) -> None:
-        """Write operations and values to a file."""
+    def save(self, path: Path, last: int) -> None:
+        """Write operations and values to a file, with the last global step that they make."""
         # Not a file of the program, which ``saved_files.py`` leaves out.
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]["ok"]:
             # A dispatch mode does not see compiled code, which may run any part of the step.
             self.skipped.append("compiled code")
-        saved = {"ops": self.ops, "values": self.values, "skipped": self.skipped}
+        saved = {"ops": self.ops, "values": self.values, "skipped": self.skipped, "last": last}
         unwrap(torch.save)(saved, path)
 
     def _take(self, leaf: Any) -> Any:

@@ -51,6 +51,7 @@ SEVERAL_FITS = (
     "can be run. Give a command that trains this one alone."
 )
 DIFFERS = "the program differs from the run that it repeats"
+WITHIN = "its batch begins with step "
 
 _STEP = r":(?P<step>\d{1,18})"
 _DEBUG = rf":(?P<rank>\d{{1,9}}):(?P<debugger>{'|'.join(DEBUGGERS)}){_STEP}:(?P<ledger>.+)"
@@ -177,6 +178,7 @@ class Interruption:
         if self.is_segment and ranks.rank == 0:
             self._begin()
         self._begun = -1  # the step that the debugger was opened for
+        self._batch = 0  # the step with which the batch begins that is trained
         self._tape: Any = None  # while the step runs that is recorded
         folder = request.folder or Path()
         self._ring = CheckpointRing(folder, ranks) if request.kind == KEEP else None
@@ -220,8 +222,13 @@ class Interruption:
         if self._request.stop is not None and step >= self._request.stop:
             if self._tape is not None:
                 self._tape.__exit__(None, None, None)
-                self._tape.save(self._file(STEP_FILE))
-            self.stop(f"the segment ends after step {step}")
+                self._tape.save(self._file(STEP_FILE), step - 1)
+            # Manual optimization makes several steps in a batch, and can be entered at the first.
+            looks = self._request.kind == TAPE or self._request.debugger is not None
+            is_within = looks and self._begun + 1 != self._request.stop
+            self.stop(
+                f"{WITHIN}{self._batch}" if is_within else f"the segment ends after step {step}"
+            )
 
     def stop(self, reason: str = "the segment ends with the fit") -> None:
         """End this process, if the run is a segment: what the program does next is not part of it.
@@ -246,6 +253,7 @@ class Interruption:
         All ranks wait before that step until the run has been compared. If the step should be
         recorded, this begins it.
         """
+        self._batch = step
         if self._begun >= step or step + 1 != self._request.stop:
             return None
         self._begun = step  # a step may have several batches

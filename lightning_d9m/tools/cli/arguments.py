@@ -68,10 +68,10 @@ def signing_words(text: str) -> str:
     )
 
 
-_PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|OLD|NEW|REFERENCE|THIS_RUN")
+_PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|REFERENCE|THIS_RUN")
 _FORM = re.compile(
     r"(?P<names>(?:-\S+ ?)*)(?:(?P<dest>\w+):)?(?P<value>\S*?)(?P<nargs>[?*+]?)"
-    r"(?: (?P<second>[A-Z]+))?(?P<again> \.\.\.)?"
+    r"(?P<again> \.\.\.)?"
 )
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     "EPOCH": whole_number(0),
@@ -169,14 +169,11 @@ def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str,
 
 def _read_value(found: re.Match[str]) -> dict[str, Any]:
     """Return what argparse needs to know of the values of an argument."""
-    value, second = found["value"], found["second"]
-    if not value:
+    if not (value := found["value"]):
         return {"action": "store_true"}
     given: dict[str, Any] = {"type": Path if _PATH.fullmatch(value) else _TYPES.get(value)}
     if value.startswith("{"):
         given["choices"] = value.strip("{}").split(",")
-    elif second:
-        given |= {"nargs": 2, "metavar": (value, second)}
     else:
         given |= {"nargs": found["nargs"] or None, "metavar": value}
     return given | ({"action": "append"} if found["again"] else {})

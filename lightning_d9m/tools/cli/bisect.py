@@ -2,22 +2,13 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
-from lightning_d9m.tools.history.bisection import (
-    Bisection,
-    Commit,
-    Repository,
-    Trial,
-    open_package_history,
-)
+from lightning_d9m.tools.history.bisection import Bisection, Commit, Repository
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence
@@ -26,10 +17,7 @@ from lightning_d9m.tools.output.terminal import format_next_steps, wrap
 _PATCH_LINES = 40
 
 ARGUMENTS = f"""
-commits:GOOD..BAD?  a commit with the right bits and a later one with others; without BAD it is HEAD
---golden LEDGER  compare with this ledger in place of that of a good commit; only BAD is given
---packages OLD NEW  search for a package in place of a commit: two lists as pip freeze prints them,
-    with which the training has the right bits and others
+commits:GOOD..BAD  a commit with the right bits and a later one with others; without BAD it is HEAD
 --until EPOCH  end each training after this epoch of its first fit, counted from 0 (default: train
     to the end)
 --link PATH ...  a path below the repository's top that git does not track and the training needs,
@@ -44,49 +32,32 @@ SETTINGS: dict[str, dict[str, object]] = {"link": {"default": [], "type": str}}
 def run(arguments: argparse.Namespace) -> int:
     """Bisect and print the commit; return 1, because there is a difference."""
     command = get_command(arguments)
-    with _open_history(arguments) as (repository, good, bad):
-        runs = Runs(command, make_output(arguments.output), arguments.timeout)
-        if arguments.golden is not None:
-            golden = read_ledger(arguments.golden)
-            runs.fits = {golden.path.name: golden}
-        search = Bisection(repository, runs, arguments.until, arguments.link)
-        search.search(good, bad)
-        facts = _list_facts(search) | {"output": str(runs.output)}
-        lines = format_bisection(search, verbose=arguments.verbose)
-        print_result(arguments.format, facts, [*lines, "", f"ledgers: {runs.output}"])
+    repository = Repository(Path.cwd())
+    good, bad = _find_commits(repository, arguments.commits)
+    runs = Runs(command, make_output(arguments.output), arguments.timeout)
+    search = Bisection(repository, runs, arguments.until, arguments.link)
+    search.search(good, bad)
+    facts = _list_facts(search) | {"output": str(runs.output)}
+    lines = format_bisection(search, verbose=arguments.verbose)
+    print_result(arguments.format, facts, [*lines, "", f"ledgers: {runs.output}"])
     return 1
 
 
-@contextmanager
-def _open_history(
-    arguments: argparse.Namespace,
-) -> Iterator[tuple[Repository, Commit | None, Commit]]:
-    """Yield a repository, its good commit (None with a golden ledger), and its bad one."""
-    if arguments.packages is not None:
-        if arguments.link or arguments.golden is not None or arguments.commits is not None:
-            raise SettingError(
-                "Commits, --link and --golden are given with --packages. The trainings run in the "
-                "working folder, and the old list is the reference. Leave them out."
-            )
-        with open_package_history(*arguments.packages) as found:
-            yield found
-        return
-    repository = Repository(Path.cwd())
-    first, _, last = (arguments.commits or "").rpartition("..")
-    if bool(first) == (arguments.golden is not None):
+def _find_commits(repository: Repository, commits: str) -> tuple[Commit, Commit]:
+    """Return the good commit and the bad one."""
+    first, dots, last = commits.partition("..")
+    if not (first and dots):
         raise SettingError(
-            f"The commits are {arguments.commits or 'missing'!r}. Give a good and a bad one, "
-            "GOOD..BAD, such as v1.0..HEAD; or, with --golden LEDGER in place of the good one, "
-            "the bad one alone."
+            f"The commits are {commits!r}. Give a good and a bad one, GOOD..BAD, such as "
+            "v1.0..HEAD."
         )
-    bad = repository.find_commit(last or "HEAD")
-    good = repository.find_commit(first) if first else None
-    if good is not None and good.sha not in repository.list_commits(bad)[1:]:
+    good, bad = repository.find_commit(first), repository.find_commit(last or "HEAD")
+    if good.sha not in repository.list_commits(bad)[1:]:
         raise SettingError(
             f"The good commit {good.short} is not an earlier ancestor of the bad commit "
             f"{bad.short}. Give a commit that comes before it: GOOD..BAD."
         )
-    yield repository, good, bad
+    return good, bad
 
 
 def _list_facts(found: Bisection) -> dict[str, object]:
@@ -108,11 +79,11 @@ def _list_facts(found: Bisection) -> dict[str, object]:
 
 def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
     """Return the lines of the result: the commit, what it changed, and what differs first."""
-    noun, candidates = found.repository.noun, list(map(_describe, found.candidates))
-    lines = wrap(f"first {noun} that differs: {candidates[0]}")
+    candidates = list(map(_describe, found.candidates))
+    lines = wrap(f"first commit that differs: {candidates[0]}")
     if candidates[1:]:
         lines = wrap(
-            f"The first {noun} that differs is one of these {len(candidates)}; the others in "
+            f"The first commit that differs is one of these {len(candidates)}; the others in "
             "between did not train:"
         )
         lines += [f"  {commit}" for commit in candidates]
@@ -127,26 +98,19 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
         lines.append("")
         steps.append((f"git show {found.candidates[0].short}", "shows the whole commit"))
     if (guilty := found.guilty) is not None:
-        lines += [*_format_difference(guilty, verbose=verbose), ""]
-        if (compared := guilty.comparison) is not None:
+        if (compared := guilty.comparison) is None:
+            lines += [*wrap("It trains another number of fits than the good one."), ""]
+        else:
+            lines += [*format_evidence(compared, verbose=verbose), ""]
             paths = printable(shlex.join([str(compared.expected), str(compared.actual)]))
             steps.append((f"d9m report {paths}", "shows the difference as a page"))
     skipped = sum(trial.verdict == "skipped" for trial in found.trials)
     trained = pluralize(len(found.trials) - skipped, "time")
-    said = f"trained: {trained} for {pluralize(found.commits, noun)}"
+    said = f"trained: {trained} for {pluralize(found.commits, 'commit')}"
     if skipped:
         said += f", {skipped} skipped because {'it' if skipped == 1 else 'they'} did not train"
     return [*lines, said, *format_next_steps(steps)]
 
 
 def _describe(commit: Commit) -> str:
-    if not commit.author:
-        return escape(commit.subject)
     return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"
-
-
-def _format_difference(trial: Trial, *, verbose: bool) -> Iterator[str]:
-    if trial.comparison is None:
-        yield from wrap("It trains another number of fits than the good one.")
-    else:
-        yield from format_evidence(trial.comparison, verbose=verbose)

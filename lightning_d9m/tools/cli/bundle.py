@@ -16,6 +16,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
+    STATUS,
     TIMEOUT,
     check_new_file,
     get_command,
@@ -42,7 +43,6 @@ from lightning_d9m.tools.segments.segment import RecordedRun
 
 _OPEN = "open"
 _PAIR = 2
-_INCOMPLETE = 3
 _LONGEST = 1_024
 _SHOWN = 20
 _COLUMNS = (
@@ -131,6 +131,8 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
 
     facts, outcome = open_capsule(path)
     ops = f"{outcome.ops:,} operations of step {facts.step:,}"
+    if facts.last > facts.step:
+        ops += f" to {facts.last:,}, which one batch makes,"
     lack = f"they lack data ({decimal(facts.left_out)}), which --with-data adds."
     verdict = {
         "equal": f"equal: {ops} leave the bits of the run.",
@@ -149,7 +151,7 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
     if outcome.different or facts.differs:
         return 1
     is_equal = outcome.verdict == "equal" or (may_lack_data and not outcome.obstacle)
-    return 0 if is_equal else _INCOMPLETE
+    return STATUS["equal" if is_equal else "incomplete"]
 
 
 def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:

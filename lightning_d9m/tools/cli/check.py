@@ -5,10 +5,11 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
 
-from lightning_d9m.errors import LedgerError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import (
     COMMAND,
@@ -24,7 +25,6 @@ from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.signature import sign
 from lightning_d9m.tools.proof.training import choose_segments
 from lightning_d9m.tools.proof.verification import open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
@@ -34,7 +34,6 @@ from lightning_d9m.tools.segments.check import (
     check_number,
     follow_run,
     list_limits,
-    remove_checkpoints,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
 
@@ -81,81 +80,55 @@ def run(arguments: argparse.Namespace) -> int:
         0 if all chosen segments are equal, 1 if some differ, 3 if none differs but some failed.
     """
     command = get_command(arguments)
-    recorded, problems, limits = _open(arguments)
-    choice, numbers = _choose(arguments, recorded)
-    if arguments.print_commands and not problems:
+    recorded, report = _open(arguments)
+    numbers = _choose(arguments, recorded, report)
+    if arguments.print_commands and not report.problems:
         for number in numbers:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
     output = make_output(arguments.output)
-    there = [own.number for own in recorded.list_segments()]
-    report = CheckReport(str(recorded.ledger.path), str(output), choice, there, problems=problems)
-    # Of a segment, only the first fit is compared.
-    runs = Runs(command, output, arguments.timeout, evaluations=False)
+    report.output = str(output)
+    report.notes += filter(None, [name_other_command(recorded, command)])
+    runs = Runs(command, output, arguments.timeout)
+
+    def note_run(so_far: RecordedRun) -> None:
+        report.note_run(so_far)
+        report.limits = [*list_limits(so_far, follows=arguments.follow)]
 
     def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> CheckedSegment:
-        nonlocal recorded  # that of --follow grows
-        recorded = so_far
+        note_run(so_far)  # that of --follow grows
         report.checked.append(check_number(so_far, runs, number, f"segment {number}{place}", later))
+        if arguments.follow:
+            report.there.append(number)
         return report.checked[-1]
 
+    note_run(recorded)
     links = output / "checkpoints"
-    report.interrupted = True  # until all that was asked for has run
-    try:
-        if problems:
+    with report.kept(links, partial(print_check, report, arguments.format, command)):
+        if report.problems:
             pass  # what follows would say nothing of this proof
         elif arguments.follow:
-            recorded = follow_run(arguments.ledger, links, check, arguments.timeout)
+            note_run(follow_run(arguments.ledger, links, check, arguments.timeout))
         elif arguments.jobs > 1:
             _run_jobs(arguments, numbers, report)
         else:
-            _run_in_turn(recorded, numbers, check, report)
-        report.interrupted = False
-    finally:
-        # What was checked before an interruption is shown, too.
-        starts = {str(own.first) for own in report.checked if own.verdict != "equal"}
-        names = {path.name for path in links.glob("*") if path.name.partition("-")[0] in starts}
-        remove_checkpoints(links, names)
-        if names:
-            report.notes.append(f"The checkpoints before a difference are kept in {links}.")
-        said = list_limits(recorded, follows=arguments.follow)
-        notes = [*said, *limits, name_other_command(recorded, command)]
-        report.notes = [*filter(None, notes), *report.notes]
-        if arguments.follow:  # checkpoints that the run has removed since began segments, too
-            report.there = [own.number for own in report.checked]
-        report.write(recorded)
-        if report.checked or report.problems:
-            print_check(report, arguments.format, command)
-    _write_verdict(arguments, report)
+            _run_in_turn(numbers, partial(check, recorded), report)
+    # A check that was interrupted has no verdict: it leaves out what its choice demands.
+    if arguments.verdict is not None:
+        write_verdict(arguments.verdict, arguments.proof, report, arguments.sign)
     return STATUS[report.verdict]
 
 
-def _write_verdict(arguments: argparse.Namespace, report: CheckReport) -> None:
-    """Write and sign the verdict on a proof, if one was asked for.
-
-    A check that was interrupted has none: it leaves out what its choice demands.
-    """
-    if arguments.verdict is not None:
-        write_verdict(arguments.verdict, arguments.proof, report)
-        if arguments.sign is not None:
-            sign(arguments.verdict, arguments.sign)
-
-
-def _run_in_turn(
-    recorded: RecordedRun,
-    numbers: list[int],
-    check: Callable[[RecordedRun, int, str, int], object],
-    report: CheckReport,
-) -> None:
+def _run_in_turn(numbers: list[int], check: Callable[..., object], report: CheckReport) -> None:
     for place, number in enumerate(numbers, start=1):
-        check(recorded, number, f" ({place} of {len(numbers)})", len(numbers) - place)
+        check(number, f" ({place} of {len(numbers)})", len(numbers) - place)
         if numbers[place:] and report.checked[0].verdict == "failed":
             report.notes.append("The other segments were not run.")  # they would fail, too
             break
 
 
-def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[str]]:
-    """Return the run, what contradicts its proof, if one is given, and what that limits.
+def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
+    """Return the run, and a report with what contradicts its proof and what that limits.
 
     Raises:
         SettingError: If an option is for a proof, and a ledger is given.
@@ -164,7 +137,7 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[s
     if not path.is_file() or path.suffix == ".jsonl":
         names = ("signer", "verdict", "sign")
         refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
-        return RecordedRun(path), [], []
+        return RecordedRun(path), CheckReport()
     if arguments.follow or arguments.print_commands:
         refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
     if arguments.verdict is None:
@@ -175,16 +148,17 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, list[str], list[s
     for text in (*problems, *notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
     arguments.proof, arguments.ledger = path, recorded.ledger.path
-    return recorded, problems, notes
+    return recorded, CheckReport(problems=problems, notes=notes)
 
 
-def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int | None, list[int]]:
-    """Return the seed of the choice, if it is one at random, and the numbers of segments.
+def _choose(arguments: argparse.Namespace, recorded: RecordedRun, report: CheckReport) -> list[int]:
+    """Return the numbers of segments that are run; note in the report how they were chosen.
 
     Raises:
         SettingError: If the run lacks a segment that is named, or a setting has no effect.
     """
     there = [segment.number for segment in recorded.list_segments()]
+    report.there = [] if arguments.follow else there
     count, seed = arguments.segments, arguments.choose
     if arguments.follow and (arguments.jobs > 1 or arguments.print_commands):
         raise SettingError(
@@ -195,16 +169,20 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun) -> tuple[int |
             f"The run has no segment {unknown[0]}: no checkpoint of this number is there. "
             f"Segments: {', '.join(map(str, there))}."
         )
-    is_drawn = not (arguments.only or arguments.follow or count is None or count >= len(there))
-    if not is_drawn:
+    report.is_drawn = not (
+        arguments.only or arguments.follow or count is None or count >= len(there)
+    )
+    if not report.is_drawn:
         refuse_options(arguments, ["choose"], "nothing is left to choose")
-        return None, arguments.only or there
-    if recorded.end is None:
+        return arguments.only or there
+    seed = SystemRandom().randrange(10**6) if seed is None else seed
+    if recorded.end is not None:
+        report.choice = seed
+    else:
         why = "the run may still train, and segments are chosen by its whole ledger; give --only"
         refuse_options(arguments, ["choose"], why)
-    seed = SystemRandom().randrange(10**6) if seed is None else seed
     file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]
-    return seed, choose_segments(file, seed, there, count)
+    return choose_segments(file, seed, there, count)
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
@@ -216,26 +194,21 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 
 
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
-    """Check each segment in its own process.
-
-    Raises:
-        LedgerError: If one ends without a result.
-    """
+    """Check each segment in its own process."""
     output, python = Path(report.output), [sys.executable, "-m", "lightning_d9m"]
     jobs = {output / f"job-{n:03d}.log": _make_job(arguments, n, output) for n in numbers}
 
     def note(log: Path, status: int) -> None:
         try:
             found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
-            (entry,) = found["checked"]  # none, if a signal has ended it
+            (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
         except (OSError, ValueError):  # none, or a part of it
             said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             said = said or "It could not write its log: check the space on its disk."
-            raise LedgerError(
-                f"{log.stem} ended with exit status {status} and without a result. {said} Log: "
-                f"{log}."
-            ) from None
-        checked = CheckedSegment(**entry)
+            # The other jobs run on: each is a segment that is checked or not.
+            reason = f"Its job ended with exit status {status}. {said} Log: {log}."
+            number = numbers[[*jobs].index(log)]
+            checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
         report.checked.append(checked)
         done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
         print(f"{done}: {checked.verdict}", file=sys.stderr)

@@ -10,7 +10,6 @@ from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import check_new_file
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.signature import sign
 from lightning_d9m.tools.proof.statement import write_statement
 from lightning_d9m.tools.proof.training import TRAINING, make_proof
 from lightning_d9m.tools.segments.segment import RecordedRun
@@ -44,22 +43,18 @@ def run(arguments: argparse.Namespace) -> int:
     check_new_file(output)
     recorded, folder = RecordedRun(arguments.ledger), output.absolute().parent
     names, proof = make_proof(recorded, arguments.model, folder)
-    write_statement(output, TRAINING, {name: hash_file(folder / name) for name in names}, proof)
+    files = {name: hash_file(folder / name) for name in names}
+    signature = write_statement(output, TRAINING, files, proof, arguments.sign)
     program = proof.run["sources"]["program"]
     lines = [
         f"files that it is about: {len(names)}",
         f"files of the program: {len(program)}; packages: {len(proof.packages)}",
         "It does not commit to:",
         *(f"  {what}: {why}" for what, why in proof.uncommitted.items()),
-        *(f"  package {name}: {why}" for name, why in proof.unread.items()),
+        f"signature: {signature}" if signature else "It is not signed: give --sign.",
     ]
-    facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": None}
-    if arguments.sign is None:
-        lines.append("It is not signed: give --sign.")
-    else:
-        facts["signature"] = sign(output, arguments.sign)
-        lines.append(f"signature: {facts['signature']}")
     shown = [line for text in lines for line in wrap(printable(text))]
     verdict = f"{output} commits to {recorded.ledger.path} and what decided its result."
-    print_result(arguments.format, {**facts, **asdict(proof)}, shown, verdict)
+    facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": signature}
+    print_result(arguments.format, facts | asdict(proof), shown, verdict)
     return 0

@@ -13,13 +13,14 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.kinds import FOLLOWED_STEPS
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, POINTS
-from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.errors import CommandError
 from lightning_d9m.text import pluralize
 from lightning_d9m.tools.cli.arguments import (
     FORMAT,
@@ -38,12 +39,7 @@ from lightning_d9m.tools.launch.processes import count_threads
 from lightning_d9m.tools.launch.run import Run, Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.repeat_text import RepeatReport
-from lightning_d9m.tools.segments.check import (
-    CheckedSegment,
-    CheckReport,
-    check_segment,
-    remove_checkpoints,
-)
+from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, check_segment
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
@@ -125,9 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = make_output(arguments.output)
     runs = Runs(argv, output, arguments.timeout)
     if arguments.interrupt:
-        found = _interrupt_and_resume(runs, allow_objects=arguments.allow_objects)
-        print_check(found, arguments.format, argv, resumed=True)
-        return STATUS[found.verdict]
+        return STATUS[_interrupt_and_resume(runs, arguments).verdict]
     watch = FileWatch(argv, output)
     made: dict[int, Run] = {}
     plan = list(_plan_runs(argv, arguments))
@@ -180,16 +174,12 @@ def _read_counts(text: str) -> tuple[int, ...]:
     >>> _read_counts("1,2,4")
     (1, 2, 4)
     """
-    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if not all(1 <= count <= _MOST_PROCESSES for count in counts):
-        problem = f"allowed: whole numbers from 1 to {_MOST_PROCESSES}, separated by commas."
-    elif len(set(counts)) < len(counts):
-        problem = "a number occurs twice. Give each number once."
-    elif len(counts) < _FEWEST_RUNS:
-        problem = "one run cannot be compared. Give at least two numbers, such as 1,2,4."
-    else:
-        return tuple(counts)
-    raise argparse.ArgumentTypeError(f"{text} is not valid; {problem}")
+    counts = tuple(map(whole_number(1, _MOST_PROCESSES), text.split(",")))
+    if len(set(counts)) < max(len(counts), _FEWEST_RUNS):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not valid; allowed: two or more different numbers, such as 1,2,4."
+        )
+    return counts
 
 
 SETTINGS = {
@@ -198,7 +188,7 @@ SETTINGS = {
 }
 
 
-def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
+def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckReport:
     """Run the command straight, and check a segment from each point at which it has saved.
 
     Raises:
@@ -227,23 +217,17 @@ def _interrupt_and_resume(runs: Runs, *, allow_objects: bool) -> CheckReport:
             "recorder's epoch()."
         )
     numbers = [segment.number for segment, _ in segments]
-    report = CheckReport(str(first.path), str(runs.output), there=numbers)
-    kept = set()
-    options = {"variables": _ALLOW_OBJECTS if allow_objects else {}}
-    report.interrupted = True  # until all points were tried
-    try:
+    report = CheckReport(str(runs.output), there=numbers)
+    report.note_run(recorded)
+    options = {"variables": _ALLOW_OBJECTS if arguments.allow_objects else {}}
+    show = partial(print_check, report, arguments.format, runs.command, resumed=True)
+    with report.kept(points, show):
         for later, (segment, label) in zip(range(len(segments))[::-1], segments, strict=True):
             title = f"segment {segment.number} ({segment.number} of {len(segments)})"
             checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
             report.checked.append(checked)
-            if checked.verdict != "equal" and segment.start is not None:
-                kept.add(segment.start.path.name)
             if checked.verdict == "failed" and _OBJECTS in checked.reason:
                 break  # those of all points hold them
-        report.interrupted = False
-    finally:  # shows what was tried before an interruption, too
-        remove_checkpoints(points, kept)
-        report.write(recorded)
     return report
 
 
@@ -251,13 +235,9 @@ def _check_resumed(
     recorded: RecordedRun, runs: Runs, segment: Segment, label: str, title: str, **options: Any
 ) -> CheckedSegment:
     """Resume, and compare with the straight run, as far as that has states to compare."""
-    last = min(segment.stop, recorded.last_step)
-    known = CheckedSegment(segment.number, segment.first, last, label=label)
+    known = CheckedSegment.of(segment, min(segment.stop, recorded.last_step), label)
     # The straight run has records after its points alone, not at the end of each segment.
-    try:
-        checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
-    except LedgerError as error:  # of this segment; the others are still tried
-        return replace(known, verdict="failed", reason=str(error))
+    checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
     if checked.verdict == "failed":
         said = _read_log(runs.output / f"segment-{segment.number:03d}")
         remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]

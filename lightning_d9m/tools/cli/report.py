@@ -1,19 +1,18 @@
 """``d9m report``: write the comparison of runs as one HTML file that needs no network."""
 
 import argparse
-import webbrowser
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import LEDGERS, choose_ledgers
-from lightning_d9m.tools.comparison.ledgers import RecordObserver, compare_ledgers
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.comparison.timeline import Timeline
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
-from lightning_d9m.tools.launch.run import Run, read_runs
+from lightning_d9m.tools.launch.run import read_runs
 from lightning_d9m.tools.output.html_page import GENERATOR_TAG, ComparedRuns, render_page
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.output.terminal import print_lines
@@ -22,7 +21,6 @@ _ALL_RUNS = "the folder of a `d9m repeat`, all of whose runs are compared, or a 
 ARGUMENTS = f"""{LEDGERS.replace("a folder, whose", f"{_ALL_RUNS}, whose")}
 -o, --output OUTPUT  file to write (default: report.html); replaces an earlier report
 --force  replace the file even if it is not a report
---open  show the report in the browser
 """
 EXAMPLE = "d9m report d9m-runs/000 -o report.html"
 SETTINGS = {"output": {"default": Path("report.html")}}
@@ -35,8 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     write_page(arguments.output, render_page(found))
     lines = [f"{found.verdict}: the report is {printable(str(arguments.output))}"]
     print_lines([*lines, *list_located(found.ledgers)])
-    if arguments.open and not webbrowser.open(arguments.output.resolve().as_uri()):
-        print_lines(["No browser was found that can show it here."])
     return 0 if found.verdict == "equal" else 1
 
 
@@ -47,9 +43,16 @@ def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
     if located:  # its runs have different probes, and these two show the cause
         return compare_pair(*map(read_ledger, located))
     runs = read_runs(folder) if arguments.actual is None else {}
-    if runs:
-        return _compare_runs(runs, folder)
-    return compare_pair(*map(read_ledger, choose_ledgers(arguments)))
+    if not runs:
+        return compare_pair(*map(read_ledger, choose_ledgers(arguments)))
+    report = RepeatReport(runs, folder, ())
+    if (shown := report.shown) is None:
+        raise LedgerError(
+            f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
+            "with two runs, such as d9m-runs/000, or two ledgers."
+        )
+    # Compared again, with what differs when: keeping that of all runs would take their memory.
+    return replace(compare_pair(runs[1].fits[shown.name], shown.ledger), report=report)
 
 
 def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
@@ -59,30 +62,6 @@ def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
     return ComparedRuns(comparison, timeline, ledgers, located=read_located(ledgers))
-
-
-def _compare_runs(runs: Mapping[int, Run], folder: Path) -> ComparedRuns:
-    """Compare the runs that `d9m repeat` left with the first of them."""
-    timelines: dict[tuple[int, str], Timeline] = {}
-
-    def watch(number: int, fit: str) -> RecordObserver:
-        return timelines.setdefault((number, fit), Timeline()).watch
-
-    report = RepeatReport(runs, folder, (), watch=watch)
-    shown = report.shown
-    if shown is None:
-        raise LedgerError(
-            f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
-            "with two runs, such as d9m-runs/000, or two ledgers."
-        )
-    values = [found.values for (_, name), found in timelines.items() if name == shown.name]
-    return ComparedRuns(
-        shown.comparison,
-        timelines[shown.row["run"], shown.name],
-        (runs[1].fits[shown.name], shown.ledger),
-        report,
-        values,
-    )
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -1,24 +1,16 @@
-"""The search for the commit, or the package, that changed the bits of a training.
+"""The search for the commit that changed the bits of a training.
 
-Each commit is checked out in a worktree, trained and compared with the training of a good commit,
-or with a golden ledger. A training that has a reference ends at its first epoch that differs. The
-user's folder, index and branches stay as they are.
-
-The packages that differ between two lists become commits of a temporary repository, one package
-each, in the order of their names. The search is then that for a commit; each training runs in an
-environment with the packages of its commit.
+Each commit is checked out in a worktree, trained and compared with the training of a good commit. A
+training that has a reference ends at its first epoch that differs. The user's folder, index and
+branches stay as they are.
 """
 
-import os
-import re
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -31,12 +23,6 @@ from lightning_d9m.tools.segments.segment import Segment, run_segment
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
 # A subject and a name may hold any character but a NUL.
 _FORMAT = "%H%x00%s%x00%an%x00%as"
-_LIST = "requirements.txt"
-_PACKAGE = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])? *(?:===?|@) *\S+")
-_EDITABLE = re.compile(r"(?:-e|--editable)\b *(.*)")
-_LAST_LINES = 3
-# The user may have no name in git's settings, or sign commits with a key that asks for a password.
-_AUTHOR = ("-c", "user.name=d9m", "-c", "user.email=d9m@localhost", "-c", "commit.gpgsign=false")
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,7 @@ class Commit:
     Attributes:
         sha: Its full name.
         subject: The first line of its message.
-        author: The author's name; empty for a list of packages.
+        author: The author's name.
         date: The day on which it was written, as ``YYYY-MM-DD``.
     """
 
@@ -57,12 +43,12 @@ class Commit:
 
     @property
     def short(self) -> str:
-        """The first ten digits of its name; the subject of a list of packages."""
-        return self.sha[:10] if self.author else self.subject
+        """The first ten digits of its name."""
+        return self.sha[:10]
 
 
-# Returns the folder in which a commit trains, and further variables of the training.
-CheckOut: TypeAlias = Callable[[Commit], tuple[Path, Mapping[str, str]]]
+# Returns the folder in which a commit trains.
+CheckOut: TypeAlias = Callable[[Commit], Path]
 
 
 class Repository:
@@ -70,20 +56,10 @@ class Repository:
 
     Attributes:
         root: The top of the working tree.
-        noun: What is searched for.
-        side: What is trained.
-        equal_advice: A reason for which the bad training may be equal to the good one.
 
     Raises:
         SettingError: If the folder is not in a git repository, or git is missing.
     """
-
-    noun = "commit"
-    side = "commit"
-    equal_advice = (
-        "If the command imports the project from where it is installed (pip install -e), each "
-        "commit trains the same code: set PYTHONPATH=."
-    )
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -116,18 +92,12 @@ class Repository:
         lines = run_git(self.root, "rev-list", last.sha, *words).splitlines()
         return [line.partition(" ")[0] for line in lines]
 
-    def show(self, commit: Commit) -> str:
-        """Return what a commit changed, as a patch below a list of files."""
-        return run_git(
-            self.root, "show", "--format=", "--stat", "--patch", "--no-color", commit.sha
-        )
-
     @contextmanager
     def open_checkout(self, links: Sequence[str]) -> Iterator[CheckOut]:
         """Yield a function that checks out a commit in a worktree, which is removed at the end.
 
         It removes the files that an earlier training left, ignored ones too, and returns the folder
-        in the worktree that stands for the working folder, and further variables of a training.
+        in the worktree that stands for the working folder.
 
         Args:
             links: Paths below the root that git does not track, such as a folder of data; each
@@ -143,7 +113,7 @@ class Repository:
             top = Path(parent, self.root.name)
             folder = top / Path.cwd().resolve().relative_to(self.root.resolve())
 
-            def check_out(commit: Commit) -> tuple[Path, Mapping[str, str]]:
+            def check_out(commit: Commit) -> Path:
                 # -x: a file that git ignores, such as a compiled extension, would be imported by
                 # the next commit. The second -f removes repositories that a training cloned.
                 run_git(top, "clean", "-ffdxq")
@@ -154,7 +124,7 @@ class Repository:
                     path.symlink_to(self.root / path.relative_to(top))
                 if not folder.is_dir():
                     raise CommandError(f"The commit does not have the folder {folder}.")
-                return folder, {}
+                return folder
 
             # A worktree shares the objects of the user's repository, and has its own index and
             # HEAD: nothing of the user's changes, and no clone is made.
@@ -190,132 +160,6 @@ def run_git(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-class PackageHistory(Repository):
-    """A repository whose commits are lists of packages."""
-
-    noun = "package"
-    side = "package list"
-    equal_advice = (
-        "The command must start the python of PATH, and both lists must hold lightning_d9m."
-    )
-
-    def find_commit(self, revision: str) -> Commit:
-        """Return the commit that a revision names; its subject says which package it changes."""
-        return replace(super().find_commit(revision), author="", date="")
-
-    @contextmanager
-    def open_checkout(self, links: Sequence[str]) -> Iterator[CheckOut]:
-        """Yield a function that installs the packages of a commit.
-
-        It returns the working folder, and variables with which a command finds their python first.
-        """
-        del links
-        # Beside the lists, in the temporary folder.
-        environment = self.root.with_name("environment")
-        path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-
-        def check_out(commit: Commit) -> tuple[Path, Mapping[str, str]]:
-            run_git(self.root, "checkout", "--quiet", "--detach", commit.sha)
-            install_packages(environment, self.root / _LIST)
-            return Path.cwd(), {"PATH": path, "VIRTUAL_ENV": str(environment)}
-
-        yield check_out
-
-
-def install_packages(environment: Path, path: Path) -> None:
-    """Install exactly what a list holds, with uv if it is on PATH, otherwise with venv and pip.
-
-    ``environment`` is the folder of the virtual environment; only pip makes an existing one again.
-
-    Raises:
-        CommandError: If it cannot be made or filled.
-    """
-    python = str(environment / "bin" / "python")
-    if uv := shutil.which("uv"):
-        if not environment.exists():
-            _run(uv, "venv", "--quiet", "--python", sys.executable, str(environment))
-        _run(uv, "pip", "sync", "--quiet", "--python", python, str(path))
-    else:
-        _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment))
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-        _run(*pip, "install", "--quiet", "--no-deps", "-r", str(path))
-
-
-def read_packages(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the line of each package by name, and the options, such as the URL of an index.
-
-    Raises:
-        SettingError: If the file cannot be read, or is not a list as `pip freeze` prints it.
-    """
-    try:
-        # pip freeze and pip-compile continue long lines, such as those with hashes.
-        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"The list of packages {path} cannot be read: {error}. Give two files with the output "
-            "of pip freeze."
-        ) from error
-    packages: dict[str, str] = {}
-    options = []
-    for full in text.splitlines():
-        # A # within a URL begins its fragment, so a comment needs a blank before it, as for pip.
-        line = re.sub(r"(^|\s)#.*", "", full).strip()
-        if line.startswith("-") and not _EDITABLE.match(line):
-            options.append(line)
-        elif found := _PACKAGE.match(line) or _EDITABLE.match(line):
-            # Names are compared in the form of PEP 503, so that Foo_bar is foo-bar.
-            packages[re.sub(r"[-_.]+", "-", found[1]).lower()] = line
-        elif line:
-            raise SettingError(
-                f"{path} holds {line!r}, not a package with its version. Give the "
-                "output of pip freeze, with lines such as numpy==2.1.0."
-            )
-    return packages, options
-
-
-@contextmanager
-def open_package_history(old: Path, new: Path) -> Iterator[tuple[PackageHistory, Commit, Commit]]:
-    """Yield a repository of lists, and the commits of the first and of the last.
-
-    Raises:
-        SettingError: If the lists cannot be read, or hold the same.
-        CommandError: If git or the environment fails.
-    """
-    (before, options), (after, further) = read_packages(old), read_packages(new)
-    changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
-    if not changed:
-        raise SettingError(
-            f"{old} and {new} hold the same packages, so none of them changed the bits. Give the "
-            "output of pip freeze from before and after."
-        )
-    header = list(dict.fromkeys([*options, *further]))
-    with tempfile.TemporaryDirectory(prefix="d9m-packages-") as name:
-        folder = Path(name, "lists")
-        folder.mkdir()
-        run_git(folder, "init", "--quiet")
-        current = dict(before)
-        # The first commit is the old list; each of the others changes one package.
-        for package in ("", *changed):
-            subject = " -> ".join(one.get(package, "nothing") for one in (before, after))
-            current.pop(package, None)
-            current |= {package: after[package]} if package in after else {}
-            text = "\n".join([*header, *current.values(), ""])
-            (folder / _LIST).write_text(text, encoding="utf-8")
-            run_git(folder, "add", _LIST)
-            run_git(folder, *_AUTHOR, "commit", "--quiet", "--no-verify", "-m", subject)
-        history = PackageHistory(folder)
-        good = replace(history.find_commit(f"HEAD~{len(changed)}"), subject=old.name)
-        yield history, good, replace(history.find_commit("HEAD"), subject=new.name)
-
-
-def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).strip().splitlines()[-_LAST_LINES:])
-        raise CommandError(f"The packages cannot be installed: {said} ({' '.join(words)})")
-    return done.stdout
-
-
 @dataclass(frozen=True)
 class Trial:
     """The training of one commit.
@@ -341,7 +185,7 @@ class Bisection:
 
     Attributes:
         repository: The repository.
-        runs: The trainings; the first one is the reference, unless a golden ledger is.
+        runs: The trainings; the first one is the reference.
         until: The epoch after which the first fit is ended; None to train to the end.
         links: Paths of the user's working tree that each commit needs.
         trials: The trainings so far.
@@ -365,41 +209,40 @@ class Bisection:
 
     @property
     def patch(self) -> str:
-        """The changes of the commit; empty for a package, or if there are several candidates."""
-        first, *others = self.candidates
-        return self.repository.show(first) if first.author and not others else ""
+        """The changes of the commit, below a list of files; empty with several candidates."""
+        if self.candidates[1:]:
+            return ""
+        words = ("show", "--format=", "--stat", "--patch", "--no-color", self.candidates[0].sha)
+        return run_git(self.repository.root, *words)
 
-    def search(self, good: Commit | None, bad: Commit) -> None:
+    def search(self, good: Commit, bad: Commit) -> None:
         """Find the first commit after ``good`` that differs from it.
 
         Args:
-            good: A commit with the right bits; None if a golden ledger has them.
+            good: A commit with the right bits.
             bad: A later commit whose training differs.
 
         Raises:
             CommandError: If ``good`` or ``bad`` does not run.
             SettingError: If ``good`` differs from itself, or ``bad`` is equal.
         """
-        side, noun = self.repository.side, self.repository.noun
         with self.repository.open_checkout(self.links) as self._check_out:
             # The first training is the reference, and the second one shows that it can be
             # reproduced at all.
-            if good is not None and any(
-                self._train("good", good).verdict == "different" for _ in range(2)
-            ):
+            if any(self._train("good", good).verdict == "different" for _ in range(2)):
                 raise SettingError(
-                    f"Two trainings of the good {side} {good.short} differ, so no {noun} can "
-                    "be blamed. Find the cause first: d9m locate -- COMMAND"
+                    f"Two trainings of the good commit {good.short} differ, so no commit can be "
+                    "blamed. Find the cause first: d9m locate -- COMMAND"
                 )
             # Checked first: a search among equal commits would blame the last one.
             if self._train("bad", bad).verdict == "equal":
                 until = "" if self.until is None else f" until epoch {self.until}"
                 raise SettingError(
-                    f"The training of the bad {side} {bad.short} is equal to the good one{until}. "
-                    f"Give a later epoch or another {side}. {self.repository.equal_advice}"
+                    f"The training of the bad commit {bad.short} is equal to the good one{until}. "
+                    "Give a later epoch or another commit. If the command imports the project from "
+                    "where it is installed (pip install -e), each commit trains the same code: set "
+                    "PYTHONPATH=."
                 )
-            if good is None:
-                good, bad = self._find_good(bad)
             self.commits = len(self.repository.list_commits(bad, f"^{good.sha}"))
             self.candidates = list(map(self.repository.find_commit, self._narrow(good, bad)))
 
@@ -427,31 +270,9 @@ class Bisection:
         trial = self._try(commit)
         if trial.verdict == "skipped":
             raise CommandError(
-                f"The {role} {self.repository.side} {commit.short} must train, and it does not: "
-                f"{trial.reason}"
+                f"The {role} commit {commit.short} must train, and it does not: {trial.reason}"
             )
         return trial
-
-    def _find_good(self, bad: Commit) -> tuple[Commit, Commit]:
-        """Return an ancestor that agrees with the golden ledger, and the next one that does not.
-
-        The steps back are 1, 2, 4, 8, ... commits along first parents.
-        """
-        # Branches that were merged need not have been good on their own.
-        ancestors = self.repository.list_commits(bad, "--first-parent")
-        last = len(ancestors) - 1
-        powers = range(last.bit_length() + 1) if last else ()
-        for step in dict.fromkeys(min(2**power, last) for power in powers):
-            commit = self.repository.find_commit(ancestors[step])
-            verdict = self._try(commit).verdict
-            if verdict == "equal":
-                return commit, bad
-            if verdict == "different":
-                bad = commit
-        raise SettingError(
-            f"No ancestor of {bad.short} that was tried agrees with the golden ledger. Give a good "
-            "commit: d9m bisect GOOD..BAD -- COMMAND"
-        )
 
     def _try(self, commit: Commit) -> Trial:
         """Train a commit, compare it, and keep the result."""
@@ -462,9 +283,8 @@ class Bisection:
         paths = [str(ledger.path) for ledger in self.runs.fits.values()]
         reference = {_REFERENCE: paths[0]} if len(paths) == 1 else {}
         try:
-            folder, variables = self._check_out(commit)
-            words: dict[str, Any] = {"working_folder": folder, "may_fail": True}
-            words["variables"] = {**reference, **variables}
+            words: dict[str, Any] = {"working_folder": self._check_out(commit), "may_fail": True}
+            words["variables"] = reference
             if self.until is None:
                 run = self.runs.run(name, title, **words)
             else:

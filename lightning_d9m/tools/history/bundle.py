@@ -157,14 +157,8 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
 
 def list_located(ledgers: Sequence[Ledger]) -> list[str]:
     """Return the lines of the report of `d9m locate`, if it compared these two ledgers."""
-    facts = _find_compared(ledgers)
+    facts, _ = read_located(ledgers)
     return ["", "d9m locate:", *map(printable, facts.get("report", []))] if facts else []
-
-
-def _find_compared(ledgers: Sequence[Ledger]) -> dict[str, Any]:
-    facts, compared = find_located(ledgers[1].path)
-    paths = [ledger.path.resolve() for ledger in ledgers]
-    return facts if paths == [path.resolve() for path in compared] else {}
 
 
 def write_bundle(
@@ -246,7 +240,10 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         LedgerError: If it cannot be read.
     """
-    facts = _find_compared(ledgers)
+    facts, compared = find_located(ledgers[1].path)
+    paths = [ledger.path.resolve() for ledger in ledgers]
+    if paths != [path.resolve() for path in compared]:
+        facts = {}
     return facts, list(_list_report(facts))
 
 
@@ -287,13 +284,11 @@ def is_capsule(path: Path) -> bool:
 
 
 @contextmanager
-def open_bundle(
-    path: Path, most_bytes: int = MOST_BYTES
-) -> Iterator[tuple[Manifest, list[Ledger]]]:
+def open_bundle(path: Path) -> Iterator[tuple[Manifest, list[Ledger]]]:
     """Yield what an archive holds; its ledgers are in a temporary folder until the end.
 
     An archive may come from anybody: only the files of ledgers are unpacked, under their own names,
-    and nothing is unpacked if all are larger than ``most_bytes``.
+    and nothing is unpacked if all are larger than ``MOST_BYTES``.
 
     Raises:
         LedgerError: If the file is not a bundle, is damaged, or too large.
@@ -305,7 +300,7 @@ def open_bundle(
                 raise ValueError("it is not a regular file")
             with ZipFile(path) as archive:
                 manifest = _read_manifest(archive)
-                _unpack_ledgers(archive, folder, most_bytes)
+                _unpack_ledgers(archive, folder)
         except LedgerError:
             raise
         except OSError as error:
@@ -330,13 +325,13 @@ def _read_manifest(archive: ZipFile) -> Manifest:
     return msgspec.json.decode(archive.read(member), type=Manifest)
 
 
-def _unpack_ledgers(archive: ZipFile, folder: Path, most_bytes: int) -> None:
+def _unpack_ledgers(archive: ZipFile, folder: Path) -> None:
     members = [info for info in archive.infolist() if _LEDGER_FILE.fullmatch(info.filename)]
     size = sum(member.file_size for member in members)
-    if size > most_bytes:
+    if size > MOST_BYTES:
         raise LedgerError(
             f"The ledgers in the bundle {archive.filename} have {size:,} bytes, and at most "
-            f"{most_bytes:,} are unpacked. Ask for a bundle of a shorter training."
+            f"{MOST_BYTES:,} are unpacked. Ask for a bundle of a shorter training."
         )
     # A reader of zipfile gives no more than the size that a member names, and makes no links.
     archive.extractall(folder, members)

@@ -57,12 +57,14 @@ _NEEDED = ("op", "args", "kwargs", "rng", "rng_device", "requires_grad")
 class CapsuleFacts(msgspec.Struct, frozen=True):
     """The global step, the header of the run's ledger, and how many secrets were removed.
 
-    ``sizes`` has the bytes of the values, by what they are, and of the program's files;
-    ``left_out`` is the size of the data that it does not hold; ``differs`` says how the step that
-    was recorded differs from that of the run, and is empty if it does not.
+    ``last`` is the last step that its batch makes. ``sizes`` has the bytes of the values, by what
+    they are, and of the program's files; ``left_out`` is the size of the data that it does not
+    hold; ``differs`` says how the step that was recorded differs from that of the run, and is empty
+    if it does not.
     """
 
     step: int
+    last: int
     header: dict[str, Any]
     sizes: dict[str, int]
     left_out: int
@@ -125,8 +127,7 @@ def write_capsule(
     """
     if not content.exists():
         raise CommandError(
-            f"Step {step} was not recorded, so no capsule of it was written: an exception ended "
-            "it, or it does not begin a batch, as with several optimizer steps in a batch."
+            f"Step {step} was not recorded, so no capsule of it was written: an exception ended it."
         )
     found = torch.load(content, weights_only=True)
     kinds, sizes, values = _sort_values(ledger, found), Counter[str](), found["values"]
@@ -140,7 +141,7 @@ def write_capsule(
     header = secrets.clean_values(ledger.header.as_record())
     for entry in found["ops"]:
         entry["source"] = entry["source"] and secrets.clean_code(entry["source"])
-    facts = CapsuleFacts(step, header, dict(sizes), left_out, secrets.count, differs)
+    facts = CapsuleFacts(step, found["last"], header, dict(sizes), left_out, secrets.count, differs)
     sources[CAPSULE_FACTS] = msgspec.json.format(msgspec.json.encode(facts), indent=1)
     with (
         file_errors(LedgerError, f"No capsule is written to {path}"),

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ import psutil
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
-from lightning_d9m.text import escape, pluralize, printable, quote
+from lightning_d9m.text import describe_names, pluralize, printable, quote
 from lightning_d9m.tools.launch.progress import RunProgress
 
 # Python has no function for prctl, and these numbers are part of the kernel's interface.
@@ -170,14 +169,12 @@ def _send(leader: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 
 
 @contextmanager
-def running_processes(
-    grace: float | None = None, pressed: list[int] | None = None
-) -> Iterator[ProcessTree]:
+def running_processes(pressed: list[int] | None = None) -> Iterator[ProcessTree]:
     """Yield an empty tree for processes that the body starts.
 
     SIGINT, SIGTERM and SIGHUP are raised after the body; see ``signals_deferred``. All processes
-    have ended then: the first signal ends them within ``grace`` seconds (by default 5), a further
-    one kills them at once. ``pressed`` gets each SIGINT in their place, which ends nothing.
+    have ended then: the first signal ends them within 5 seconds, a further one kills them at once.
+    ``pressed`` gets each SIGINT in their place, which ends nothing.
     """
     others = frozenset(child.pid for child in psutil.Process().children())
     with signals_deferred(pressed) as received, subreaper_enabled():
@@ -185,21 +182,18 @@ def running_processes(
         try:
             yield tree
         finally:
-            tree.end(_GRACE_SECONDS if grace is None else grace)
+            tree.end(_GRACE_SECONDS)
 
 
 # A name of this module, so that a test can let hours pass.
 _read_clock = time.monotonic  # of the seconds that a command may take
 _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
-# A job that runs a training ends it first.
-_JOB_GRACE_SECONDS = 10.0
 # A process that ends shortly after the command, such as a pool's helper, was not left behind.
 _SETTLE_SECONDS = 1.0
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _TAIL_WIDTH = 200
-_NAMES = 3
 # Terminal sequences: colors, cursor movements, titles.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -251,7 +245,10 @@ def run_once(
                 left = tree.find_descendants()
         # Reported when the line of the progress is gone, and raised when all processes have ended.
         if left:
-            _report_left(left)
+            names = describe_names(sorted({*left.values()}), len({*left.values()}))
+            what = pluralize(len(left), "process", "processes")
+            text = f"d9m: the command left {what} running, ended now: {names}"
+            print(text, file=sys.stderr)
         if failed is not None:
             raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
 
@@ -396,15 +393,6 @@ def _make_environment(folder: Path) -> dict[str, str]:
     return environment
 
 
-def _report_left(left: Mapping[int, str]) -> None:
-    names = Counter(left.values()).most_common()
-    listed = [escape(name) + (f" ({number})" if number > 1 else "") for name, number in names]
-    more = f" and {len(names) - _NAMES} more names" if names[_NAMES:] else ""
-    what = pluralize(len(left), "process", "processes")
-    text = f"d9m: the command left {what} running, ended now: {', '.join(listed[:_NAMES])}{more}"
-    print(text, file=sys.stderr)
-
-
 def _describe_failure(
     command: Sequence[str],
     number: int,
@@ -518,7 +506,7 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
-    with running_processes(_JOB_GRACE_SECONDS) as tree:
+    with running_processes() as tree:
         while (waiting or running) and not tree.received:
             while waiting and len(running) < jobs:
                 log = waiting.pop(0)

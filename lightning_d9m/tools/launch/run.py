@@ -32,7 +32,7 @@ def make_output(chosen: Path | None) -> Path:
         LedgerError: If it exists already or cannot be created.
     """
     parent = Path("d9m-runs")
-    numbered = (parent / f"{number:03d}" for number in range(1000))
+    numbered = (parent / f"{number:03d}" for number in count())
     is_first = chosen is None and not parent.exists()
     for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
@@ -43,11 +43,6 @@ def make_output(chosen: Path | None) -> Path:
             if is_first:
                 parent.joinpath(".gitignore").write_text("*\n", encoding="utf-8")
             return folder.resolve()
-    if chosen is None:
-        raise LedgerError(
-            f"{parent} holds 1000 repetitions already. Remove old ones, or give a new folder with "
-            "--output."
-        )
     raise LedgerError(
         f"The folder {chosen} exists already, and nothing is overwritten. Give a new one with "
         "--output, or remove it."
@@ -79,7 +74,6 @@ class Runs:
         command: The command.
         output: Parent folder of all runs.
         timeout: Seconds after which a run counts as hanging.
-        evaluations: Whether to read the ledgers of evaluations too.
         fits: The ledgers of the first run; those of later ones get the names of their counterparts.
         seconds: How long the last run took that did not fail; None before.
     """
@@ -87,7 +81,6 @@ class Runs:
     command: Sequence[str]
     output: Path
     timeout: float | None = None
-    evaluations: bool = True
     fits: Mapping[str, Ledger] = field(default_factory=dict)
     seconds: float | None = None
 
@@ -176,7 +169,7 @@ class Runs:
     ) -> Run:
         """Return the ledgers that a run has left in its folder."""
         # An evaluation outside of a fit has a ledger of the same form.
-        paths = [*list_fits(folder), *(list_evaluations(folder) if self.evaluations else ())]
+        paths = [*list_fits(folder), *list_evaluations(folder)]
         try:
             fits = {path.name: read_ledger(path) for path in paths}
         except LedgerError as error:

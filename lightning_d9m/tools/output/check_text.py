@@ -37,9 +37,12 @@ def print_check(
             until = f"Equal until step {own.equal_until:,}. " if own.where else ""
             text = f"Segment {own.number}: {until}{own.reason}".splitlines()
             lines += [*wrap(text[0]), *text[1:], ""]
-    lines += [line for note in report.notes for line in wrap(note)]
-    if report.choice is not None:
-        lines.append(f"choice: --choose {report.choice}")
+    lines += [line for note in (*report.limits, *report.notes) for line in wrap(note)]
+    if report.is_drawn:
+        numbers = ",".join(str(own.number) for own in report.checked)
+        # A seed chooses by the whole ledger, which may still grow; numbers of segments stay.
+        again = f"--only {numbers}" if report.choice is None else f"--choose {report.choice}"
+        lines.append(f"choice: {again}")
     lines.append(f"ledgers: {report.output}")
     steps = []
     if pairs := [[report.run, own.ledgers[0]] for own in report.checked if own.where]:

@@ -1,9 +1,8 @@
-"""The page that ``d9m report`` writes: the text of ``d9m compare``, drawings, and tables.
+"""The page that ``d9m report`` writes: the text of ``d9m compare``, tables, and heat maps.
 
 Jinja escapes every value. The filter ``untrusted`` also cuts a text of a ledger and isolates its
-direction. Drawings are SVG: charts of values by step, and the rows of heat maps. They hold numbers
-and no names of a ledger: the page shows the names beside them, and has a color for each class and
-line.
+direction. The rows of heat maps are SVG. They hold numbers and no names of a ledger: the page shows
+the names beside them, and has a color for each class.
 """
 
 import math
@@ -13,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from itertools import groupby, pairwise, takewhile
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_call
 from lightning_d9m.engine.ledger.folder import Ledger
@@ -26,7 +24,7 @@ from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
 from lightning_d9m.tools.comparison.timeline import StepTable, Timeline, ValuePair, module_of
 from lightning_d9m.tools.history.bundle import find_excerpt
-from lightning_d9m.tools.output.columns import list_cells
+from lightning_d9m.tools.output.columns import list_cells, short
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.repeat_text import RepeatReport, list_run_columns
 from lightning_d9m.tools.output.terminal import find_command
@@ -59,19 +57,10 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "Python": lambda header: header.stack.get("python.version"),
     "lightning_d9m": lambda header: header.package,
 }
-COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b9770e", "#6c3483", "#515a5a")
-# A line has its dashes, too, for who does not tell colors apart, and where lines lie on each other.
-_DASHES = ("", ";stroke-dasharray:9 4", ";stroke-dasharray:2 4", ";stroke-dasharray:9 4 2 4")
-# In pixels of the drawing, which the page scales.
-WIDTH, HEIGHT = 720, 228
-LEFT, _RIGHT = 8, 712
-_TOP, _BOTTOM = 34, 172
 _DARKEST = 4
 _WORDS = {"same": "equal", "alone": "in one run only"}
 # Where a narrow window breaks a long name: before a word, and not within it or a number.
 _WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
-# (step, value), in order of the steps.
-Points: TypeAlias = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,6 @@ class ComparedRuns:
         timeline: What differs when.
         ledgers: Their ledgers.
         report: The comparison of all runs, if they are of a `d9m repeat`.
-        values: For each of these but the first, the logged values of the first and its own.
         located: What `d9m locate` found between the two, as its JSON, and its report.
     """
 
@@ -91,7 +79,6 @@ class ComparedRuns:
     timeline: Timeline
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
-    values: Sequence[Mapping[str, Sequence[ValuePair]]] = ()
     located: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
 
     @property
@@ -105,7 +92,9 @@ def render_page(compared: ComparedRuns) -> str:
     from importlib.resources import files
 
     comparison, timeline, report = compared.comparison, compared.timeline, compared.report
-    ledgers, values = compared.ledgers, compared.values or [timeline.values]
+    ledgers = compared.ledgers
+    # With the folder of a logger's version, as all runs may be named alike below it.
+    names = ("/".join(path.parts[-3:]) for path in (comparison.expected, comparison.actual))
     folder = files("lightning_d9m.tools.output") / "templates"
     style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
     found = comparison.divergences
@@ -122,7 +111,7 @@ def render_page(compared: ComparedRuns) -> str:
         comparison=comparison,
         report=report,
         verdict="" if report is None else report.state_verdict(),
-        title=f"{comparison.verdict}: {_name_pair(comparison.expected, comparison.actual)}",
+        title=f"{comparison.verdict}: {' and '.join(names)}",
         basis=state_verdict(comparison).partition(": ")[2],
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights="" if final is None else final.totals.get("weights", ""),
@@ -137,8 +126,7 @@ def render_page(compared: ComparedRuns) -> str:
         places_left=sum(entry.count for entry in found) - len(places),
         heat=None if comparison.equal else _make_heat_map(timeline, comparison),
         runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
-        values=list(_draw_values(timeline, values)),
-        keys=[draw_key(n) for n in range(1 + len(values))] if report else [],
+        values=list(_list_values(timeline.values)),
         style=style,
         script=script,
         # The page's content security policy allows this script, and no other.
@@ -173,37 +161,33 @@ def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, str(text)) for label, text in found.items() if text]
 
 
-def _name_pair(one: Path, other: Path) -> str:
-    """Return the names of two ledgers, each with as many folders as tell them apart.
-
-    >>> _name_pair(Path("a/run-001/fit-000"), Path("a/run-002/fit-000"))
-    'run-001/fit-000 and run-002/fit-000'
-    """
-    ends = zip(reversed(one.parts), reversed(other.parts), strict=False)
-    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
-    return " and ".join("/".join(path.parts[-1 - equal :]) for path in (one, other))
-
-
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
     commit = str(program.get("git.commit") or "")
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
-def _draw_values(
-    timeline: Timeline, runs: Sequence[Mapping[str, Sequence[ValuePair]]]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, drawing of the values, drawing of their difference) of each logged value."""
-    for number, (name, pairs) in enumerate(timeline.values.items(), start=1):
-        series = [[(step, one) for step, one, _ in pairs]]
-        series += [[(step, other) for step, _, other in run.get(name, ())] for run in runs]
-        lines = [[(step, value) for step, value in run if value is not None] for run in series]
-        both = [(step, one, other) for step, one, other in pairs if None not in (one, other)]
-        gaps = [(step, abs(one - other)) for step, one, other in both]  # type: ignore[operator]
-        label = f"Logged value {number}"
-        drawing = ""
-        if any(gap > 0 and math.isfinite(gap) for _, gap in gaps):
-            drawing = draw_chart(label, [gaps], log=True, unit="size of the difference")
-        yield name, draw_chart(label, lines, name="run", unit="value"), drawing
+# A table, not a chart: runs that differ by ulps have one curve, and loggers draw curves already.
+def _list_values(values: Mapping[str, Sequence[ValuePair]]) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each logged value: where it differs, and how much.
+
+    A row has its name; the first step at which it differs, and both values there; the greatest
+    difference, and its step.
+    """
+    for name, pairs in values.items():
+        # As texts, in which 0.0 differs from -0.0, and NaN does not differ from itself.
+        differing = [entry for entry in pairs if repr(entry[1]) != repr(entry[2])]
+        if not differing:
+            yield name, "equal", "", "", "", ""
+            continue
+        step, *both = differing[0]
+        sizes = [
+            (abs(one - other), -step)
+            for step, one, other in differing
+            if one is not None and other is not None and math.isfinite(one - other)
+        ]
+        most, at = max(sizes, default=(None, None))
+        shown = ["missing" if own is None else repr(own) for own in both]
+        yield name, step, *shown, short(most), "" if at is None else -at
 
 
 @cache
@@ -279,123 +263,6 @@ def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, o
         differing = sum(cell[0] for cell in cells.values())
         rows.append((path or ROOT, state, differing, where, draw_row(cells, table, most)))
     return {"rows": rows, "most": most, "steps": (table.first, table.last), "left_out": left_out}
-
-
-def draw_chart(
-    label: str, lines: Sequence[Points], *, log: bool = False, name: str = "line", unit: str = ""
-) -> str:
-    """Draw the values of several lines by step, with the least and the greatest of both.
-
-    A line ends where a value is NaN or infinite. Each step has the values of all lines as its
-    title, which a browser shows under the pointer.
-
-    Args:
-        label: What is drawn, for a reader that does not see it.
-        lines: The values of each line.
-        log: Whether the scale is logarithmic; then no value is negative, and zero lies below all
-            others. On a linear one the first line is the reference, and the widest.
-        name: What a line is, for the titles of its steps.
-        unit: What the values are, for the axis.
-    """
-    finite = sorted(value for line in lines for _, value in line if math.isfinite(value)) or [0.0]
-    # A logarithm has no zero: zeros are drawn one power of ten below the least value.
-    least = math.log10(next((value for value in finite if value > 0), 1.0)) if log else 0.0
-
-    def scale(value: float) -> float:
-        return value if not log else math.log10(value) if value > 0 else least - 1
-
-    up = _make_scale(scale(finite[0]), scale(finite[-1]), _BOTTOM, _TOP)
-    steps = sorted({step for line in lines for step, _ in line}) or [0]
-    across = _make_scale(steps[0], steps[-1], LEFT, _RIGHT)
-    low, high = describe_limits(finite[0], finite[-1])
-    axis = ", ".join(filter(None, [unit, "logarithmic scale" if log else ""]))
-    parts = [
-        f'<path class="axis" d="M{LEFT - 4},{_TOP}V{_BOTTOM + 4}H{_RIGHT}" fill="none"/>',
-        f'<text x="0" y="20">{high}</text><text x="0" y="198">{low}</text>',
-        f'<text x="{_RIGHT}" y="20" text-anchor="end">{axis}</text>',
-        f'<text x="0" y="222">step {steps[0]:,}</text>',
-        f'<text x="{WIDTH // 2}" y="222" text-anchor="middle">steps at the ends of epochs</text>',
-        f'<text x="{_RIGHT}" y="222" text-anchor="end">{f"{steps[-1]:,}" * bool(steps[1:])}</text>',
-    ]
-    shown: dict[int, list[str]] = {step: [] for step in steps}
-    for number, line in enumerate(lines):
-        for step, value in line:
-            shown[step].append(f"{name} {number + 1}: {f'{value:.2g}' if log else repr(value)}")
-        points = [(across(step), up(scale(v)) if math.isfinite(v) else v) for step, v in line]
-        parts += _draw_line(points, number, wide=not (number or log))
-    parts += _draw_powers(least, scale(finite[-1]), up) if log else ()
-    parts += _draw_steps(shown, across)
-    label = ", ".join(filter(None, [label, axis, f"from {low} to {high}"]))
-    # The style of a page has other sizes.
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    return f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _draw_line(points: Sequence[tuple[float, float]], number: int, *, wide: bool) -> Iterator[str]:
-    """Yield the pieces of a line and its dots, in pixels; it ends where a height is not finite."""
-    color, dashes = _choose_style(number)
-    style = f"stroke:{color}{dashes};stroke-width:{5 if wide else 2};opacity:{0.4 if wide else 1}"
-    for is_drawn, group in groupby(points, key=lambda point: math.isfinite(point[1])):
-        piece = list(group)
-        if is_drawn:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
-            yield f'<polyline points="{path}" style="fill:none;{style}"/>'
-            for x, y in piece:
-                place = f'cx="{x:.1f}" cy="{y:.1f}" r="{4 if wide else 2.5}"'
-                yield f'<circle {place} style="fill:{color}"/>'
-
-
-def _draw_steps(
-    shown: Mapping[int, Sequence[str]], across: Callable[[float], float]
-) -> Iterator[str]:
-    """Yield a rectangle for each step, half way to those beside it, with its values as title."""
-    # The pointer finds the nearest step, without a hit on a dot.
-    edges = [0.0, *((across(a) + across(b)) / 2 for a, b in pairwise(shown)), float(WIDTH)]
-    for (left, right), (step, values) in zip(pairwise(edges), shown.items(), strict=True):
-        title = "\n".join([f"step {step:,}", *values])
-        place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
-        yield f'<rect class="step" {place} fill-opacity="0"><title>{title}</title></rect>'
-
-
-def _draw_powers(low: float, high: float, up: Callable[[float], float]) -> Iterator[str]:
-    """Yield a line at each power of ten, at most six of them; a label ends each line."""
-    powers = range(math.ceil(low), math.floor(high) + 1)
-    for power in powers[:: 1 + len(powers) // 6]:
-        y = up(power)
-        yield f'<path class="axis" d="M{LEFT},{y:.1f}H{_RIGHT - 54}" stroke-dasharray="1 4"/>'
-        yield f'<text x="{_RIGHT}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>'
-
-
-def _make_scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return the function from values to pixels; equal limits lie in the middle."""
-    size = high - low
-    return lambda value: start + (end - start) * ((value - low) / size if size else 0.5)
-
-
-def describe_limits(low: float, high: float) -> list[str]:
-    """Return two numbers in as few digits as tell them apart, at least three.
-
-    >>> describe_limits(0.5, 0.7874), describe_limits(2.2463, 2.2461), describe_limits(1, 1)
-    (['0.5', '0.787'], ['2.2463', '2.2461'], ['1', '1'])
-    """
-    # 17 digits tell any two numbers of float64 apart.
-    forms = ([f"{value:.{digits}g}" for value in (low, high)] for digits in range(3, 18))
-    return next(shown for shown in forms if low == high or shown[0] != shown[1])
-
-
-def draw_key(number: int) -> str:
-    """Draw a piece of a line of ``draw_chart``, for its legend."""
-    color, dashes = _choose_style(number)
-    piece = f'<path d="M0,5H36" style="stroke:{color};stroke-width:3{dashes}"/>'
-    size = 'viewBox="0 0 36 10" width="36" height="10"'
-    return f'<svg {size} class="key-line" aria-hidden="true">{piece}</svg>'
-
-
-def _choose_style(number: int) -> tuple[str, str]:
-    """Return the color of a line, and its dashes; twelve lines differ from each other."""
-    # The page has other colors for a dark background.
-    name = number % len(COLORS)
-    return f"var(--line-{name},{COLORS[name]})", _DASHES[number % len(_DASHES)]
 
 
 def draw_row(cells: Mapping[int, Sequence[int]], table: StepTable, most: int) -> str:

@@ -17,7 +17,7 @@ from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.kinds import SAVED
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
-from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
+from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.run import Run
 from lightning_d9m.tools.output.columns import (
     Column,
@@ -162,8 +162,6 @@ class RepeatReport:
             counterpart.
         left: Returns a sentence on files through which runs may have changed later ones, given
             ``first_alone``, whether only run 1 differs from the others.
-        watch: Returns what watches the comparison of a fit, given the run's number and the fit's
-            name.
 
     Attributes:
         rows: The rows of the table, one for each fit of each run.
@@ -177,7 +175,6 @@ class RepeatReport:
         *,
         printed: str = "",
         left: Callable[..., str] | None = None,
-        watch: Callable[[int, str], RecordObserver] | None = None,
     ) -> None:
         self._runs, self._command, self._output = runs, command, output
         self._printed, self._left = printed, left
@@ -194,8 +191,7 @@ class RepeatReport:
                 if number == 1:
                     verdict = "reference"
                 elif name in first:
-                    seen = watch and watch(number, name)
-                    found = compare_ledgers(first[name], ledger, watch=seen)
+                    found = compare_ledgers(first[name], ledger)
                     verdict = _VERDICTS.get(found.verdict, "differs")
                 facts: dict[str, object] = {}
                 if run.processes is not None:  # records of all ranks, without the headers

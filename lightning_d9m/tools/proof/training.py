@@ -30,7 +30,8 @@ from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 TRAINING = "urn:lightning-d9m:training:1"
-# What pip writes beside the files of a package, and what Python makes of them.
+# What pip writes beside the files of a package: it names the installer and where it came from, so
+# two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
@@ -40,22 +41,21 @@ _NEVER = {
 }
 
 
-class Training(Struct):
+# What a reader would take for proven although nothing checks it is refused.
+class Training(Struct, forbid_unknown_fields=True):
     """The content of a proof: facts on its files.
 
     Attributes:
         run: What follows from the ledger: its header, the ``sources``, and the ``final`` digests.
         models: The files with the final weights.
-        uncommitted: What the proof does not commit to, and why.
         packages: SHA-256 of the content of each package that the training has loaded.
-        unread: Packages without one, and why.
+        uncommitted: What the proof does not commit to, such as other packages, and why.
     """
 
     run: dict[str, Any]
     models: list[str]
-    uncommitted: dict[str, str]
     packages: dict[str, str]
-    unread: dict[str, str]
+    uncommitted: dict[str, str]
 
 
 def make_proof(
@@ -103,8 +103,8 @@ def make_proof(
         [os.path.relpath(path.resolve(), folder.resolve()) for path in paths]
         for paths in (_list_files(recorded), models)
     )
-    training = Training(run, named, uncommitted, *_hash_packages(sources))
-    return [*dict.fromkeys(files + named)], training
+    packages, unread = _hash_packages(sources)
+    return [*dict.fromkeys(files + named)], Training(run, named, packages, uncommitted | unread)
 
 
 def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
@@ -113,6 +113,7 @@ def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
     Raises:
         SettingError: If a state that ends a segment has no SHA-256.
     """
+    # Each rank: who has forged the XXH3 of one shard has forged the model.
     sources, finals, is_committed = None, dict[int, Digests](), True
     for rank in recorded.ledger.files:
         follows = False  # a checkpoint, whose state the next record of a step shows
@@ -143,6 +144,7 @@ def _check_model(final: Digests, model: Path) -> None:
     from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
 
     weights = find_weights(load_checkpoint(model))
+    # By SHA-256 of the whole, not by the digests of the record: those are XXH3.
     names = final.groups.get("weights", {})  # a model has buffers, too
     found = hash_named({name: weights.get(name) for name in names})
     if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
@@ -168,15 +170,15 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     for name, version in sorted(sources.packages.items()):
         here = next((own for own in Distribution.discover(name=name) if own.version), None)
         if here is None:
-            unread[name] = "it is not installed here"
+            unread[name] = "it is a package that is not installed here"
         elif name not in used:
-            continue
+            continue  # an environment has hundreds; what was not loaded computed nothing
         elif here.version != version:
             unread[name] = f"the training used {version}, and here is {here.version}"
         elif digest := hash_package(here):
             hashes[name] = digest
         else:
-            unread[name] = "it lists no files, as one that is installed from a folder"
+            unread[name] = "it is a package that lists no files, as one installed from a folder"
     return hashes, unread
 
 

@@ -11,7 +11,6 @@ from msgspec import field as renamed
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.errors import D9mError, LedgerError
 from lightning_d9m.text import describe_names, escape
-from lightning_d9m.tools.proof.signature import verify
 from lightning_d9m.tools.proof.statement import read_statement, write_statement
 from lightning_d9m.tools.proof.training import TRAINING, Training, choose_segments, make_proof
 from lightning_d9m.tools.segments.check import CheckReport
@@ -32,7 +31,7 @@ def open_proof(path: Path, signer: str | None) -> tuple[RecordedRun, list[str], 
     Raises:
         LedgerError: If it is none, or its ledger is not beside it.
     """
-    files, said = read_statement(path, TRAINING, Training)
+    files, said, problems = read_statement(path, TRAINING, Training, signer)
     folder = path.absolute().parent.resolve()
     ledgers = [folder / name for name in files if name.endswith(".jsonl")]
     if not any(ledger.is_file() for ledger in ledgers):
@@ -42,10 +41,10 @@ def open_proof(path: Path, signer: str | None) -> tuple[RecordedRun, list[str], 
             "proof beside it, as they were."
         )
     recorded = RecordedRun(next(own for own in ledgers if own.is_file()).parent)
-    left_out = "; ".join(map(escape, (*said.uncommitted, *said.unread)))
+    left_out = "; ".join(map(escape, said.uncommitted))
     notes = [*([] if signer else [UNSIGNED]), f"The proof does not commit to: {left_out}."]
     # In the order of what a contradiction means for all that follows.
-    problems = verify(path, signer) or [*_list_changed("The file", files, folder)]
+    problems = problems or [*_list_changed("The file", files, folder)]
     if not problems:
         try:
             names, own = make_proof(recorded, [folder / name for name in said.models], folder)
@@ -69,13 +68,14 @@ def _list_changed(what: str, hashes: Mapping[str, str], folder: Path) -> Iterato
 
 def _list_left_out(files: Iterable[str], said: Training, own: Training) -> Iterator[str]:
     """Yield sentences on what a proof says of its run that the ledger and its files do not."""
-    named = [name for name in own.run if said.run.get(name) != own.run[name]]
+    names = sorted(own.run.keys() | said.run.keys())
+    named = [name for name in names if said.run.get(name) != own.run.get(name)]
     if named:
         yield f"The ledger is that of another run: {describe_names(named, len(named))} differ."
     for name in sorted(files):
         yield f"The proof is not about {escape(name, 200)}, which is a file of the run."
-    told = {*said.uncommitted, *said.packages, *said.unread}
-    for what in sorted({*own.uncommitted, *own.packages} - told):
+    told = said.uncommitted.keys() | said.packages.keys()
+    for what in sorted((own.uncommitted.keys() | own.packages.keys()) - told):
         yield f"The proof does not say that it does not commit to: {what}."
 
 
@@ -88,17 +88,16 @@ def _compare_here(said: Training, own: Training, problems: list[str], notes: lis
     sources = own.run["sources"]
     files = {**sources["program"], **sources["named"]}
     problems += _list_changed("The program's file", files, Path())
-    stack = [*_compare_stack(own.run["stack"])]
-    named = {name: own.unread.get(name, "") for name in said.packages}
-    differing = [f"{escape(name)}: {why}" for name, why in named.items() if why]
-    for name, here in own.packages.items():
-        if said.packages.get(name, here) != here:
+    stack, differing = [*_compare_stack(own.run["stack"])], list[str]()
+    # For another Python or platform, the same version of a package has other files.
+    is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
+    for name, expected in said.packages.items():
+        if (here := own.packages.get(name)) is None:
+            why = own.uncommitted.get(name, "the training has not loaded it")
+            differing.append(f"{escape(name)}: {why}")
+        elif here != expected:
             text = f"The package {escape(name)} {sources['packages'][name]} has other files here"
-            # It has, for another Python or platform.
-            if any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack):
-                differing.append(text)
-            else:
-                problems.append(f"{text}.")
+            (differing if is_other else problems).append(text)
     if differing := [*differing, *stack]:
         shown = describe_names(differing[:4], len(differing))
         notes.insert(0, f"Results here may differ, as the stack does: {shown}.")
@@ -121,14 +120,12 @@ class _Verdict(Struct):
     check: CheckReport = renamed(name=CHECK)
 
 
-def write_verdict(path: Path, proof: Path, report: CheckReport) -> None:
+def write_verdict(path: Path, proof: Path, report: CheckReport, method: str | None) -> None:
     """Write the verdict of a check, a Simple Verification Result of in-toto (version 0.1).
 
     Its subject is the proof, and it has the number of the check's choice, so that it cannot pass
-    for the verdict on another proof or of another check.
-
-    Raises:
-        LedgerError: If it cannot be written.
+    for the verdict on another proof or of another check. ``method`` and errors are those of
+    ``write_statement``.
     """
     predicate = {
         "verifier": {"id": f"urn:lightning-d9m:{__version__}"},
@@ -136,7 +133,7 @@ def write_verdict(path: Path, proof: Path, report: CheckReport) -> None:
         "properties": _list_properties(report),
         CHECK: report.as_json(),
     }
-    write_statement(path, VERDICT, {proof.name: hash_file(proof)}, predicate)
+    write_statement(path, VERDICT, {proof.name: hash_file(proof)}, predicate, method)
 
 
 def _list_properties(report: CheckReport) -> list[str]:
@@ -157,11 +154,12 @@ def check_verdict(path: Path, proof: Path, signer: str | None, number: int | Non
     Raises:
         LedgerError: If a file cannot be read, or is not a verdict.
     """
-    files, verdict = read_statement(path, VERDICT, _Verdict)
-    found, problems = verdict.check, verify(path, signer)
+    files, verdict, problems = read_statement(path, VERDICT, _Verdict, signer)
+    found = verdict.check
+    # By content, because a stranger may have renamed it.
     if [*files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another proof than {proof}.")
-    _, said = read_statement(proof, TRAINING, Training)
+    _, said, _ = read_statement(proof, TRAINING, Training)
     there, numbers = said.run.get("segments", []), [own.number for own in found.checked]
     if found.there != there:
         problems.append("It is about other segments than those of the run.")
@@ -169,6 +167,7 @@ def check_verdict(path: Path, proof: Path, signer: str | None, number: int | Non
         found.choice != number or numbers != choose_segments(proof, number, there, len(numbers))
     ):
         problems.append(f"Its segments were chosen with {found.choice}, not {number}.")
+    # Who reads the verdict without this package reads the properties alone.
     if not verdict.properties or verdict.properties != _list_properties(found):
         problems.append(f"It says that the run is {found.verdict}.")
     return problems

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ REPORT = "check.json"
 """The file, in the folder of a check, with its result."""
 
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
-_FOLLOW_SECONDS = 1.0
+_FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _REASONS = {
     "transient": "A second run of the segment is equal to the ledger: the first had a fault of the "
     "machine, or a race that is rare.",
@@ -75,6 +75,7 @@ class CheckedSegment:
         equal_until: The global step of the last state before the difference.
         where: The first record that differs; empty without one.
         ledgers: The ledgers of its runs.
+        checkpoint: The path of its checkpoint; empty for the beginning of the run.
         label: When its checkpoint was saved; empty where the step says enough.
     """
 
@@ -86,7 +87,14 @@ class CheckedSegment:
     equal_until: int = 0
     where: str = ""
     ledgers: Sequence[str] = ()
+    checkpoint: str = ""
     label: str = ""
+
+    @classmethod
+    def of(cls, segment: Segment, last: int, label: str = "") -> "CheckedSegment":
+        """Return what is known of a segment before it is checked."""
+        checkpoint = "" if segment.start is None else str(segment.start.path)
+        return cls(segment.number, segment.first, last, checkpoint=checkpoint, label=label)
 
     def explain(self, verdict: str, cause: str = "", *words: str) -> "CheckedSegment":
         """Return it with a verdict, and with the reason that the verdict or ``cause`` has."""
@@ -96,20 +104,30 @@ class CheckedSegment:
 
 @dataclass
 class CheckReport:
-    """The result of a check of a run, whose ledger is ``run``, in the folder ``output``.
+    """The result of a check.
 
-    ``choice`` is the seed with which the segments were chosen; None if they were named, or are all.
-    ``there`` are the numbers of segments that can be run, ``problems`` sentences on what
-    contradicts a proof. The settings of the run name the ``varying_ops``. ``interrupted`` says that
-    it ended before all that was asked for.
+    Attributes:
+        output: The folder of the check.
+        run: The ledger of the run; ``note_run`` notes it, and what it says of the whole run.
+        is_drawn: Whether the segments were chosen at random.
+        choice: The seed with which another check chooses them again, if there is one.
+        there: The numbers of segments that can be run.
+        checked: Those that were run.
+        limits: Sentences on what the run limits.
+        notes: Further sentences.
+        problems: Sentences on what contradicts a proof.
+        varying_ops: The ops that the settings of the run let vary.
+        interrupted: Whether the check ended before all that was asked for.
     """
 
-    run: str
-    output: str
+    output: str = ""
+    run: str = ""
+    is_drawn: bool = False
     choice: int | None = None
     there: list[int] = field(default_factory=list)
     last_step: int = 0
     checked: list[CheckedSegment] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     varying_ops: tuple[str, ...] = ()
@@ -144,12 +162,35 @@ class CheckReport:
 
         None if the segments were not chosen at random.
         """
-        return None if self.choice is None else 1 - len(self.checked) / len(self.there)
+        return 1 - len(self.checked) / len(self.there) if self.is_drawn else None
 
-    def write(self, recorded: RecordedRun) -> None:
-        """Write the result to the folder of the check, with facts on the whole run."""
-        self.last_step = recorded.last_step
+    def note_run(self, recorded: RecordedRun) -> None:
+        """Note facts on the whole run, which may have grown since."""
+        self.run, self.last_step = str(recorded.ledger.path), recorded.last_step
         self.varying_ops = list_varying_ops(recorded.ledger.header)
+
+    @contextmanager
+    def kept(self, folder: Path, show: Callable[[], object]) -> Iterator[None]:
+        """Write the result after the body, even if that is interrupted, and show it.
+
+        Of the checkpoints in ``folder``, those before a difference stay.
+        """
+        # Until the body has ended: a signal or an exception may end it anywhere.
+        self.interrupted = True
+        try:
+            yield
+            self.interrupted = False
+        finally:
+            differing = (Path(own.checkpoint) for own in self.checked if own.verdict != "equal")
+            names = {path.name for path in differing if path.parent == folder}
+            remove_checkpoints(folder, names)
+            if names:
+                self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
+            self._write()  # before it is printed: the terminal may have been closed
+            if self.checked or self.problems:
+                show()
+
+    def _write(self) -> None:
         file = Path(self.output, REPORT)
         with file_errors(LedgerError, f"{file} cannot be written"):
             file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
@@ -194,8 +235,7 @@ def check_number(
         reason = "The checkpoint from which it begins was removed meanwhile."
         return CheckedSegment(number, 0, 0, "failed", reason)
     segment, *after = there
-    last = after[0].first if after else recorded.last_step
-    checked = CheckedSegment(number, segment.first, last)
+    checked = CheckedSegment.of(segment, after[0].first if after else recorded.last_step)
     due = min(segment.stop, recorded.last_step)
     options = {"later": later, "may_fail": not after and recorded.has_failed}
     return check_segment(recorded, runs, segment, checked, due, title, **options)
@@ -220,16 +260,13 @@ def check_segment(
         due: The step up to which something must be compared.
         title: The name of the segment, for the progress line.
         **options: Further arguments of ``run_segment``.
-
-    Raises:
-        LedgerError: If a file cannot be read or written.
     """
     name = f"segment-{checked.number:03d}"
     options["variables"] = {**recorded.variables, **options.get("variables", {})}
     try:
         first = run_segment(runs, segment, name, title, **options)
         checked, found = _compare(recorded, first, segment, checked, due)
-    except CommandError as error:
+    except (CommandError, LedgerError) as error:  # of this segment; the others are still run
         return replace(checked, verdict="failed", reason=str(error))
     if found is None:
         return checked
@@ -237,7 +274,7 @@ def check_segment(
         # Two runs that agree with each other rule out chance; see the head of this file.
         again = run_segment(runs, segment, f"{name}-again", f"{title}, again", **options)
         repeated, differs = _compare(recorded, again, segment, checked, due)
-    except CommandError as error:  # what the first run has shown stays
+    except (CommandError, LedgerError) as error:  # what the first run has shown stays
         return checked.explain("unclear", "alone", str(error))
     checked = replace(checked, ledgers=repeated.ledgers)
     return checked.explain("transient") if differs is None else _explain(checked, found, differs)
@@ -336,13 +373,13 @@ def follow_run(
         # Read before the links are made: a checkpoint that is written after the last record may be
         # a later one at the same path, whose record is still to come.
         before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
-        for point in recorded.points:
+        # Not `points`, which has the links once they are made.
+        for point in recorded.saved:
             if point.is_there and point.step not in kept:
                 target = folder / f"{point.step}-{point.path.name}"
                 limit = before if recorded.end is None else None
                 if (linked := _link(point.path, target, limit)) is not None:
                     kept[point.step] = linked
-        recorded = RecordedRun(path, kept)
         segments = recorded.list_segments()
         if recorded.end is None:  # the last segment is not complete
             segments.pop()

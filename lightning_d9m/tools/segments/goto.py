@@ -4,13 +4,13 @@
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
-from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE
+from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE, WITHIN
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
 from lightning_d9m.tools.launch.run import Runs
@@ -61,14 +61,30 @@ def debug_step(
     variables = replace(segment, kind=kind, of=recorded.ledger.path.absolute()).variables
     variables = {**recorded.variables, **variables, FOLDER: str(folder)}
     status = run_in_terminal(command, folder, variables)
-    fits = map(read_ledger, list_fits(folder))
-    ends = [fit.outcome(rank).end for fit in fits for rank in fit.files if not fit.header.fit]
-    reasons = [end.reason for end in ends if end is not None and end.status == "stopped"]
+    reasons = _list_reasons(map(read_ledger, list_fits(folder)), segment.stop - 1)
     if not reasons:
         ended = f"failed with exit status {status}" if status else "ended well"
         step = segment.stop - 1
         raise CommandError(f"The command {ended}, and its first fit did not pass step {step}.")
     return DIFFERS not in reasons
+
+
+def _list_reasons(fits: Iterable[Ledger], step: int) -> list[str]:
+    """Return why the first fit was stopped on each rank.
+
+    Raises:
+        CommandError: If the step does not begin a batch, where alone a step can be entered.
+    """
+    ends = [fit.outcome(rank).end for fit in fits for rank in fit.files if not fit.header.fit]
+    reasons = [end.reason or "" for end in ends if end is not None and end.status == "stopped"]
+    # Known by the process alone: a ledger does not have the steps of each batch.
+    for reason in reasons:
+        if reason.startswith(WITHIN):
+            raise CommandError(
+                f"Step {step} cannot be entered: {reason}, because the program makes several "
+                f"optimizer steps in a batch. Give step {reason.removeprefix(WITHIN)}."
+            )
+    return reasons
 
 
 def trace_step(
@@ -86,6 +102,7 @@ def trace_step(
     options["may_fail"] = recorded.has_failed
     ledger = find_first_fit(run_segment(runs, segment, "trace", f"step {step}", **options))
     assert ledger is not None, "run_segment has found it"
+    _list_reasons([ledger], step)
     return ledger
 
 

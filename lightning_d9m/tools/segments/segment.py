@@ -5,7 +5,7 @@ the step, and write no checkpoints; see ``engine.recording.interruption``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
     Digests,
     End,
+    Record,
     Resume,
     StepDigests,
 )
@@ -102,27 +103,6 @@ class Segment:
         }
 
 
-@dataclass
-class _Outline:
-    """Facts on the run as a whole, read in one pass of its ledger.
-
-    Attributes:
-        saved: The checkpoints, in the order in which they were saved.
-        epoch_ends: The global steps at which epochs ended.
-        step: The global step of the last record of the state.
-        ends_within: Whether a run must begin the step after it to repeat that record.
-        end: The record that ends the ledger, if it is there.
-        is_provable: Whether the run was recorded for a proof.
-    """
-
-    saved: list[SavedPoint] = field(default_factory=list)
-    epoch_ends: list[int] = field(default_factory=list)
-    step: int = 0
-    ends_within: bool = True
-    end: End | None = None
-    is_provable: bool = False
-
-
 class RecordedRun:
     """A run whose ledger exists, and which can be run again in parts.
 
@@ -132,6 +112,10 @@ class RecordedRun:
 
     Attributes:
         ledger: The ledger.
+        saved: The checkpoints, in the order in which they were saved.
+        epoch_ends: The global steps at which epochs ended, in the order of the records.
+        last_step: The global step of the last record of the state; 0 without one.
+        end: The record that ends the ledger; None if the run was killed or still runs.
 
     Raises:
         LedgerError: If the ledger cannot be read.
@@ -141,13 +125,46 @@ class RecordedRun:
     def __init__(self, path: Path, kept: Mapping[int, Path] = MappingProxyType({})) -> None:
         self.ledger = read_ledger(path)
         self._kept = kept
-        fit = self.ledger.header.fit
-        if fit:
+        if fit := self.ledger.header.fit:
             raise SettingError(
                 f"{self.ledger.path} is fit {fit} of its program, counted from 0, and only the "
                 "first fit can be run in parts. Name the ledger of fit 0, or train this one in a "
                 "separate program."
             )
+        self.saved: list[SavedPoint] = []
+        self.epoch_ends: list[int] = []
+        self.last_step = 0
+        self.end: End | None = None
+        self._ends_within = True  # whether a run must begin another step to repeat the last record
+        self._is_provable = False
+        # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
+        own = self.ledger.files[min(self.ledger.files)]
+        for file in (*list_continued(own), own):
+            with RankReader(file) as reader:
+                self.end = None
+                for record in reader.read_lines():
+                    self._note(record, file)
+        last = {point.path: point for point in self.saved}
+        self.saved = [replace(own, is_replaced=last[own.path] != own) for own in self.saved]
+
+    def _note(self, record: Record, file: Path) -> None:
+        """Note what a record says of the run as a whole."""
+        if isinstance(record, Checkpoint):
+            # The folder of the ledger and of its checkpoints may have been moved.
+            path = (file.parent / record.path).resolve()
+            self.saved.append(SavedPoint(path, record.epoch, record.step, record.batch))
+        elif isinstance(record, Resume):
+            # The run has left what the one before did after this step.
+            self.last_step, self._ends_within = record.step, False
+            self.saved = [own for own in self.saved if own.step <= record.step]
+        elif isinstance(record, End):
+            self.end = record
+        elif isinstance(record, Digests | StepDigests) and record.step >= self.last_step:
+            # Digests are taken after what follows a step, such as the end of an epoch.
+            self.last_step, self._ends_within = record.step, isinstance(record, Digests)
+            self._is_provable |= STATE_HASH in record.totals
+            if isinstance(record, Digests) and record.moment == "epoch":
+                self.epoch_ends.append(record.step)
 
     @property
     def command(self) -> str:
@@ -168,42 +185,6 @@ class RecordedRun:
         return [found[step] for step in sorted(found)]
 
     @cached_property
-    def saved(self) -> list[SavedPoint]:
-        """The checkpoints of the run, in the order in which they were saved."""
-        last = {point.path: point for point in self._outline.saved}
-        return [
-            replace(point, is_replaced=last[point.path] != point) for point in self._outline.saved
-        ]
-
-    @cached_property
-    def _outline(self) -> _Outline:
-        """The facts on checkpoints, states and the end."""
-        found = _Outline()
-        own = self.ledger.files[min(self.ledger.files)]
-        for file in (*list_continued(own), own):
-            with RankReader(file) as reader:
-                found.end = None
-                for record in reader.read_lines():
-                    if isinstance(record, Checkpoint):
-                        # The folder of the ledger and of its checkpoints may have been moved.
-                        path = (file.parent / record.path).resolve()
-                        point = SavedPoint(path, record.epoch, record.step, record.batch)
-                        found.saved.append(point)
-                    elif isinstance(record, Resume):
-                        # The run has left what the one before did after this step.
-                        found.step, found.ends_within = record.step, False
-                        found.saved = [own for own in found.saved if own.step <= record.step]
-                    elif isinstance(record, End):
-                        found.end = record
-                    elif isinstance(record, Digests | StepDigests) and record.step >= found.step:
-                        # Digests are taken after what follows a step, such as the end of an epoch.
-                        found.step, found.ends_within = record.step, isinstance(record, Digests)
-                        found.is_provable |= STATE_HASH in record.totals
-                        if isinstance(record, Digests) and record.moment == "epoch":
-                            found.epoch_ends.append(record.step)
-        return found
-
-    @cached_property
     def step_totals(self) -> dict[int, Mapping[str, str]]:
         """The digests of the state after the steps that follow a checkpoint, by global step."""
         return {
@@ -213,24 +194,9 @@ class RecordedRun:
         }
 
     @property
-    def last_step(self) -> int:
-        """The global step of the last record of the state; 0 without one."""
-        return self._outline.step
-
-    @property
     def stop(self) -> int:
         """The step after which a segment ends that lets the fit end as it does."""
-        return self._outline.step + self._outline.ends_within
-
-    @property
-    def epoch_ends(self) -> list[int]:
-        """The global steps at which epochs ended, in the order of the records."""
-        return self._outline.epoch_ends
-
-    @property
-    def end(self) -> End | None:
-        """The record that ends the ledger; None if the run was killed or still runs."""
-        return self._outline.end
+        return self.last_step + self._ends_within
 
     @property
     def is_finished(self) -> bool:
@@ -247,7 +213,7 @@ class RecordedRun:
         """The variables that a part of the run needs to compute what the run has computed."""
         seed = self.ledger.header.stack.get(f"variable.{HASH_SEED}")
         variables = {HASH_SEED: str(seed or "random")}  # Python's default
-        return variables | ({_PROVABLE: "1"} if self._outline.is_provable else {})
+        return variables | ({_PROVABLE: "1"} if self._is_provable else {})
 
     def find_start(self, step: int) -> SavedPoint | None:
         """Return the last checkpoint at or before a step that is there; None for the beginning."""

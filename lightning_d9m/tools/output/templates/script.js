@@ -22,13 +22,4 @@
     box.parentNode.insertBefore(label, box);
     filter();
   });
-  // The values under the pointer, or where a finger taps, at once and in a size that can be read.
-  Array.prototype.forEach.call(document.querySelectorAll("figure"), function (figure) {
-    var values = document.createElement("output");
-    figure.appendChild(values);
-    figure.addEventListener("pointerover", function (event) {
-      var title = event.target.querySelector && event.target.querySelector("title");
-      if (event.target.tagName === "rect" && title) values.textContent = title.textContent.replace(/\n/g, ", ");
-    });
-  });
 })();
