@@ -359,8 +359,8 @@ class Recorder:
         self._batch = 0 if resumed is None else resumed["batch"]
         states = None if resumed is None else resumed["samplers"]
         batches = self._start_loader(loader, inner, states)
-        loaders.restore_again(_STAGE, epoch)
         if resumed is not None and self._batch:
+            loaders.restore_again(_STAGE, epoch)
             # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
         for batch in batches:
