@@ -265,9 +265,9 @@ def test_a_state_of_another_run_is_refused(tmp_path):
             with pytest.raises(CheckpointError, match=message):
                 run.load_state_dict(state | {name: value})
         for name in ("format", "more"):
-            message = r"reads format 1 with.* Pass what Recorder\.state_dict"
+            message = r"reads format 2 with.* Pass what Recorder\.state_dict"
             with pytest.raises(CheckpointError, match=message):
-                run.load_state_dict(state | {name: 2})
+                run.load_state_dict(state | {name: 1})
 
 
 def test_batches_of_a_validation_are_probed_and_change_no_draw_of_the_training(tmp_path):

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-_FORMAT = 1
+_FORMAT = 2
 # What `Recorder.state_dict` returns.
 _STATE = {
     *("format", "rank", "world_size", "seed", "fit", "epoch", "step", "batch", "rng", "samplers"),
@@ -359,8 +359,8 @@ class Recorder:
         self._batch = 0 if resumed is None else resumed["batch"]
         states = None if resumed is None else resumed["samplers"]
         batches = self._start_loader(loader, inner, states)
-        loaders.restore_again(_STAGE, epoch)
         if resumed is not None and self._batch:
+            loaders.restore_again(_STAGE, epoch)
             # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
         for batch in batches:

@@ -211,11 +211,6 @@ class OneDataset(LightningDataModule):
     val_dataloader = train_dataloader
 
 
-class LoadedAgain(OneDataset):
-    def val_dataloader(self):
-        return make_loader(shuffle=False)
-
-
 class HookDraws(Callback):
     """Draws from the generator of a dataset in hooks."""
 
@@ -359,14 +354,13 @@ EXACT = {
     "by index, and a hook": ({"loader": by_index} | HOOKS, [WITHIN, AT_END]),
     "in workers, and a hook": ({"loader": partial(by_index, num_workers=1)} | HOOKS, [AT_END]),
     "by torchdata's loader": ({"loader": stateful} | HOOKS, [WITHIN, AT_END]),
-    "by torchdata's, a stream": ({"loader": partial(stateful, Stream)}, [WITHIN, AT_END]),
     "one that knows": ({"loader": partial(stateful, Knowing)} | HOOKS, [WITHIN, AT_END]),
     "by the program's loader": ({"loader": OwnLoader}, [AT_END]),
     "by a library's": ({"loader": FOREIGN}, [AT_END]),
     "validated by the program's": ({"validate": OwnLoader}, [WITHIN, VALIDATED, AT_END]),
     "one dataset for both": ({"datamodule": OneDataset}, [WITHIN, VALIDATED, AT_END]),
     "loaded again": (
-        {"datamodule": LoadedAgain, "reload_dataloaders_every_n_epochs": 1},
+        {"datamodule": Reloaded, "reload_dataloaders_every_n_epochs": 1},
         [WITHIN],
     ),
     "combined": (BOTH | {"model": lambda: make_model(training_step=both)}, [WITHIN, AT_END]),

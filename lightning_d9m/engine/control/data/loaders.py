@@ -247,7 +247,7 @@ class WatchedLoader:
         iterable = isinstance(read["dataset"], IterableDataset)
         if iterable or not getattr(loader, "persistent_workers", False):
             owners |= {name: own for name, own in read.items() if own is not None}
-        self.state = DataState(owners, samplers, [own.state for own in control.loaders])
+        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
         # A list of batches, say, is not kept alive.
         self.loader: Callable[[], Any] = lambda: loader if self.state.parts else None
 

@@ -242,7 +242,7 @@ class ResumableFit(Fit):
             return {**cut, "inexact": [*cut["inexact"], *late]}
         phase = find_position(trainer).phase
         self.unknown = []
-        late = self._late.get(bool(trainer.validating), ())
+        late = self._late.get(bool(trainer.validating), [])
         self.inexact = [*late] if phase == "batch" else []
         if phase == "validation":
             self.inexact += map(_IN_VALIDATION.format, self._find_validated()[:1])
