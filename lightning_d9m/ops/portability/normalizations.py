@@ -6,9 +6,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.portability.definitions import divide, find_root
+from lightning_d9m.ops.portability.arithmetic import divide
 from lightning_d9m.ops.portability.kernels import add, compute, widen
-from lightning_d9m.ops.portability.registry import along_dim, rule
+from lightning_d9m.ops.portability.registry import RULES, along_dim, rule
 
 Optional = Tensor | None
 
@@ -78,7 +78,7 @@ def layer_norm_backward(
 
 
 def _scale(variances: Tensor, eps: float) -> Tensor:
-    return torch.ones_like(variances) / find_root(variances + torch.full_like(variances, eps))
+    return RULES["rsqrt"](variances + eps)  # type: ignore[no-any-return]
 
 
 def _update(running: Optional, found: Tensor, momentum: float) -> None:

@@ -13,6 +13,7 @@ from lightning_d9m.errors import NotPortableError
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import arithmetic, kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.portability.kernels import Offsets
 from lightning_d9m.ops.portability.mode import PortableMode
 from lightning_d9m.ops.portability.triton import formulas as triton_formulas
 from lightning_d9m.ops.portability.triton import kernels as triton_kernels
@@ -112,7 +113,7 @@ def test_a_fused_multiplication_differs(monkeypatch):
     """The control: the tests above compare what depends on each rounding."""
     given = {"x": draw(6, 45), "numbers": [1e-5], "weight": draw(45, seed=1), "bias": draw(45)}
     expected = kernels.compute("layer_norm", **given)
-    monkeypatch.setitem(triton_kernels.OPTIONS, "enable_fp_fusion", True)
+    monkeypatch.setitem(launch.OPTIONS, "enable_fp_fusion", True)
     with executed(exact=False):
         found = kernels.compute("layer_norm", **given)
         assert read_bytes(found[0]) != read_bytes(expected[0])
@@ -158,23 +159,52 @@ def test_an_operation_that_only_cuda_has_is_refused(name):
         rule(torch.ones(2))
 
 
-@pytest.mark.parametrize("rows", [2**23 - 64, 2**23, 2**26 + 5], ids=["narrow", "wide", "far"])
-@pytest.mark.parametrize("name", ["add_blocks", "kernel"])
+LIMIT = 2**31 - 1 - 1024  # beyond which a kernel counts in 64 bits
+
+
+@pytest.mark.parametrize("rows", [LIMIT // 128, LIMIT // 64, LIMIT // 64 + 1, 2**26 + 5])
+@pytest.mark.parametrize("name", ["add_blocks", "softmax", "exp"])
 def test_each_block_touches_its_elements_at_any_size(name, rows):
-    """Sums of rows of 64 elements, and a softmax of them: in the first and the last blocks."""
+    """Sums of rows of 64 elements, a softmax of them, a function: the first and the last blocks."""
     x, out = (torch.empty(shape, device="meta") for shape in ((rows, 64), rows))
     with recorded() as seen:
         if name == "add_blocks":
             triton_kernels.add(out, x, [(1, 0), (rows, 64)], [(1, 0), (64, 1)])
         else:
-            triton_formulas.softmax(torch.empty_like(x), x)
+            getattr(triton_formulas, name)(torch.empty_like(x), x)
     ((one, named, blocks),) = seen
-    assert one.kernel.__name__ == name
-    each, last = -(-rows // blocks), 256 * rows
+    reach = 4 * 64 * rows if name == "add_blocks" else 64 * rows  # bytes, to be safe
+    assert one.constants["WIDE"] == (max(reach, 2 * 64 * rows * (name == "exp")) > LIMIT)
+    count = 64 * rows if name == "exp" else rows
+    width, each, last = 4 * 64 * rows // count, -(-count // blocks), 256 * rows
     sizes = (last, 4 * rows) if name == "add_blocks" else (last, last)
     for block in {0, blocks // 2, blocks - 1}:
         touched = run_block(one, named, block, blocks, sizes).touched
-        first, end = each * block, min(each * (block + 1), rows)
-        assert touched[1] == (256 * first, 256 * end - 1)
-        width = 4 if name == "add_blocks" else 256
-        assert touched[2] == (width * first, width * end - 1)
+        first, end = each * block, min(each * (block + 1), count)
+        assert touched[1] == (width * first, width * end - 1)
+        width_out = 4 if name == "add_blocks" else width
+        assert touched[2] == (width_out * first, width_out * end - 1)
+
+
+@pytest.mark.parametrize("rows", [2**30 - 600, 2**30, 2**31 - 1])
+def test_each_tile_of_a_product_reads_its_rows_at_any_size(rows):
+    """The tables of offsets hold zeros."""
+    columns, batch = 70, 2
+
+    def make(*sizes):
+        return Offsets(*(torch.empty(size, dtype=torch.int64, device="meta") for size in sizes))
+
+    places = make(rows, 3, batch), make(3, columns, batch), make(rows, columns, batch)
+    x = torch.empty(9, device="meta")
+    with recorded() as seen:
+        triton_kernels.multiply(x, x, x, *places)
+    ((one, named, blocks),) = seen
+    assert one.constants["WIDE"] == (2 * rows > LIMIT)
+    assert blocks == 2 * batch * -(-rows // 64)
+    sizes = (*[36] * 3, *(8 * table.numel() for own in places for table in own))
+    for block in (0, blocks // 2 - 1, blocks // 2, blocks - 1):
+        touched = run_block(one, named, block, blocks, sizes).touched
+        first = block // 2 % (blocks // 2 // batch) * 64
+        assert touched[4] == touched[10] == (8 * first, 8 * min(first + 64, rows) - 1)
+        number = block // (blocks // batch)
+        assert touched[6] == touched[9] == touched[12] == (8 * number, 8 * number + 7)
