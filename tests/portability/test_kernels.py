@@ -10,31 +10,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.ops.patches.triton import language
 from lightning_d9m.ops.portability import compiler, kernels, library
-from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
-SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38]
-
-
-def read_bits(values):
-    values = torch.where(values.isnan(), torch.nan, values)
-    return values.view({4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
 
 
 def compare(found, expected):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
-    assert read_bits(found.contiguous()) == read_bits(expected.contiguous())
-
-
-def draw(*shape, dtype, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    assert read_bits(found) == read_bits(expected)
 
 
 @contextmanager
@@ -114,17 +104,7 @@ def test_sums_at_places(dtype):
 @DTYPES
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, dtype):
-    bits = torch.randint(-(2**63), 2**63 - 1, (2000,), generator=torch.Generator().manual_seed(1))
-    values = bits.view(torch.float64) if dtype == torch.float64 else bits.view(torch.float32)
-    special = torch.tensor(SPECIAL, dtype=dtype)
-    near = draw(500, dtype=dtype)
-    values = torch.cat([values, special, near, near * 1e-3, near * 1e6, near.abs().frac()])
-    inputs = [values]
-    if name in OF_TWO:
-        inputs += [values[torch.randperm(len(values))]]
-    if name == "normal":
-        inputs = [1 - near.abs().frac(), near]
-    check_kernel(name, **dict(zip("xy", inputs, strict=False)))
+    check_kernel(name, **make_numbers(name, 2000, dtype))
 
 
 def check_kernel(name, **given):
@@ -144,20 +124,8 @@ def check_kernel(name, **given):
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
 def test_kernels_of_rows_and_elements(name, dtype):
     """With and without each input that may be None; numbers are 0 and 1, too."""
-    base, *absent = name.split("_without_")
-    for seed in range(3):
-        given = {
-            "at": lambda: draw(30, 300, dtype=dtype).abs(),
-            "0": lambda: draw(300, dtype=dtype),
-            "r % period": lambda: draw(15, dtype=dtype),
-        }
-        inputs = {
-            key: [[0.0, 1.0, 0.3][(seed + n) % 3] for n in range(place)]
-            if isinstance(place, int)
-            else given[place]()
-            for key, place in KERNELS[name].inputs.items()
-        }
-        check_kernel(base, **inputs, **dict.fromkeys(absent))
+    for turn in range(3):
+        check_kernel(name.partition("_without_")[0], **make_rows(name, 30, 300, dtype, turn))
 
 
 def test_a_kernel_reads_numbers_of_its_type():
@@ -199,18 +167,19 @@ def forget():
 
 
 def test_torch_operations_serve_without_a_compiler(monkeypatch, tmp_path):
+    values = draw(50, 60, dtype=torch.float32)
+    expected = kernels.add(values, [0]), kernels.multiply(values[None], values.mT[None])
     monkeypatch.setenv("CC", "/bin/false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget()
-    values = draw(50, 60, dtype=torch.float32)
     with pytest.warns(UserWarning, match="cannot be compiled"):
         found = kernels.add(values, [0])
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         product = kernels.multiply(values[None], values.mT[None])
     forget()
-    compare(found, kernels.add(values, [0]))
-    compare(product, kernels.multiply(values[None], values.mT[None]))
+    compare(found, expected[0])
+    compare(product, expected[1])
 
 
 @pytest.mark.parametrize("width", compiler.list_widths())

@@ -15,6 +15,7 @@ Optional = Tensor | None
 
 def _along(name: str, dim: int, **given: Tensor) -> Tensor:
     """Compute a kernel of rows along a dimension."""
+    # A kernel reads contiguous rows; along the last dimension nothing is copied.
     moved = {key: widen(one).movedim(dim, -1) for key, one in given.items()}
     (out,) = compute(name.removeprefix("_"), **moved)
     return out.movedim(-1, dim).contiguous()
@@ -83,6 +84,7 @@ def _scale(variances: Tensor, eps: float) -> Tensor:
 
 def _update(running: Optional, found: Tensor, momentum: float) -> None:
     if running is not None:
+        # Not lerp_, which some machines compute with a fused operation.
         running.copy_(running * (1 - momentum) + found * momentum)
 
 

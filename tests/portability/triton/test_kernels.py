@@ -1,35 +1,23 @@
 """Products, sums and formulas in Triton, as executed PTX: the bits of the C kernels."""
 
-from itertools import count
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
 from executed import executed, recorded, run_block
+from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import arithmetic, kernels
-from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
 from lightning_d9m.ops.portability.kernels import Offsets
 from lightning_d9m.ops.portability.mode import PortableMode
 from lightning_d9m.ops.portability.triton import formulas as triton_formulas
 from lightning_d9m.ops.portability.triton import kernels as triton_kernels
 
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
-SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38, 2**-149, -(2**-130), 0.1, -0.3, 5.5, 1e5]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-
-
-def read_bytes(values):
-    values = torch.where(values.isnan(), torch.nan, values)
-    return values.flatten().view(torch.uint8).tolist()
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def check(function, *given, **named):
@@ -47,7 +35,7 @@ def check(function, *given, **named):
     pairs += [(copies[name], one) for name, one in named.items() if isinstance(one, torch.Tensor)]
     for one, other in pairs:
         assert one.shape == other.shape
-        assert read_bytes(one) == read_bytes(other)
+        assert read_bits(one) == read_bits(other)
     return names
 
 
@@ -83,30 +71,15 @@ def test_sums(shape, dims, launches):
 def test_functions(name):
     """Of any bits, of special values, and of usual ones, in one of the types."""
     dtype = torch.float64 if len(name) % 3 == 0 else torch.float32
-    bits = torch.randint(-(2**63), 2**63 - 1, (60,), generator=torch.Generator().manual_seed(1))
-    near = draw(50, dtype=dtype)
-    values = [bits.view(dtype)[:60], torch.tensor(SPECIAL, dtype=dtype), near, near * 1e6]
-    values = torch.cat([*values, near.abs().frac()])
-    inputs = {"x": values, "y": values.flip(0)} if name in OF_TWO else {"x": values}
-    if name == "normal":
-        inputs = {"x": 1 - near.abs().frac(), "y": near}
+    inputs = make_numbers(name, 60, dtype)
     assert check(kernels.compute, name, **inputs) == ["kernel"]
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
 def test_kernels_of_rows_and_elements(name):
-    base, *absent = name.split("_without_")
-    long = base == "softmax_backward_data"  # two blocks of terms
-    rows, length = (2, 4100) if long else (6, 45)
-    seeds, numbers = count(), [0.0, 1.0, 0.3]
-    shapes = {"at": (rows, length), "0": (length,), "r % period": (rows // 2,)}
-    inputs = {
-        key: [numbers[(n + len(name)) % 3] for n in range(place)]
-        if isinstance(place, int)
-        else draw(*shapes[place], seed=next(seeds)).abs()
-        for key, place in KERNELS[name].inputs.items()
-    }
-    check(kernels.compute, base, **inputs, **dict.fromkeys(absent))
+    base, _, _ = name.partition("_without_")
+    sizes = (2, 4100) if base == "softmax_backward_data" else (6, 45)  # two blocks of terms
+    check(kernels.compute, base, **make_rows(name, *sizes, turn=len(name)))
 
 
 def test_a_fused_multiplication_differs(monkeypatch):
@@ -116,13 +89,13 @@ def test_a_fused_multiplication_differs(monkeypatch):
     monkeypatch.setitem(launch.OPTIONS, "enable_fp_fusion", True)
     with executed(exact=False):
         found = kernels.compute("layer_norm", **given)
-        assert read_bytes(found[0]) != read_bytes(expected[0])
+        assert read_bits(found[0]) != read_bits(expected[0])
         torch.testing.assert_close(found, expected)
     # Before its first use it computes an example, and is withdrawn: torch operations serve.
     warned = pytest.warns(UserWarning, match="its bits for a small example are not the CPU's")
     with executed(exact=False, check=launch._check), warned:
         found = kernels.compute("layer_norm", **given)
-    assert [*map(read_bytes, found)] == [*map(read_bytes, expected)]
+    assert [*map(read_bits, found)] == [*map(read_bits, expected)]
 
 
 def test_each_kernel_computes_an_example_first(monkeypatch):

@@ -103,6 +103,7 @@ def cast(values: Any, dtype: torch.dtype, *, bitcast: bool) -> Any:
 
 def _as_tensor(number: Any) -> Tensor:
     """Return a number as a tensor that is taken together with those of any device."""
+    # Without a device it would be on torch's default one, and a tensor of two devices is an error.
     return number if isinstance(number, Tensor) else torch.tensor(number, device="cpu")
 
 

@@ -50,8 +50,8 @@ def multiply_tiles(
     after the other is added.
     """
     program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
+    if WIDE:  # rounding up could pass 2**31
+        program, rows, columns = program.to(tl.int64), rows.to(tl.int64), columns.to(tl.int64)
     across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, BLOCK)
     batch = program // (across * down)
     row = (program // across) % down * BLOCK + tl.arange(0, BLOCK)
