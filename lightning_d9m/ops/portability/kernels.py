@@ -54,11 +54,11 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
         key: one.to(x.dtype).contiguous() if isinstance(one, Tensor) else [*map(float, one)]
         for key, one in inputs.items()
     }
-    kernel, given = find_kernel(name, x), [*places.values()]
+    kernel, used = find_kernel(name, x), [*places.values()]
     if kernel is None:
-        run_kernel(f"{_TRITON}.formulas:{name}", partial(_make_example, formula), *out, *given)
+        run_kernel(f"{_TRITON}.formulas:{name}", partial(_make_example, formula), *out, *used)
     else:
-        members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in given)
+        members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in used)
         periods = (len(inputs[k]) for k, place in formula.inputs.items() if place == "r % period")
         run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
     for key in formula.outputs.keys() & inputs.keys():

@@ -17,7 +17,7 @@ from torch import Tensor
 abs, floor, zeros_like = torch.abs, torch.floor, torch.zeros_like  # noqa: A001 - Triton's name
 expand_dims, reshape = torch.unsqueeze, torch.reshape
 float32, float64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
-_current = threading.local()  # the program of this thread, the number of programs, and the device
+_current = threading.local()  # the program of this thread, and the device
 static_range = range
 
 
@@ -53,7 +53,7 @@ def point_to(tensor: Tensor) -> Pointer:
 def run(kernel: Callable[..., None], programs: int, device: torch.device, *given: Any) -> None:
     """Run all programs of a kernel."""
     for number in range(programs):
-        _current.place = number, programs, device
+        _current.place = number, device
         kernel(*given)
 
 
@@ -67,23 +67,14 @@ def program_id(_axis: int) -> Any:
     return _current.place[0]
 
 
-def num_programs(_axis: int) -> Any:
-    """Return the number of programs."""
-    return _current.place[1]
-
-
-def debug_barrier() -> None:
-    """Wait for the other threads, of which there are none."""
-
-
 def arange(_start: int, end: int) -> Tensor:
     """Return whole numbers from 0."""
-    return torch.arange(end, device=_current.place[2])
+    return torch.arange(end, device=_current.place[1])
 
 
 def full(shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
     """Return a tensor of one number."""
-    return torch.full(shape, value, dtype=dtype, device=_current.place[2])
+    return torch.full(shape, value, dtype=dtype, device=_current.place[1])
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

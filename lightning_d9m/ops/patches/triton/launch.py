@@ -23,7 +23,8 @@ from lightning_d9m.ops.patches.triton import language
 INT32_LIMIT = 2**31 - 1
 # The CPU rounds each product before it adds it, and so must a kernel.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-_BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one alone, and of many
+_BLOCK = 128  # elements of a program of four warps
+_MARGIN = 1024  # elements by which the last program, which has whole blocks, may pass the last one
 _SLICE = 2**18  # elements of a program of torch ops: a few of their tensors fit a processor's cache
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
@@ -166,7 +167,6 @@ def prepare_launch(
     elements: int,
     offsets: int,
     *numbers: Any,
-    alone: bool = False,
     block: int | None = None,
     width: int = 1,
     count: Callable[[int], int] | None = None,
@@ -182,15 +182,13 @@ def prepare_launch(
         elements: The elements that the programs divide among themselves.
         offsets: The greatest offset from any of the tensors.
         numbers: The other arguments, without ``WIDE`` and ``BLOCK``.
-        alone: Whether a single program computes all elements.
         block: The elements of a program, if not the usual number.
         width: The numbers that a program has for each element.
         count: Returns the number of programs by their elements, by default one for each block.
     """
-    block = _BLOCK if alone else block or _SMALL_BLOCK
-    # A program counts on by the elements of all programs, so up to twice as far, before it ends.
-    numbers = (*numbers, max(2 * elements, offsets) > INT32_LIMIT - 2 * _BLOCK)
-    count = count or (lambda block: 1 if alone else -(-elements // block))
+    block = block or _BLOCK
+    numbers = (*numbers, max(elements, offsets) > INT32_LIMIT - _MARGIN)
+    count = count or (lambda block: -(-elements // block))
     grid = (count(block), 1, 1)
     variants: dict[tuple[object, ...], Any] = {}
 
