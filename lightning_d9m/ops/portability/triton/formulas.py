@@ -99,7 +99,7 @@ def write_kernel(kernel: Kernel) -> str:
         f"REAL: tl.constexpr = {like}.dtype.element_ty",
         "program = tl.program_id(0)",
         "if WIDE:",
-        "    program = program.to(tl.int64)",
+        "    program, n = program.to(tl.int64), n.to(tl.int64)",
         "r = program * BLOCK + tl.arange(0, BLOCK)",
     ]
     rows, known = _write_row(results.values()) if kernel.in_rows else ([], set[Code]())

@@ -50,8 +50,9 @@ def multiply_tiles(
     after the other is added.
     """
     program = tl.program_id(0)
-    if WIDE:  # rounding up could pass 2**31
-        program, rows, columns = program.to(tl.int64), rows.to(tl.int64), columns.to(tl.int64)
+    if WIDE:  # a number rounded up to whole tiles or blocks could pass 2**31
+        program, terms = program.to(tl.int64), terms.to(tl.int64)
+        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
     across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, BLOCK)
     batch = program // (across * down)
     row = (program // across) % down * BLOCK + tl.arange(0, BLOCK)
@@ -83,9 +84,9 @@ def multiply(out, left, right, of_left, of_right, of_out):
     """Write products of matrices; ``multiply_at`` describes the arguments."""
     rows, columns, batch = (one.numel() for one in (of_left.rows, of_right.columns, of_left.batch))
     places = [one.to(out.device) for own in (of_left, of_right, of_out) for one in own]
-    numbers, side = (rows, columns, of_left.columns.numel(), DEPTH), max(rows, columns)
+    terms, side = of_left.columns.numel(), max(rows, columns)
     launch = prepare_launch(
-        multiply_tiles, side, 0, *numbers, block=_TILE, width=_SIDE,
+        multiply_tiles, side, terms, rows, columns, terms, DEPTH, block=_TILE, width=_SIDE,
         count=lambda side: -(-rows // side) * -(-columns // side) * batch,
     )  # fmt: skip
     launch(left, right, out, *places)
