@@ -161,7 +161,7 @@ def main() -> None:
     warnings.filterwarnings("error", message="The Triton kernel")  # none may be withdrawn
     np.seterr(all="ignore")  # the interpreter computes masked elements, too
     torch.set_num_threads(1)
-    launch._BLOCK = launch._SMALL_BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with programs
+    launch._BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with programs
     by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]

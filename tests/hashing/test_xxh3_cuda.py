@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from ptx import GAP, Memory, Run, parse
+from ptx import APART, GAP, Block, Memory, Run, parse
 
 from lightning_d9m.engine.hashing import digest as digest_module
 from lightning_d9m.engine.hashing import xxh3
@@ -95,6 +95,56 @@ def test_the_definitions_chunks_are_hashed_also_at_offsets_beyond_32_bits():
     leaves = torch.empty(2, dtype=torch.int64)
     launch((2,), xxh3_cuda._load_constants(CPU), table, leaves, 1, CHUNK=chunk, data=DATA)
     assert [leaves.numpy().tobytes()] == xxh3.hash_chunks([(DATA.data_ptr(), size)])
+
+
+class Chunk(Block):
+    """One program of a launch, whose table has words that are computed from their places."""
+
+    def access_global(self, place, bits, active, *, by_l2):
+        found = super().access_global(place, bits, active, by_l2=by_l2)
+        if place[0, 0] >> APART == 2:
+            words = (place[:, :1] & (2**APART - 1)) // 8
+            return np.vectorize(self.read_word, otypes=[np.int64])(words).view(np.uint8)
+        return found
+
+
+def run_chunk(number, total, sizes, count, read_word):
+    """Execute program ``number`` of ``total``; return the bytes that it touches in each tensor."""
+    compiled = compile_kernel(80, CHUNK)
+    arguments = [1 << APART, 2 << APART, 3 << APART, count]
+    known = {1: 5 * 1024, 2: 24 * count, 3: 8 * total, **sizes}
+    one = Chunk(parse(compiled.asm["ptx"]), 0, number, total, known, arguments)
+    one.read_word = read_word
+    one.run()
+    return one.touched
+
+
+@pytest.mark.parametrize("size", [2**31 - 5, 2**31 + CHUNK, 2**32 + 70_001, 2**43])
+def test_each_chunk_reads_its_bytes_at_any_size(size):
+    """Behind a small tensor: in the first and the last chunk, and around 2**31 and 2**32 bytes."""
+    total = 1 + -(-size // CHUNK)
+    table = [0, 1, 5 << APART, 4 << APART, 100, size]
+    around = {border // CHUNK + step for border in (0, 2**31, 2**32) for step in (0, 1, 2)}
+    for number in sorted(one for one in {*around, total - 1} if one < total):
+        sizes = {4: -(-size // 16) * 16, 5: 112}
+        touched = run_chunk(number, total, sizes, 2, table.__getitem__)
+        first = (number - 1) * CHUNK
+        last = -(-min(first + CHUNK, size) // 16) * 16 - 1
+        assert touched[4 if number else 5] == ((first, last) if number else (0, 111))
+        assert touched[3] == (8 * number, 8 * number + 7)
+        assert (4 in touched) == bool(number)
+
+
+def test_each_chunk_finds_its_tensor_among_any_number():
+    """A table of more than 2**32 bytes, of tensors with one chunk each."""
+    count = 2**28 + 3
+    words = (lambda n: n, lambda n: (4 << APART) + 16 * n, lambda _: 16)
+    for number in (0, 2**27, count - 1):
+        touched = run_chunk(
+            number, count, {4: 16 * count}, count, lambda word: words[word // count](word % count)
+        )
+        assert touched[4] == (16 * number, 16 * number + 15)
+        assert touched[2][1] == 8 * (2 * count + number) + 7
 
 
 @pytest.mark.usefixtures("executed")

@@ -1,37 +1,37 @@
-"""The compiled kernels give the bits of their definitions."""
+"""The compiled kernels give the bits of their text, which torch ops run."""
 
 import os
 import signal
 import subprocess
 import warnings
+from contextlib import contextmanager
+from itertools import accumulate
+from unittest.mock import patch
 
 import pytest
 import torch
+from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
-from lightning_d9m.ops.patches.kernels.updates import add_rows
-from lightning_d9m.ops.portability import compiler, definitions, kernels, library
-from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.patches.triton import language
+from lightning_d9m.ops.portability import compiler, kernels, library
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
-SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38]
-
-
-def read_bits(values):
-    values = torch.where(values.isnan(), torch.nan, values)
-    return values.view({4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
 
 
 def compare(found, expected):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
-    assert read_bits(found.contiguous()) == read_bits(expected.contiguous())
+    assert read_bits(found) == read_bits(expected)
 
 
-def draw(*shape, dtype, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+@contextmanager
+def by_torch():
+    """Let torch ops run the text of the kernels, as without a compiler."""
+    with patch.object(kernels, "find_kernel", lambda *_: None):
+        yield
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
@@ -52,7 +52,8 @@ def test_products(sizes, dtype):
     batch, rows, terms, columns = sizes
     left = draw(batch, rows, terms, dtype=dtype)
     right = draw(batch, terms, columns, dtype=dtype, seed=1)
-    expected = definitions.multiply(left, right)
+    with by_torch():
+        expected = kernels.multiply(left, right)
     compare(kernels.multiply(left, right), expected)
     turned = [one.mT.contiguous().mT for one in (left, right)]
     compare(kernels.multiply(*turned), expected)
@@ -63,12 +64,12 @@ def test_one_rounding_of_a_product_and_a_sum():
     """Where float64 rounds to the middle between two float32 numbers, and where a sum is lost."""
     a, b = torch.tensor([1 + 2.0**-23, 3.0, 2.0**-100]), torch.tensor([1 + 2.0**-23, 5.0, 2.0**-40])
     c = torch.tensor([2.0**-75, -15.0, 2.0**-149])
-    found = definitions.add_product(a, b, c).tolist()
+    found = language.fma(a, b, c).tolist()
     assert found == [1 + 2.0**-22, 0.0, 2.0**-140 + 2.0**-149]
     product = kernels.multiply(
         torch.stack([a, b], 1).unsqueeze(1), torch.stack([b, a], 1)[..., None]
     )
-    compare(product[:, 0, 0], definitions.add_product(b, a, (a * b)))
+    compare(product[:, 0, 0], language.fma(b, a, a * b))
 
 
 @DTYPES
@@ -81,9 +82,8 @@ def test_one_rounding_of_a_product_and_a_sum():
 )
 def test_sums(shape, dims, dtype):
     x = draw(*shape, dtype=dtype)
-    kept = [dim for dim in range(len(shape)) if dim not in dims]
-    rows = x.permute((*kept, *dims)).reshape(*(shape[d] for d in kept), -1)
-    expected = definitions.add_rows(rows)
+    with by_torch():
+        expected = kernels.add(x, dims)
     compare(kernels.add(x, dims), expected)
     if shape:
         turned = x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -96,38 +96,26 @@ def test_sums_at_places(dtype):
     terms, places = draw(3000, dtype=dtype).pow(9), torch.randint(50, (3000,))
     found, expected = (draw(50, dtype=dtype, seed=1) for _ in range(2))
     kernels.add_at(found, places, terms)
-    add_rows(expected, places, terms, include=True)
+    with by_torch():
+        kernels.add_at(expected, places, terms)
     compare(found, expected)
 
 
 @DTYPES
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, dtype):
-    bits = torch.randint(-(2**63), 2**63 - 1, (2000,), generator=torch.Generator().manual_seed(1))
-    values = bits.view(torch.float64) if dtype == torch.float64 else bits.view(torch.float32)
-    special = torch.tensor(SPECIAL, dtype=dtype)
-    near = draw(500, dtype=dtype)
-    values = torch.cat([values, special, near, near * 1e-3, near * 1e6, near.abs().frac()])
-    inputs = [values]
-    if name in OF_TWO:
-        inputs += [values[torch.randperm(len(values))]]
-    if name == "normal":
-        inputs = [1 - near.abs().frac(), near]
-    check_kernel(name, **dict(zip("xy", inputs, strict=False)))
+    check_kernel(name, **make_numbers(name, 2000, dtype))
 
 
 def check_kernel(name, **given):
     """Compute a kernel by C and by torch, and compare the results and what is replaced."""
     others = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in given.items()}
     found = kernels.compute(name, **given)
-    present = {k: one for k, one in others.items() if one is not None}
-    kernel = KERNELS["_without_".join((name, *(k for k in given if given[k] is None)))]
-    expected = [torch.full_like(one, 7) for one in found]
-    definitions.compute(kernel, *expected, *present.values())
-    assert len(kernel.fresh) == len(found)
+    with by_torch():
+        expected = kernels.compute(name, **others)
     for pair in zip(found, expected, strict=True):
         compare(*pair)
-    for k, one in present.items():
+    for k, one in others.items():
         if isinstance(one, torch.Tensor):
             compare(given[k], one)
 
@@ -136,20 +124,8 @@ def check_kernel(name, **given):
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
 def test_kernels_of_rows_and_elements(name, dtype):
     """With and without each input that may be None; numbers are 0 and 1, too."""
-    base, *absent = name.split("_without_")
-    for seed in range(3):
-        given = {
-            "at": lambda: draw(30, 300, dtype=dtype).abs(),
-            "0": lambda: draw(300, dtype=dtype),
-            "r % period": lambda: draw(15, dtype=dtype),
-        }
-        inputs = {
-            key: [[0.0, 1.0, 0.3][(seed + n) % 3] for n in range(place)]
-            if isinstance(place, int)
-            else given[place]()
-            for key, place in KERNELS[name].inputs.items()
-        }
-        check_kernel(base, **inputs, **dict.fromkeys(absent))
+    for turn in range(3):
+        check_kernel(name.partition("_without_")[0], **make_rows(name, 30, 300, dtype, turn))
 
 
 def test_a_kernel_reads_numbers_of_its_type():
@@ -164,7 +140,8 @@ def test_running_sums():
     x = draw(6, 5, 300, dtype=torch.float64)
     x[0] = x[:, 0] = x[..., 0] = -0.0
     for dim in range(3):
-        compare(x.cumsum(dim), definitions.add_running(x, dim))
+        sums = [*accumulate(x.unbind(dim), initial=torch.zeros_like(x.select(dim, 0)))]
+        compare(x.cumsum(dim), torch.stack(sums[1:], dim))
 
 
 @DTYPES
@@ -172,14 +149,14 @@ def test_running_sums():
 def test_random_numbers(count, dtype):
     key = 0x123456789ABCDEF
     found = kernels.draw(key, (count,), dtype)
-    compare(found, definitions.draw(key, count, dtype, "cpu"))
+    compare(found, kernels.define_draws(key, count, dtype))
     assert bool(((found >= 0) & (found < 1)).all())
 
 
 def test_philox_is_that_of_its_authors():
     """The first known answer of Random123: counter 0, key 0."""
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    found = definitions.draw(0, 64, torch.float32, "cpu")[::16]
+    found = kernels.define_draws(0, 64, torch.float32)[::16]
     assert (found * 2.0**24).tolist() == [word >> 8 for word in words]
 
 
@@ -190,18 +167,19 @@ def forget():
 
 
 def test_torch_operations_serve_without_a_compiler(monkeypatch, tmp_path):
+    values = draw(50, 60, dtype=torch.float32)
+    expected = kernels.add(values, [0]), kernels.multiply(values[None], values.mT[None])
     monkeypatch.setenv("CC", "/bin/false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget()
-    values = draw(50, 60, dtype=torch.float32)
     with pytest.warns(UserWarning, match="cannot be compiled"):
         found = kernels.add(values, [0])
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         product = kernels.multiply(values[None], values.mT[None])
     forget()
-    compare(found, definitions.add_rows(values.mT))
-    compare(product[0], definitions.multiply(values, values.mT))
+    compare(found, expected[0])
+    compare(product, expected[1])
 
 
 @pytest.mark.parametrize("width", compiler.list_widths())

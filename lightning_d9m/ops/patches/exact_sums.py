@@ -101,7 +101,7 @@ def accumulate(
     """
     if out.numel():
         more = (keys, values, weights, layout, pieces, _FORMATS.get(out.dtype, (0, 0)), include)
-        run_kernel("kernels:accumulate", None, _make_example, out, *more)
+        run_kernel("kernels:accumulate", _make_example, out, *more)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """The same bits on every machine.
 
 Every operation that torch dispatches comes in; its result goes out, computed from operations that
-IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules, and
-``definitions.py``, which says the sequences that ``kernels.c`` computes.
+IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules.
+``formulas.py`` and ``triton/kernels.py`` say the sequences that ``kernels.c`` computes.
 """
 
 import threading

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.ops.patches.registration import accumulation_dtype
-from lightning_d9m.ops.portability import definitions, kernels
-from lightning_d9m.ops.portability.definitions import divide as divide_by
+from lightning_d9m.ops.portability import kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, add_at, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
@@ -110,7 +109,8 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
             return torch.div(left, right if left.device.type == "cpu" else right.to(left.device))
         if not left.is_floating_point():
             left = left.to(torch.get_default_dtype())
-        return divide_by(left.to(accumulation_dtype(left.dtype)), right).to(left.dtype)
+        wide = left.to(accumulation_dtype(left.dtype))
+        return torch.div(wide, wide.new_full((), right)).to(left.dtype)
     dtype = torch.result_type(left, right)
     # A quotient of float32 numbers is never rounded to a whole number in float64.
     one, other = _widen(left, right)
@@ -251,8 +251,8 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
 @_converting(torch.cumsum)
 def cumsum(values: Tensor, dim: int) -> Tensor:
     """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
-    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
-    return add_running(values.double(), dim).to(values.dtype)
+    # CUDA's scan adds in another order.
+    return torch.cumsum(values.to("cpu", torch.float64), dim).to(values)
 
 
 @rule("cumprod")

@@ -44,6 +44,7 @@ def normal_in_place(
     values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
+    # Not 0, of which the logarithm is infinite.
     radius, angle = 1.0 - draw((2, *values.shape), generator)
     angle *= 6.283185307179586
     drawn = evaluate("normal", radius, angle, dtype=accumulation_dtype(values.dtype))

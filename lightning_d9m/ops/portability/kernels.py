@@ -1,6 +1,7 @@
-"""Computations with a fixed sequence of operations: by compiled kernels, or by their definitions.
+"""Computations with a fixed sequence of operations: by compiled kernels, or by torch operations.
 
-On CUDA devices the kernels are Triton's; there each one computes a small example first.
+The text of the kernels in ``triton/`` is the definition. Triton compiles it for CUDA devices, where
+each kernel computes a small example first, and torch operations run it without a C compiler.
 Inputs are float32 or float64 tensors (``widen`` converts others); results have their dtype.
 """
 
@@ -16,12 +17,12 @@ from torch import Tensor
 from lightning_d9m.ops.patches.exact_sums import plan_pieces
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.triton.launch import run_kernel
-from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
 
 _TRITON = "lightning_d9m.ops.portability.triton"
+_COUNTERS, _MASK = 16, 0xFFFFFFFF  # of random numbers
 _COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first cache
 _FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
 
@@ -48,23 +49,21 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     out = tuple(
         x.new_empty(x.shape if formula.outputs[one].each else rows) for one in formula.fresh
     )
-    replaced = (one for key, one in inputs.items() if key in formula.outputs)
-    if not all(one.is_contiguous() and one.dtype == x.dtype for one in replaced):
-        definitions.compute(formula, *out, *inputs.values())
-        return out
     # A kernel sees pointers only; statistics of batches may have 16 bits.
-    places = [
-        one.to(x.dtype).contiguous() if isinstance(one, Tensor) else [*map(float, one)]
-        for one in inputs.values()
-    ]
-    kernel = find_kernel(name, x)
+    places = {
+        key: one.to(x.dtype).contiguous() if isinstance(one, Tensor) else [*map(float, one)]
+        for key, one in inputs.items()
+    }
+    kernel, used = find_kernel(name, x), [*places.values()]
     if kernel is None:
-        define, example = partial(definitions.compute, formula), partial(_make_example, formula)
-        run_kernel(f"{_TRITON}.formulas:{name}", define, example, *out, *places)
-        return out
-    members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in places)
-    periods = (len(inputs[one]) for one, place in formula.inputs.items() if place == "r % period")
-    run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
+        run_kernel(f"{_TRITON}.formulas:{name}", partial(_make_example, formula), *out, *used)
+    else:
+        members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in used)
+        periods = (len(inputs[k]) for k, place in formula.inputs.items() if place == "r % period")
+        run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
+    for key in formula.outputs.keys() & inputs.keys():
+        if places[key] is not inputs[key]:
+            inputs[key].copy_(places[key])
     return out
 
 
@@ -116,6 +115,7 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     terms, batch = of_left.columns.numel(), of_left.batch.numel()
     if not rows * columns * batch:
         return
+    # A product of the transposed matrices has the same sequence for each result.
     if columns < min(_FEW, rows):
         places = tuple(Offsets(one.columns, one.rows, one.batch) for one in places)
         left, right, rows, columns = right, left, columns, rows
@@ -123,24 +123,10 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     kernel = find_kernel("product", out)
     if kernel is None:
         path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
-        run_kernel(path, _define_product, _make_product, out, left, right, *more)
+        run_kernel(path, _make_product, out, left, right, *more)
         return
     given, results = (rows, columns, terms, left, right, out), batch * columns
     run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
-
-
-def _define_product(out: Tensor, *given: Any) -> None:
-    *tensors, of_left, of_right, of_out = given
-    factors = map(_gather, tensors, (of_left, of_right))
-    result = definitions.multiply(*(view[places] for view, places in factors))
-    view, places = _gather(out, of_out)
-    view[places] = result
-
-
-def _gather(values: Tensor, places: Offsets) -> tuple[Tensor, Tensor]:
-    """Return the memory of matrices, and where their elements are in it."""
-    where = places.batch.view(-1, 1, 1) + places.rows.unsqueeze(1) + places.columns
-    return values.as_strided((1 + int(where.max()),), (1,)), where.to(values.device)
 
 
 def _make_product(device: torch.device) -> tuple[Any, ...]:
@@ -212,13 +198,8 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
         run(kernel, results[1][0], x.numel(), results[1][1], *terms[0], *terms[1], x, out)
     else:
         path = f"{_TRITON}.kernels:add"
-        run_kernel(path, _define_sums, _make_sums, out, x, results, terms)
+        run_kernel(path, _make_sums, out, x, results, terms)
     return out
-
-
-def _define_sums(out: Tensor, x: Tensor, *places: Any) -> None:
-    sizes, steps = zip(*chain.from_iterable(places), strict=True)
-    out.copy_(definitions.add_rows(x.as_strided(sizes, steps).flatten(2)).view(out.shape))
 
 
 def _make_sums(device: torch.device) -> tuple[Any, ...]:
@@ -250,7 +231,33 @@ def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty(shape, dtype=dtype, device="cpu")
     kernel = find_kernel("draw", out)
     if kernel is None:
-        return definitions.draw(key, out.numel(), dtype, "cpu").view(out.shape)
-    each = definitions.COUNTERS * (4 if dtype == torch.float32 else 2)
+        return define_draws(key, out.numel(), dtype).view(out.shape)
+    each = _COUNTERS * (4 if dtype == torch.float32 else 2)
     run(kernel, -(-out.numel() // each), 16 * out.numel(), key, out.numel(), out)
     return out
+
+
+def define_draws(key: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return uniform numbers in [0, 1) of 24 or 53 bits, of Philox4x32-10.
+
+    ``_COUNTERS`` counters give a block of words: the first words of all, then the second ones. A
+    number of 53 bits takes a word of the first half of a block, and one of the second half.
+    """
+    each = _COUNTERS * (4 if dtype == torch.float32 else 2)
+    size = -(-count // each)
+    counter = torch.arange(size * _COUNTERS, device="cpu").view(size, _COUNTERS)
+    x, y, z, w = counter & _MASK, counter >> 32, counter * 0, counter * 0
+    first, second = key & _MASK, (key >> 32) & _MASK
+    for _ in range(10):
+        left, right = x * 0xD2511F53, z * 0xCD9E8D57
+        x = ((right >> 32) & _MASK) ^ y ^ first
+        z = ((left >> 32) & _MASK) ^ w ^ second
+        y, w = right & _MASK, left & _MASK
+        first, second = (first + 0x9E3779B9) & _MASK, (second + 0xBB67AE85) & _MASK
+    words = torch.stack([x, y, z, w], 1).flatten(1)
+    if dtype == torch.float32:
+        drawn = (words >> 8).to(dtype) * 2.0**-24
+    else:
+        high, low = (words[:, :each] >> 5).to(dtype), (words[:, each:] >> 6).to(dtype)
+        drawn = (high * 2.0**26 + low) * 2.0**-53
+    return drawn.flatten()[:count]

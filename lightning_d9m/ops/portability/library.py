@@ -34,6 +34,7 @@ Kernel = Callable[..., None]
 @cache
 def load() -> ctypes.CDLL | None:
     """Return the library for this processor; None, with a warning, without a compiler."""
+    # Torch's choice, so that ATEN_CPU_CAPABILITY of a test or of a user holds for both.
     width = torch.backends.cpu.get_cpu_capability()
     width = width if width in list_widths() else "DEFAULT"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_d9m"
@@ -61,6 +62,7 @@ def _check(library: ctypes.CDLL) -> None:
 
     A compiler that fuses or reorders operations would change them, as ``-ffast-math`` in CC does.
     """
+    # Whole numbers and powers of 2 only: no function that differs between machines makes the input.
     x = (torch.arange(640, dtype=torch.float32, device="cpu") * 37 % 101 - 50) * 2.0**-7
     places, nothing = (torch.arange(n, device="cpu") for n in (25, 1))
     total = sha256()

@@ -61,6 +61,7 @@ class PortableMode(TorchDispatchMode):
         """Compute an operation."""
         if types and any(one.__torch_dispatch__ is not _PLAIN for one in types):
             return NotImplemented  # a subclass of Tensor takes it apart first
+        # Kept, because the choice depends on the operation alone, and torch dispatches thousands.
         found = self._found.get(func)
         if found is None:
             found = self._found[func] = self._find(func)

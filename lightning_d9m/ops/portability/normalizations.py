@@ -6,15 +6,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.portability.definitions import divide, find_root
+from lightning_d9m.ops.portability.arithmetic import divide
 from lightning_d9m.ops.portability.kernels import add, compute, widen
-from lightning_d9m.ops.portability.registry import along_dim, rule
+from lightning_d9m.ops.portability.registry import RULES, along_dim, rule
 
 Optional = Tensor | None
 
 
 def _along(name: str, dim: int, **given: Tensor) -> Tensor:
     """Compute a kernel of rows along a dimension."""
+    # A kernel reads contiguous rows; along the last dimension nothing is copied.
     moved = {key: widen(one).movedim(dim, -1) for key, one in given.items()}
     (out,) = compute(name.removeprefix("_"), **moved)
     return out.movedim(-1, dim).contiguous()
@@ -78,11 +79,12 @@ def layer_norm_backward(
 
 
 def _scale(variances: Tensor, eps: float) -> Tensor:
-    return torch.ones_like(variances) / find_root(variances + torch.full_like(variances, eps))
+    return RULES["rsqrt"](variances + eps)  # type: ignore[no-any-return]
 
 
 def _update(running: Optional, found: Tensor, momentum: float) -> None:
     if running is not None:
+        # Not lerp_, which some machines compute with a fused operation.
         running.copy_(running * (1 - momentum) + found * momentum)
 
 

@@ -39,7 +39,7 @@ def _take_steps(
     ``grad_scale`` and ``found_inf`` come from a ``GradScaler``.
     """
     if found_inf is not None and found_inf.item():
-        return
+        return  # as torch's fused kernels, which leave the step out
     grads = grads if grad_scale is None else [grad / grad_scale for grad in grads]
     types = {one.dtype for own in (params, grads, *state) for one in own if one is not None}
     others = given.get("differentiable") or given.get("capturable")
@@ -53,8 +53,9 @@ def _take_steps(
 
 
 def _step_adam(decoupled: bool, *lists: list[Tensor], **given: Any) -> None:
+    # `adam` and `adamw` are called with the same lists; only the meaning of the decay differs.
     *lists_of_numbers, most, counts = lists
-    decoupled = given.get("decoupled_weight_decay", decoupled)
+    decoupled = given.get("decoupled_weight_decay", decoupled)  # of torch 2.7 and later
     names = ("lr", "beta1", "beta2", "weight_decay")
     lr, beta1, beta2, decay = (float(given[name]) for name in names)
     shrink, decay = (1 - lr * decay, 0.0) if decoupled else (1, decay)

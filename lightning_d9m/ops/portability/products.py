@@ -56,7 +56,7 @@ RULES |= {
 def add_product(start: Tensor, left: Tensor, right: Tensor, **factors: float) -> Any:
     """A product and its start, which is added last."""
     if any(factor != 1 for factor in factors.values()):
-        return NotImplemented
+        return NotImplemented  # torch's decomposition multiplies by each factor, with one rounding
     return multiply(left, right).add_(start)
 
 
@@ -90,6 +90,7 @@ class Geometry(NamedTuple):
     dilation: tuple[int, ...]
 
 
+# Each layer of a model has one geometry in all of its steps.
 @lru_cache(maxsize=128)
 def _find_phases(geometry: Geometry, device: torch.device) -> tuple[list[int], list[list[Tensor]]]:
     """Return places for the gradient for the image.
@@ -195,6 +196,7 @@ def _convolve(image: Tensor, weight: Tensor, geometry: Geometry, groups: int) ->
     """Return the sums over the windows of an image."""
     out = image.new_empty((len(image), len(weight), *geometry.windows))
     right, left, result = _place_all(image, weight, out, geometry, groups)
+    # The order of the letters of terms is the order of the additions, and so decides bits.
     _contract("o ct nw g", left, right, result)
     return out
 
@@ -213,6 +215,7 @@ def _convolve_back(gradient: Tensor, weight: Tensor, geometry: Geometry, groups:
     """Return the gradient for the image; also a transposed convolution."""
     sides, phases = _find_phases(geometry, gradient.device)
     read, weight = pad(gradient, sides).flatten(2).contiguous(), weight.flatten(2).contiguous()
+    # Positions that no tap reaches stay zeros: no phase writes them.
     out = gradient.new_zeros((len(gradient), weight.shape[1] * groups, *geometry.image))
     for used, reads, turns, places in phases:
         left = _place(weight, "goct", groups, t=used)
@@ -234,6 +237,7 @@ def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
         return convolve(values.unsqueeze(0), weight, bias, *arguments)[0]
     given, transposed, groups = arguments[:3], arguments[3], arguments[5]
     more = (*given, transposed, arguments[4], groups)
+    # Torch's shape rules, and its errors for wrong shapes, without its kernel.
     shapes = (one.to("meta") for one in (values, weight))
     sizes = torch.ops.aten.convolution(*shapes, None, *more).shape[2:]
     image, windows = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)
@@ -274,6 +278,7 @@ def _differentiate_maxima(
     places = _view_windows(_pad(numbers, geometry, -1), geometry)[0]
     total = _pad(torch.zeros_like(widen(values)), geometry)
     sums = _view_windows(total, geometry)
+    # Windows of one tap never overlap, so each pass adds at most one term to a place.
     for taps in product(*map(range, kernel)):
         at: Any = (..., *taps)
         sums[at] += torch.where(places[at] == indices, gradient, 0.0)

@@ -1,14 +1,20 @@
 """Medians, histograms and scans: one index, one division, blocks in a fixed order."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_d9m.engine.control.environment import threads_pinned
 from lightning_d9m.ops.patches.kernels import reductions
 from lightning_d9m.ops.patches.kernels.reductions import histc
 from lightning_d9m.ops.patches.registration import patches_applied
 
 NAN = float("nan")
+Scan = Callable[[Tensor, int], Tensor]
+Join = Callable[[Tensor, Tensor], Tensor]
 
 
 @pytest.mark.parametrize("name", ["median", "nanmedian"])
@@ -44,12 +50,34 @@ def test_histc_divides_by_a_tensor_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("scan", [reductions.cumprod, reductions.logcumsumexp])
-@pytest.mark.parametrize(("size", "count"), [(2**11, 2), (2**22, 4), (2**22 - 1, 5), (2**24, 7)])
-def test_a_scan_of_a_row_starts_few_operations(scan, size: int, count: int) -> None:
+@pytest.mark.parametrize(("size", "count"), [(2**11, 2), (2**22, 4), (2**22 - 1, 6), (2**24, 8)])
+def test_a_scan_of_a_row_starts_few_kernels(scan, size: int, count: int) -> None:
+    """One for each operation, but that a padding fills a new tensor, and copies into it."""
     row = torch.empty(size, device="meta")
     with Calls() as calls:
         scan(row, 0)
-    assert len(calls.seen) == count, [str(op) for op, _ in calls.seen]
+    paddings = sum(op is torch.ops.aten.constant_pad_nd for op, _ in calls.seen)
+    assert len(calls.seen) + paddings == count, [str(op) for op, _ in calls.seen]
+
+
+def scan_plainly(row: Tensor, scan: Scan, join: Join, size: int) -> Tensor:
+    """Return the scan in blocks: a block after the other, each joined to the scan of their ends."""
+    parts = [scan(block, 0) for block in row.split(size)]
+    if len(parts) > 1:
+        ahead = scan_plainly(torch.stack([part[-1] for part in parts[:-1]]), scan, join, size)
+        parts[1:] = [join(part, end) for part, end in zip(parts[1:], ahead, strict=True)]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", reductions._SCANS)
+def test_the_tree_of_a_scan_is_that_of_plain_blocks(name: str, threads: int) -> None:
+    """Bit for bit, on any number of threads; of two levels of blocks and a rest."""
+    row = 1 + torch.randn(2**22 + 100, generator=torch.Generator().manual_seed(0)) * 1e-3
+    scan, join, _ = reductions._SCANS[name]
+    expected = scan_plainly(row, scan, join, reductions._SCANNED)
+    with threads_pinned(threads), patches_applied("CPU"):
+        assert torch.equal(scan(row, 0), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

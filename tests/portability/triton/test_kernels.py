@@ -1,34 +1,23 @@
 """Products, sums and formulas in Triton, as executed PTX: the bits of the C kernels."""
 
-from itertools import count
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has packages for Linux only")
 
 from executed import executed, recorded, run_block
+from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m.errors import NotPortableError
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import arithmetic, kernels
-from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS, OF_TWO
+from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
+from lightning_d9m.ops.portability.kernels import Offsets
 from lightning_d9m.ops.portability.mode import PortableMode
 from lightning_d9m.ops.portability.triton import formulas as triton_formulas
 from lightning_d9m.ops.portability.triton import kernels as triton_kernels
 
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1, -1, 2, 0.5, 1e-42, 88.8, -104]
-SPECIAL += [709, -745, 1e8, 2**20, 3e38, -3e38, 2**-149, -(2**-130), 0.1, -0.3, 5.5, 1e5]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-
-
-def read_bytes(values):
-    values = torch.where(values.isnan(), torch.nan, values)
-    return values.flatten().view(torch.uint8).tolist()
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def check(function, *given, **named):
@@ -46,7 +35,7 @@ def check(function, *given, **named):
     pairs += [(copies[name], one) for name, one in named.items() if isinstance(one, torch.Tensor)]
     for one, other in pairs:
         assert one.shape == other.shape
-        assert read_bytes(one) == read_bytes(other)
+        assert read_bits(one) == read_bits(other)
     return names
 
 
@@ -82,46 +71,31 @@ def test_sums(shape, dims, launches):
 def test_functions(name):
     """Of any bits, of special values, and of usual ones, in one of the types."""
     dtype = torch.float64 if len(name) % 3 == 0 else torch.float32
-    bits = torch.randint(-(2**63), 2**63 - 1, (60,), generator=torch.Generator().manual_seed(1))
-    near = draw(50, dtype=dtype)
-    values = [bits.view(dtype)[:60], torch.tensor(SPECIAL, dtype=dtype), near, near * 1e6]
-    values = torch.cat([*values, near.abs().frac()])
-    inputs = {"x": values, "y": values.flip(0)} if name in OF_TWO else {"x": values}
-    if name == "normal":
-        inputs = {"x": 1 - near.abs().frac(), "y": near}
+    inputs = make_numbers(name, 60, dtype)
     assert check(kernels.compute, name, **inputs) == ["kernel"]
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
 def test_kernels_of_rows_and_elements(name):
-    base, *absent = name.split("_without_")
-    long = base == "softmax_backward_data"  # two blocks of terms
-    rows, length = (2, 4100) if long else (6, 45)
-    seeds, numbers = count(), [0.0, 1.0, 0.3]
-    shapes = {"at": (rows, length), "0": (length,), "r % period": (rows // 2,)}
-    inputs = {
-        key: [numbers[(n + len(name)) % 3] for n in range(place)]
-        if isinstance(place, int)
-        else draw(*shapes[place], seed=next(seeds)).abs()
-        for key, place in KERNELS[name].inputs.items()
-    }
-    check(kernels.compute, base, **inputs, **dict.fromkeys(absent))
+    base, _, _ = name.partition("_without_")
+    sizes = (2, 4100) if base == "softmax_backward_data" else (6, 45)  # two blocks of terms
+    check(kernels.compute, base, **make_rows(name, *sizes, turn=len(name)))
 
 
 def test_a_fused_multiplication_differs(monkeypatch):
     """The control: the tests above compare what depends on each rounding."""
     given = {"x": draw(6, 45), "numbers": [1e-5], "weight": draw(45, seed=1), "bias": draw(45)}
     expected = kernels.compute("layer_norm", **given)
-    monkeypatch.setitem(triton_kernels.OPTIONS, "enable_fp_fusion", True)
+    monkeypatch.setitem(launch.OPTIONS, "enable_fp_fusion", True)
     with executed(exact=False):
         found = kernels.compute("layer_norm", **given)
-        assert read_bytes(found[0]) != read_bytes(expected[0])
+        assert read_bits(found[0]) != read_bits(expected[0])
         torch.testing.assert_close(found, expected)
     # Before its first use it computes an example, and is withdrawn: torch operations serve.
     warned = pytest.warns(UserWarning, match="its bits for a small example are not the CPU's")
     with executed(exact=False, check=launch._check), warned:
         found = kernels.compute("layer_norm", **given)
-    assert [*map(read_bytes, found)] == [*map(read_bytes, expected)]
+    assert [*map(read_bits, found)] == [*map(read_bits, expected)]
 
 
 def test_each_kernel_computes_an_example_first(monkeypatch):
@@ -158,23 +132,52 @@ def test_an_operation_that_only_cuda_has_is_refused(name):
         rule(torch.ones(2))
 
 
-@pytest.mark.parametrize("rows", [2**23 - 64, 2**23, 2**26 + 5], ids=["narrow", "wide", "far"])
-@pytest.mark.parametrize("name", ["add_blocks", "kernel"])
+LIMIT = 2**31 - 1 - 1024  # beyond which a kernel counts in 64 bits
+
+
+@pytest.mark.parametrize("rows", [LIMIT // 256, LIMIT // 64, LIMIT // 64 + 1, 2**26 + 5])
+@pytest.mark.parametrize("name", ["add_blocks", "softmax", "exp"])
 def test_each_block_touches_its_elements_at_any_size(name, rows):
-    """Sums of rows of 64 elements, and a softmax of them: in the first and the last blocks."""
+    """Sums of rows of 64 elements, a softmax of them, a function: the first and the last blocks."""
     x, out = (torch.empty(shape, device="meta") for shape in ((rows, 64), rows))
     with recorded() as seen:
         if name == "add_blocks":
             triton_kernels.add(out, x, [(1, 0), (rows, 64)], [(1, 0), (64, 1)])
         else:
-            triton_formulas.softmax(torch.empty_like(x), x)
+            getattr(triton_formulas, name)(torch.empty_like(x), x)
     ((one, named, blocks),) = seen
-    assert one.kernel.__name__ == name
-    each, last = -(-rows // blocks), 256 * rows
+    reach = 4 * 64 * rows if name == "add_blocks" else 64 * rows  # bytes, to be safe
+    assert one.constants["WIDE"] == (reach > LIMIT)
+    count = 64 * rows if name == "exp" else rows
+    width, each, last = 4 * 64 * rows // count, -(-count // blocks), 256 * rows
     sizes = (last, 4 * rows) if name == "add_blocks" else (last, last)
     for block in {0, blocks // 2, blocks - 1}:
         touched = run_block(one, named, block, blocks, sizes).touched
-        first, end = each * block, min(each * (block + 1), rows)
-        assert touched[1] == (256 * first, 256 * end - 1)
-        width = 4 if name == "add_blocks" else 256
-        assert touched[2] == (width * first, width * end - 1)
+        first, end = each * block, min(each * (block + 1), count)
+        assert touched[1] == (width * first, width * end - 1)
+        width_out = 4 if name == "add_blocks" else width
+        assert touched[2] == (width_out * first, width_out * end - 1)
+
+
+@pytest.mark.parametrize("rows", [LIMIT, LIMIT + 1, 2**31 - 1])
+def test_each_tile_of_a_product_reads_its_rows_at_any_size(rows):
+    """The tables of offsets hold zeros."""
+    columns, batch = 70, 2
+
+    def make(*sizes):
+        return Offsets(*(torch.empty(size, dtype=torch.int64, device="meta") for size in sizes))
+
+    places = make(rows, 3, batch), make(3, columns, batch), make(rows, columns, batch)
+    x = torch.empty(9, device="meta")
+    with recorded() as seen:
+        triton_kernels.multiply(x, x, x, *places)
+    ((one, named, blocks),) = seen
+    assert one.constants["WIDE"] == (rows > LIMIT)
+    assert blocks == 2 * batch * -(-rows // 64)
+    sizes = (*[36] * 3, *(8 * table.numel() for own in places for table in own))
+    for block in (0, blocks // 2 - 1, blocks // 2, blocks - 1):
+        touched = run_block(one, named, block, blocks, sizes).touched
+        first = block // 2 % (blocks // 2 // batch) * 64
+        assert touched[4] == touched[10] == (8 * first, 8 * min(first + 64, rows) - 1)
+        number = block // (blocks // batch)
+        assert touched[6] == touched[9] == touched[12] == (8 * number, 8 * number + 7)

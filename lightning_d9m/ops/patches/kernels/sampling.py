@@ -88,7 +88,7 @@ def _sample_backward(
     grad_grid = torch.empty_like(given[0])
     if index.numel():
         more = (*given, index, weights, rule)
-        run_kernel("kernels:sample", None, _make_example, grad_grid, *more)
+        run_kernel("kernels:sample", _make_example, grad_grid, *more)
     # The grid's gradient comes from the same kernel, but the image's needs a second one.
     if not output_mask[0]:
         return None, grad_grid

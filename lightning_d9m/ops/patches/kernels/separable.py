@@ -164,7 +164,7 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
     out = gradient.new_empty(shape)
     if gradient.numel():
-        run_kernel("kernels:add_taps", None, _make_example, out, gradient.contiguous(), taps)
+        run_kernel("kernels:add_taps", _make_example, out, gradient.contiguous(), taps)
     return out
 
 

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN001, ANN002, ANN201, ANN202, C901, N803, PLR0124, PLR0912, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, N803, PLR0124, PLR0913, PLR0917, PLR2004 - Triton's compiler reads these functions
 """The kernels of ``exact_sums.py``, ``kernels/separable.py`` and ``sampling.py``: the same bits.
 
 One thread adds the taps of an input, or computes a sample of an image. Of exact sums, the first
 phase raises the exponent of each one to that of its greatest term, by maxima of 32-bit integers;
 the second one cuts the terms and adds their pieces in float64; the last one rounds. No addition of
 pieces rounds, and maxima compare, so the order of the threads has no effect. Each phase is a
-launch; few terms take one launch of a single program.
+launch.
 """
 
 from functools import lru_cache
@@ -16,8 +16,6 @@ import torch
 
 from lightning_d9m.ops.patches.triton import language as tl
 from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
-
-_ALONE = 2**13  # terms and sums that a single program adds
 
 
 @jit()
@@ -67,71 +65,61 @@ def accumulate_terms(
     INCLUDE: tl.constexpr,
     BITS: tl.constexpr,
     LEAST: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    PHASE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run phases: 0 raises the exponents, 1 adds the pieces of the terms, 2 rounds the sums.
+    """Run a phase: 0 raises the exponents, 1 adds the pieces of the terms, 2 rounds the sums.
 
-    The terms are the values times their weights, then what is in ``out``. A single program can run
-    all phases, with a barrier before each; several ones run one phase to a launch. What atomics
-    change is read from the L2 cache, where they change it. The exponents follow the sums in memory.
+    The terms are the values times their weights, then what is in ``out``. The exponents follow the
+    sums in memory. What atomics change is read from the L2 cache, where they change it.
     """
     tops = sums + slots.to(tl.int64) * PIECES
     tops = tl.cast(tops, tl.pointer_type(tl.int32), bitcast=True)
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
     if WIDE:
         program = program.to(tl.int64)
-        programs = programs.to(tl.int64)
         terms = terms.to(tl.int64)  # it may fit into 32 bits where the number of elements does not
-    for phase in tl.static_range(FIRST, LAST + 1):
-        if phase > FIRST:
-            tl.debug_barrier()
-        elements = slots
-        if phase < 2:
-            elements = terms
-            if INCLUDE:
-                elements = terms + slots
-        for begin in range(program * BLOCK, elements, programs * BLOCK):
-            element = begin + tl.arange(0, BLOCK)
-            if phase == 2:
-                round_sums(out, tops, sums, element, slots, PIECES, INCLUDE, BITS, LEAST)
+    element = program * BLOCK + tl.arange(0, BLOCK)
+    if PHASE == 2:
+        round_sums(out, tops, sums, element, slots, PIECES, INCLUDE, BITS, LEAST)
+    else:
+        elements = terms
+        if INCLUDE:
+            elements = terms + slots
+        given = element < terms
+        own = ~given & (element < elements)
+        line = element // inner
+        batch = line // rows
+        # The strides of the index: it may be the same for each batch, channel or column.
+        where = (batch // group) * steps_batch + (line % rows) * steps_row
+        where += (element % inner) * steps_column
+        value = tl.load(values + element, mask=given, other=0.0)
+        kept = tl.load(out + (element - terms), mask=own, other=0.0)
+        for tap in tl.static_range(TAPS):
+            key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+            key = tl.where(key < 0, key + count, key)
+            mask = given & (key >= 0) & (key < count)
+            term = value.to(tl.float64)
+            if WEIGHTED:
+                weight = tl.load(weights + where, mask=mask, other=0.0)
+                term = (value.to(weight.dtype) * weight).to(tl.float64)
+            place = (batch * count + key) * inner + element % inner
+            if tap == 0:
+                term = tl.where(own, kept.to(tl.float64), term)
+                place = tl.where(own, element - terms, place)
+                mask = mask | own
+            # Half of a -0.0 is negative before the first exponent.
+            top = tl.load(tops + place, mask=mask, other=0, cache_modifier=".cg")
+            top = tl.maximum(top, 0)
+            if PHASE == 0:
+                # Exponents only grow: one that was read too early spares an atomic or not.
+                exponent = read_exponents(term)
+                higher = mask & (exponent > top)
+                tl.atomic_max(tops + place, exponent, mask=higher, sem="relaxed")
             else:
-                given = element < terms
-                own = ~given & (element < elements)
-                line = element // inner
-                batch = line // rows
-                # The strides of the index: it may be the same for each batch, channel or column.
-                where = (batch // group) * steps_batch + (line % rows) * steps_row
-                where += (element % inner) * steps_column
-                value = tl.load(values + element, mask=given, other=0.0)
-                kept = tl.load(out + (element - terms), mask=own, other=0.0)
-                for tap in tl.static_range(TAPS):
-                    key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
-                    key = tl.where(key < 0, key + count, key)
-                    mask = given & (key >= 0) & (key < count)
-                    term = value.to(tl.float64)
-                    if WEIGHTED:
-                        weight = tl.load(weights + where, mask=mask, other=0.0)
-                        term = (value.to(weight.dtype) * weight).to(tl.float64)
-                    place = (batch * count + key) * inner + element % inner
-                    if tap == 0:
-                        term = tl.where(own, kept.to(tl.float64), term)
-                        place = tl.where(own, element - terms, place)
-                        mask = mask | own
-                    # Half of a -0.0 is negative before the first exponent.
-                    top = tl.load(tops + place, mask=mask, other=0, cache_modifier=".cg")
-                    top = tl.maximum(top, 0)
-                    if phase == 0:
-                        # Exponents only grow: one that was read too early spares an atomic or not.
-                        exponent = read_exponents(term)
-                        higher = mask & (exponent > top)
-                        tl.atomic_max(tops + place, exponent, mask=higher, sem="relaxed")
-                    else:
-                        add_pieces(sums + place, term, top, mask, slots, size, PIECES)
-                    where += steps_tap
+                add_pieces(sums + place, term, top, mask, slots, size, PIECES)
+            where += steps_tap
 
 
 @jit()
@@ -222,17 +210,15 @@ def _prepare(layout, pieces, form, include, weighted, *_dtypes):
     terms = layout.batch * layout.group * layout.rows * layout.inner
     slots = layout.batch * layout.group * layout.places * layout.inner
     added = terms + (slots if include else 0)
-    alone = max(added, slots) <= _ALONE
     sizes = (layout.taps, layout.batch, layout.rows, layout.inner)
     reach = sum(max(size - 1, 0) * step for size, step in zip(sizes, layout.steps, strict=True))
     offsets = max(terms, pieces.number * slots, reach)
     rows, size = max(layout.rows, 1), pieces.size
     numbers = (*layout.steps, terms, slots, layout.places, rows, layout.inner, layout.group, size)
     constants = (layout.taps, pieces.number, weighted, include, *form)
-    phases = {(0, 2): max(added, slots)} if alone else {(0, 0): added, (1, 1): added, (2, 2): slots}
     launches = [
-        prepare_launch(accumulate_terms, some, offsets, *numbers, *constants, *phase, alone=alone)
-        for phase, some in phases.items()
+        prepare_launch(accumulate_terms, some, offsets, *numbers, *constants, phase)
+        for phase, some in enumerate((added, added, slots))
         if some
     ]
     return pieces.number * slots + (slots + 1) // 2, launches

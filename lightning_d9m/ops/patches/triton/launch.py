@@ -1,15 +1,14 @@
 """Launches of Triton kernels, with torch ops as the fallback.
 
 The text of a kernel is compiled by Triton, which is loaded at the first use on a CUDA device. Torch
-ops run the same text on a CPU, and as the fallback (``language.py``); a few kernels have another
-function of torch ops, with the same bits. On a device a small example is computed by both first.
+ops run the same text on a CPU, and as the fallback (``language.py``). On a device both compute a
+small example first.
 """
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pkgutil import resolve_name
 from subprocess import SubprocessError
 from types import FunctionType
@@ -22,7 +21,10 @@ from lightning_d9m.errors import D9mError
 from lightning_d9m.ops.patches.triton import language
 
 INT32_LIMIT = 2**31 - 1
-_BLOCK, _SMALL_BLOCK = 512, 128  # elements of a program of four warps: of one alone, and of many
+# The CPU rounds each product before it adds it, and so must a kernel.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_BLOCK = 128  # elements of a program of four warps
+_MARGIN = 1024  # elements by which the last program, which has whole blocks, may pass the last one
 _SLICE = 2**18  # elements of a program of torch ops: a few of their tensors fit a processor's cache
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
@@ -42,21 +44,21 @@ def jit(*sizes: str) -> Callable[[Any], Any]:
 
 
 @cache
-def _compile(module: str) -> dict[str, Any]:
-    """Return the functions of a module as those of Triton."""
+def _translate(kernel: Any) -> Any:
+    """Return the function of Triton for a kernel."""
     import triton
     import triton.language
 
     # In the copies `tl` is Triton's, and names of other functions are those that Triton compiles.
     # A second text with the same bits took 320 lines, and tests on a CPU did not run the first one.
-    given = vars(sys.modules[module])
+    given = kernel.__globals__
     names = {**given, "tl": triton.language}
     for name, one in given.items():
         if hasattr(one, "sizes"):
             copy = FunctionType(one.__code__, names, name)
             copy.__annotations__ = one.__annotations__
             names[name] = triton.jit(do_not_specialize=[*one.sizes])(copy)
-    return names
+    return names[kernel.__name__]
 
 
 def run_on_torch(path: str, *args: Any) -> None:
@@ -70,7 +72,6 @@ def run_on_torch(path: str, *args: Any) -> None:
 
 def run_kernel(
     path: str,
-    reference: Callable[..., None] | None,
     example: Callable[[torch.device], tuple[Any, ...]],
     out: Tensor,
     *args: Any,
@@ -83,7 +84,6 @@ def run_kernel(
     Args:
         path: ``"module:function"`` in this folder, or with the whole name of the module: the
             function that launches the kernel.
-        reference: A function of torch ops with the same arguments; without it they run the kernel.
         example: Returns small arguments on a device, at the first use there.
         out: The tensor to write into.
         *args: More arguments.
@@ -93,13 +93,13 @@ def run_kernel(
         D9mError: The kernel failed while a CUDA graph is captured, or before: it is compiled at its
             first use, which cannot be part of a graph, and neither can torch ops.
     """
-    device, reference = out.device, reference or partial(run_on_torch, path)
+    device = out.device
     if device.type in _device_types and path not in _withdrawn:
         try:
             kernel = _load(path)
             if (path, device) not in _checked and not is_capturing():
                 _checked.add((path, device))
-                _check(kernel, reference, example, device)
+                _check(path, example, device)
             kernel(out, *args)
         except torch.OutOfMemoryError:
             raise
@@ -125,18 +125,15 @@ def run_kernel(
             "device. Torch ops, which run its text, wait for the device, and a graph cannot hold "
             "that. Leave this step out of the graph."
         )
-    reference(out, *args)
+    run_on_torch(path, out, *args)
 
 
 def _check(
-    kernel: Callable[..., None],
-    reference: Callable[..., None],
-    example: Callable[[torch.device], tuple[Any, ...]],
-    device: torch.device,
+    path: str, example: Callable[[torch.device], tuple[Any, ...]], device: torch.device
 ) -> None:
     given, known = example(device), example(torch.device("cpu"))
-    kernel(*given)
-    reference(*known)
+    _load(path)(*given)
+    run_on_torch(path, *known)
     tensors = [
         [one.cpu().flatten().view(torch.uint8) for one in some if isinstance(one, Tensor)]
         for some in (given, known)
@@ -166,7 +163,13 @@ def explain_failure(error: Exception, device: torch.device) -> str:
 
 
 def prepare_launch(
-    kernel: Any, elements: int, offsets: int, *numbers: Any, alone: bool = False
+    kernel: Any,
+    elements: int,
+    offsets: int,
+    *numbers: Any,
+    block: int | None = None,
+    width: int = 1,
+    count: Callable[[int], int] | None = None,
 ) -> Callable[..., None]:
     """Return a launch, which takes tensors: all but their addresses is known.
 
@@ -179,28 +182,28 @@ def prepare_launch(
         elements: The elements that the programs divide among themselves.
         offsets: The greatest offset from any of the tensors.
         numbers: The other arguments, without ``WIDE`` and ``BLOCK``.
-        alone: Whether a single program computes all elements.
+        block: The elements of a program, if not the usual number.
+        width: The numbers that a program has for each element.
+        count: Returns the number of programs by their elements, by default one for each block.
     """
-    block = _BLOCK if alone else _SMALL_BLOCK
-    # A program counts on by the elements of all programs, so up to twice as far, before it ends.
-    numbers = (*numbers, max(2 * elements, offsets) > INT32_LIMIT - 2 * _BLOCK)
-    grid = (1 if alone else -(-elements // block), 1, 1)
+    block = block or _BLOCK
+    numbers = (*numbers, max(elements, offsets) > INT32_LIMIT - _MARGIN)
+    count = count or (lambda block: -(-elements // block))
+    grid = (count(block), 1, 1)
     variants: dict[tuple[object, ...], Any] = {}
 
     def launch(*tensors: Tensor) -> None:
         device = tensors[0].device
         if getattr(_thread, "by_torch", False):
-            _run(kernel, elements, tensors, numbers, alone=alone)
+            some = max(min(elements, _SLICE // width), 1)
+            _run(kernel, count(some), tensors, numbers, some)
             return
         # Triton compiles code for aligned tensors, and for others.
         variant = (device, *[address & 15 for address in map(Tensor.data_ptr, tensors)])
         compiled = variants.get(variant)
         with torch.cuda.device(device.index if tensors[0].is_cuda else -1):
             if compiled is None:
-                # The CPU rounds each product before it adds it, and so does the kernel.
-                options = {"num_warps": 4, "enable_fp_fusion": False}
-                translated = _compile(kernel.__module__)[kernel.__name__]
-                found = translated[grid](*tensors, *numbers, block, **options)
+                found = _translate(kernel)[grid](*tensors, *numbers, block, **OPTIONS)
                 variants[variant] = found and found[grid]
             else:
                 compiled(*tensors, *numbers, block)
@@ -208,10 +211,9 @@ def prepare_launch(
     return launch
 
 
-def _run(kernel: Any, elements: int, tensors: Any, numbers: Any, *, alone: bool) -> None:
+def _run(kernel: Any, programs: int, tensors: Any, numbers: Any, block: int) -> None:
     """Run a kernel by torch ops, whose whole numbers have 64 bits."""
-    block = max(min(elements, _SLICE), 1)
-    programs, sizes = 1 if alone else -(-elements // block), len(kernel.sizes)
+    sizes = len(kernel.sizes)
     given: list[Any] = [*map(language.point_to, tensors)]
     # Tensors of no dimension have `to` and `dtype`, as numbers of Triton have, leave the type of a
     # result to the other operand, and are taken from the CPU together with those of any device.

@@ -1,5 +1,5 @@
-"""The kernels of portable bits in Triton, for CUDA, with the sequences and bits of the C ones.
+"""The kernels of portable bits as one text for Triton and for torch ops, with the bits of C.
 
-Tensors of ``kernels.py`` in the folder above come in; it compares an example first. No GPU has run
-them: tests execute their PTX. Read ``formulas.py``, which writes most of them.
+Tensors of ``kernels.py`` in the folder above come in. No GPU has run them: tests execute their PTX.
+Read ``kernels.py`` first; ``formulas.py`` writes most of the others.
 """

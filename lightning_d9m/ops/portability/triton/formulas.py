@@ -11,26 +11,26 @@ from math import isfinite
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from lightning_d9m.ops.portability.definitions import BLOCK, LANES
+from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
 from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, list_needed
 from lightning_d9m.ops.portability.formulas import KERNELS, TWO_OVER_PI
 from lightning_d9m.ops.portability.triton import kernels
+from lightning_d9m.ops.portability.triton.kernels import BLOCK, LANES
 
 _ROWS, _ELEMENTS = 4, 256  # of a program of four warps: one row each
+_BITS = {"to_bits": "int64", "from_bits": "float64"}
 _LOOK_UP = "tl.full([], 0, tl.int64)"
 for _place, _word in enumerate(TWO_OVER_PI):
     _LOOK_UP = f"tl.where({{0}} == {_place}, {_word - (_word >> 63 << 64)}, {_LOOK_UP})"
 _TEXTS = TEXTS | {"neg": "{} * -1", "invert": "~{}", "abs": "tl.abs({})", "lookup": _LOOK_UP}
 _TEXTS |= {"where": "tl.where({}, {}, {})", "wide": "{}.to(tl.float64)", "narrow": "{}.to(REAL)"}
-_TEXTS |= {"to_bits": "{}.to(tl.int64, bitcast=True)", "length": "n.to(REAL)"}
-_TEXTS |= {"from_bits": "{}.to(tl.float64, bitcast=True)", "total": "total", "greatest": "greatest"}
-_TEXTS["copysign"] = "tl.abs({0}) * tl.where({1}.to(tl.int64, bitcast=True) < 0, -1, 1)"
-# Rounded to nearest: `/` and `tl.sqrt` of float32 numbers are not.
-_TEXTS["truediv"] = "{0} / {1} if {1}.dtype == tl.float64 else tl.div_rn({0}, {1})"
-_TEXTS["root"] = "tl.sqrt({0}) if {0}.dtype == tl.float64 else tl.sqrt_rn({0})"
+_TEXTS |= {name: f"tl.cast({{}}, tl.{kind}, bitcast=True)" for name, kind in _BITS.items()}
+_TEXTS |= {"total": "total", "greatest": "greatest", "root": "find_root({})"}
+# A number on the device: CUDA multiplies by the reciprocal of one on the CPU.
+_TEXTS |= {"truediv": "divide({}, {})", "length": "tl.full([], 0, REAL) + n.to(REAL)"}
+_TEXTS["copysign"] = f"tl.abs({{0}}) * tl.where({_TEXTS['to_bits'].format('{1}')} < 0, -1, 1)"
 _TYPES = {"double": "tl.float64", "int64_t": "tl.int64", "REAL": "REAL"}
 _PLACES = {"number": "tl.load({} + {}).to(REAL)", "0": "tl.load({} + i, mask=here, other=0.0)"}
 _PLACES["at"] = "tl.load({} + (at + i), mask=here, other=0.0)"
@@ -95,9 +95,12 @@ def write_kernel(kernel: Kernel) -> str:
     like = next(name for name, place in kernel.inputs.items() if place == "at")
     arguments = ", ".join((*kernel.fresh, *kernel.inputs, "count", "n", "period"))
     lines = [
-        f"def kernel({arguments}, BLOCK: tl.constexpr):",
+        f"def kernel({arguments}, WIDE: tl.constexpr, BLOCK: tl.constexpr):",
         f"REAL: tl.constexpr = {like}.dtype.element_ty",
-        "r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
+        "program = tl.program_id(0)",
+        "if WIDE:",
+        "    program, n = program.to(tl.int64), n.to(tl.int64)",
+        "r = program * BLOCK + tl.arange(0, BLOCK)",
     ]
     rows, known = _write_row(results.values()) if kernel.in_rows else ([], set[Code]())
     each = {name: one for name, one in results.items() if one.each}
@@ -113,14 +116,22 @@ def write_kernel(kernel: Kernel) -> str:
 
 
 @cache
-def _compile(name: str) -> Any:
+def _define(name: str) -> Any:
     """Return the kernel of a name in ``KERNELS``."""
     text, file = write_kernel(KERNELS[name]), f"<kernel {name}>"
     # Triton reads the source of a function where Python's tracebacks do.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace = dict(vars(kernels))
     exec(compile(text, file, "exec"), namespace)  # noqa: S102 - a formula of ours
-    return triton.jit(do_not_specialize=["count", "n", "period"])(namespace["kernel"])
+    return jit("count", "n", "period")(namespace["kernel"])
+
+
+@lru_cache(maxsize=4096)
+def _prepare(name: str, count: int, n: int, period: int, *_dtypes: torch.dtype) -> Any:
+    """Return a launch."""
+    block, width = (_ROWS, LANES) if KERNELS[name].in_rows else (_ELEMENTS, 1)
+    numbers = count, n, period
+    return prepare_launch(_define(name), count, count * n, *numbers, block=block, width=width)
 
 
 @lru_cache(maxsize=256)
@@ -135,10 +146,9 @@ def _launch(name: str, *given: Any) -> None:
     places = dict(zip((*kernel.fresh, *kernel.inputs), given, strict=True))
     some = {place: places[key] for key, place in kernel.inputs.items()}  # one of each kind
     x, period = some["at"], len(some.get("r % period", [0]))
-    n, each = (x.shape[-1], _ROWS) if kernel.in_rows else (1, _ELEMENTS)
+    n = x.shape[-1] if kernel.in_rows else 1
     used = [one if isinstance(one, Tensor) else _put(tuple(one), x.device) for one in given]
-    count = x.numel() // max(n, 1)
-    kernels.start(_compile(name), triton.cdiv(count, each), used, count, n, period, each)
+    _prepare(name, x.numel() // max(n, 1), n, period, x.dtype)(*used)
 
 
 def __getattr__(name: str) -> Callable[..., None]:

@@ -1,31 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN001, ANN201, N803 - Triton's compiler reads these functions
-"""Products and sums, in the sequences of ``definitions.py``."""
+"""Products and sums. They say the sequence of each result, which ``kernels.c`` computes, too."""
 
-from collections.abc import Sequence
-from typing import Any
+from lightning_d9m.ops.patches.triton import language as tl
+from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
 
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
-
-from lightning_d9m.ops.patches.triton.launch import INT32_LIMIT
-from lightning_d9m.ops.portability import definitions
-
+LANES, BLOCK, DEPTH = 32, 4096, 256  # of a sum, of its terms, and of those of a product
 _TILE = 64  # rows and columns of a product that a program computes
-# A multiplication that is meant to be rounded before an addition must not be fused with it.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-BLOCK, DEPTH = map(tl.constexpr, (definitions.BLOCK, definitions.DEPTH))
+_SIDE = 512  # as many, for torch ops
 
 
-def start(kernel: Any, programs: int, tensors: Sequence[Tensor], *numbers: Any) -> None:
-    """Launch programs of a kernel on the device of its tensors."""
-    with torch.cuda.device(tensors[0].device.index if tensors[0].is_cuda else -1):
-        kernel[programs, 1, 1](*tensors, *numbers, **OPTIONS)
-
-
-@triton.jit
+@jit()
 def add_lanes(lanes, AXIS: tl.constexpr, STEPS: tl.constexpr):
     """Add the upper half of ``2**STEPS`` lanes to the lower half, until one is left."""
     results: tl.constexpr = lanes.shape[1 - AXIS]
@@ -38,27 +23,46 @@ def add_lanes(lanes, AXIS: tl.constexpr, STEPS: tl.constexpr):
     return lanes
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "terms"])  # one kernel for all sizes
+@jit()
+def divide(left, right):
+    """Return a quotient, rounded to nearest: `/` of float32 numbers is not."""
+    return left / right if left.dtype == tl.float64 else tl.div_rn(left, right)
+
+
+@jit()
+def find_root(values):
+    """Return a root, rounded to nearest."""
+    return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
+
+
+@jit("rows", "columns", "terms")  # one kernel for all sizes
 def multiply_tiles(
     left, right, out,
     left_rows, left_terms, left_batch,
     right_terms, right_columns, right_batch,
     out_rows, out_columns, out_batch,
     rows, columns, terms,
-    TILE: tl.constexpr,
+    DEPTH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of a product. Results beside the matrix repeat the last row or column."""
+    """Compute a tile of a product. Results beside the matrix repeat the last row or column.
+
+    In each block of ``DEPTH`` terms, one product after the other is added to 0; then one block
+    after the other is added.
+    """
     program = tl.program_id(0)
-    across, down = tl.cdiv(columns, TILE), tl.cdiv(rows, TILE)
+    if WIDE:  # a number rounded up to whole tiles or blocks could pass 2**31
+        program, terms = program.to(tl.int64), terms.to(tl.int64)
+        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
+    across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, BLOCK)
     batch = program // (across * down)
-    row = (program // across) % down * TILE + tl.arange(0, TILE)
-    column = program % across * TILE + tl.arange(0, TILE)
+    row = (program // across) % down * BLOCK + tl.arange(0, BLOCK)
+    column = program % across * BLOCK + tl.arange(0, BLOCK)
     left += tl.load(left_batch + batch) + tl.load(left_rows + tl.minimum(row, rows - 1))
     right += tl.load(right_batch + batch)
     right += tl.load(right_columns + tl.minimum(column, columns - 1))
-    total = tl.zeros([TILE, TILE], out.dtype.element_ty)
+    total = tl.zeros([BLOCK, BLOCK], out.dtype.element_ty)
     for begin in range(0, terms, DEPTH):
-        block = tl.zeros([TILE, TILE], out.dtype.element_ty)
+        block = tl.zeros([BLOCK, BLOCK], out.dtype.element_ty)
         for term in range(begin, tl.minimum(begin + DEPTH, terms)):
             one = tl.load(left + tl.load(left_terms + term))[:, None]
             other = tl.load(right + tl.load(right_terms + term))[None, :]
@@ -78,32 +82,43 @@ def multiply_tiles(
 
 def multiply(out, left, right, of_left, of_right, of_out):
     """Write products of matrices; ``multiply_at`` describes the arguments."""
-    rows, columns = of_left.rows.numel(), of_right.columns.numel()
-    tiles = triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE) * of_left.batch.numel()
+    rows, columns, batch = (one.numel() for one in (of_left.rows, of_right.columns, of_left.batch))
     places = [one.to(out.device) for own in (of_left, of_right, of_out) for one in own]
-    terms = of_left.columns.numel()
-    start(multiply_tiles, tiles, (left, right, out, *places), rows, columns, terms, _TILE)
+    terms, side = of_left.columns.numel(), max(rows, columns)
+    launch = prepare_launch(
+        multiply_tiles, side, terms, rows, columns, terms, DEPTH, block=_TILE, width=_SIDE,
+        count=lambda side: -(-rows // side) * -(-columns // side) * batch,
+    )  # fmt: skip
+    launch(left, right, out, *places)
 
 
-@triton.jit(do_not_specialize=[*range(2, 11)])
+_SUMS = "results terms blocks size outer_step step inner outer_term term_step"
+
+
+@jit(*_SUMS.split())
 def add_blocks(
     x, out, results, terms, blocks,
     size, outer_step, step, inner, outer_term, term_step,
-    AXIS: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, RESULTS: tl.constexpr,
+    AXIS: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of terms of each of ``RESULTS`` sums. Its ``2**STEPS`` lanes are ``AXIS``."""
+    """Add a block of ``TERMS`` terms of each of ``BLOCK`` sums.
+
+    The lanes are ``AXIS``. Term i is added to lane i % ``2**STEPS``, which begins with 0; then the
+    upper half of the lanes is added to the lower half, until one is left.
+    """
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
-    first = program // blocks * RESULTS
-    result = tl.expand_dims(first + tl.arange(0, RESULTS), AXIS)
+    first = program // blocks * BLOCK
+    result = tl.expand_dims(first + tl.arange(0, BLOCK), AXIS)
     lane = tl.expand_dims(tl.arange(0, 2**STEPS), 1 - AXIS) + result * 0
     place = result // size * outer_step + result % size * step
     there = result < results
     lanes = tl.zeros(lane.shape, out.dtype.element_ty)
-    begin = program % blocks * BLOCK
+    begin = program % blocks * TERMS
     # Not a conditional expression, whose branches must have one type: `begin` may have 64 bits.
-    end = tl.where(blocks == 1, terms, tl.minimum(begin + BLOCK, terms))
+    end = tl.where(blocks == 1, terms, tl.minimum(begin + TERMS, terms))
     for done in range(begin, end, 2**STEPS):
         term = done + lane
         here = there & (term < terms)
@@ -116,21 +131,24 @@ def add_blocks(
 def add(out, x, results, terms, steps=5):
     """Write sums into ``out``: of ``2**steps`` lanes, and if that is 1, in order.
 
+    With lanes, terms are added in blocks of ``BLOCK``, and then one block after the other.
+
     ``results`` and ``terms`` have sizes and steps in memory of an outer and an inner dimension.
     """
     (size, step), (inner, _) = results[1], terms[1]
     count = terms[0][0] * inner
-    blocks = max(-(-count // definitions.BLOCK), 1) if steps else 1
+    blocks = max(-(-count // BLOCK), 1) if steps else 1
     parts = out if blocks == 1 else out.new_empty((blocks, out.numel()))
     # Neighbors in memory are neighbors among the threads: results of columns, else lanes of a row,
-    # of which a warp has one. 2**5 is `definitions.LANES`.
+    # of which a warp has one.
     axis = int(step != 1 or size == 1)
-    each = 4 if axis else 32
-    start(
-        add_blocks, triton.cdiv(out.numel(), each) * blocks, [x, parts],
+    launch = prepare_launch(
+        add_blocks, out.numel(), max(parts.numel(), x.untyped_storage().nbytes()),
         out.numel(), count, blocks, size, results[0][1], step, inner, terms[0][1], terms[1][1],
-        axis, steps, max(parts.numel(), x.untyped_storage().nbytes()) > INT32_LIMIT, each,
+        axis, steps, BLOCK, block=4 if axis else 32, width=LANES,
+        count=lambda each: -(-out.numel() // each) * blocks,
     )  # fmt: skip
+    launch(x, parts)
     if blocks > 1:
         places = [(1, 0), (out.numel(), 1)], [(1, 0), (blocks, out.numel())]
         add(out, parts, *places, steps=0)
