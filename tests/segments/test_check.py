@@ -133,7 +133,8 @@ def test_a_training_is_followed_while_it_runs(wrong, forking_python, d9m, tmp_pa
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     words = [forking_python, str(PROGRAM)]
     # An honest one keeps the last checkpoint alone: links hold the others until they are used.
-    variables = {**os.environ, "SLOW": "0.05", "KEPT": "-1" if wrong else "1", "WRONG": wrong}
+    given = {"KEPT": "-1", "WRONG": wrong} if wrong else {"SLOW": "0.05", "KEPT": "1"}
+    variables = {**os.environ, **given}
     with subprocess.Popen([*words, "run"], env=variables, stderr=subprocess.DEVNULL) as training:
         while not list(tmp_path.glob("run/fit-000/*")):
             assert training.poll() is None
