@@ -5,11 +5,9 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
-from resuming import Fits
-from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback
-from lightning_d9m.engine.ledger.folder import read_ledger
+# Fixtures import what they need: pytest may load this file before `pytest_configure` of the outer
+# one, which loads both packages of Lightning before the callback takes its bases from them.
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +20,10 @@ def process_as_new(unseeded, new_process) -> Iterator[None]:
 @pytest.fixture
 def fit(tmp_path, new_process):
     """Return a function that trains as a run of its own would, and returns its ledger."""
+    from trainings import QUIET, make_loader, make_model
+
+    from lightning_d9m import DeterminismCallback
+    from lightning_d9m.engine.ledger.folder import read_ledger
 
     def train(
         *, package="lightning.pytorch", loader=None, model=None, again=False, validate=True, **words
@@ -48,4 +50,6 @@ def fit(tmp_path, new_process):
 
 @pytest.fixture
 def fits(tmp_path, new_process):
+    from resuming import Fits
+
     return Fits(tmp_path, new_process)
