@@ -245,8 +245,8 @@ def test_processes_that_lightning_starts_take_over_session_and_fits(cell, traine
 
 
 def derive(name, base=SingleDeviceStrategy):
-    """Return a class that stands for Lightning's of this name, or for a user's."""
-    return type(name, (base,), {})
+    """Return a class that stands for Lightning's of this name, or for one that derives from it."""
+    return type(name, (base,), {"__module__": base.__module__})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from lightning.fabric import Fabric
 from recorded_loop import train
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.utils.data import DataLoader
 
 from lightning_d9m import (
     InexactResumeError,
@@ -19,6 +20,7 @@ from lightning_d9m import (
     deterministic,
     read_ledger,
 )
+from lightning_d9m.engine.control import session
 from lightning_d9m.tools.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -70,9 +72,20 @@ def test_models_and_optimizers_of_deepspeed_are_refused(tmp_path):
             Recorder(tmp_path, part)
 
 
+def test_a_loader_of_the_program_with_the_name_of_a_librarys_is_not_one(tmp_path):
+    """It has no loader within it, whose order would be seeded."""
+    orders = []
+    for kind in (DataLoader, type("DataLoaderShard", (DataLoader,), {"__module__": __name__})):
+        session.restart_fits()
+        with deterministic(seed=2), Recorder(tmp_path / kind.__name__, nn.Linear(1, 1)) as run:
+            orders.append([*map(int, run.batches(kind(range(64), None, shuffle=True)))])
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("strategy", [*ShardingStrategy])
 def test_only_shards_within_groups_of_ranks_are_not_resumed(tmp_path, strategy):
-    kind = type("FullyShardedDataParallel", (nn.Linear,), {"sharding_strategy": strategy})
+    words = {"sharding_strategy": strategy, "__module__": "torch.distributed.fsdp"}
+    kind = type("FullyShardedDataParallel", (nn.Linear,), words)
     with deterministic(), Recorder(tmp_path, nn.Sequential(kind(1, 1))) as run:
         state = run.state_dict()
         if "HYBRID" not in strategy.name:

@@ -228,6 +228,8 @@ def test_state_that_ranks_do_not_share_may_differ_but_not_its_settings():
     class ZeroRedundancyOptimizer(torch.optim.Adam):
         """Stands for torch's, which needs a process group."""
 
+        __module__ = "torch.distributed.optim"
+
     model = nn.Linear(2, 1)
     kinds = (torch.optim.Adam, ZeroRedundancyOptimizer, torch.optim.LBFGS)
     optimizers = [kind(model.parameters()) for kind in kinds]
