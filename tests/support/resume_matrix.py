@@ -129,7 +129,8 @@ class Model(L.LightningModule):
         self.append = self.levels.append
         torch.default_generator.manual_seed(5)  # unlike torch.manual_seed, numbers no fit
         self.net = torch.nn.Sequential(torch.nn.Linear(3, 9), torch.nn.Linear(9, 1))
-        self.automatic_optimization = kind != "GradScaler"
+        self.accumulates = kind == "FSDP2 that accumulates"
+        self.automatic_optimization = kind != "GradScaler" and not self.accumulates
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
         self.workers = 0
 
@@ -137,6 +138,12 @@ class Model(L.LightningModule):
         loss = self.net(batch).square().mean() * KINDS[self.kind].get("factor", lambda _: 1.0)(self)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
+            if self.accumulates:
+                self.manual_backward(loss)
+                if index % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                return loss
             optimizer.zero_grad()
             self.manual_backward(self.scaler.scale(loss))
             self.scaler.step(optimizer.optimizer)
@@ -163,7 +170,7 @@ class Model(L.LightningModule):
             self.scaler.load_state_dict(checkpoint["scaler"])
 
     def configure_model(self):
-        if self.kind == "FSDP2":
+        if self.kind.startswith("FSDP2"):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def train_dataloader(self):
@@ -204,6 +211,7 @@ def prioritize(model):
 
 
 EPOCHS = 3
+FSDP2 = functools.partial(ModelParallelStrategy, save_distributed_checkpoint=False)
 # Each steers the training by what it keeps; its factor is called in each step.
 KINDS = {
     "plain": {},
@@ -229,9 +237,8 @@ KINDS = {
     "StatefulDataLoader of a stream": {"loader": StatefulDataLoader, "data": Stream},
     "accumulation": {"words": {"accumulate_grad_batches": 2}},
     "find_unused_parameters": {"strategy": "ddp_find_unused_parameters_true"},
-    "FSDP2": {
-        "strategy": functools.partial(ModelParallelStrategy, save_distributed_checkpoint=False)
-    },
+    "FSDP2": {"strategy": FSDP2},
+    "FSDP2 that accumulates": {"strategy": FSDP2},
 }
 
 
@@ -308,9 +315,9 @@ def main():
     for kind in chosen or KINDS:
         cells = []
         for processes, workers, threads in product(
-            (1, 2 if kind == "FSDP2" else 3), (0, 2), (1, 2)
+            (1, 2 if kind.startswith("FSDP2") else 3), (0, 2), (1, 2)
         ):
-            if (kind == "FSDP2" and processes == 1) or (processes > 1 and threads > 1):
+            if (kind.startswith("FSDP2") and processes == 1) or (processes > 1 and threads > 1):
                 continue
             words = judge(kind, Path(folder), processes, workers, threads)
             counts.update(words)

@@ -139,7 +139,18 @@ def get_logical_steps(trainer: Trainer) -> Any:
 
 
 def like_parameter(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a saved gradient on the device of its parameter, and in its layout if it is dense."""
+    """Return a saved gradient on the device of its parameter, and in its layout if it is dense.
+
+    Of a parameter that is divided it is the shard of this rank.
+    """
     if saved.layout is not torch.strided:
         return saved.to(parameter.device, copy=True)
-    return torch.empty_like(parameter, requires_grad=False).copy_(saved)
+    made = torch.empty_like(parameter, requires_grad=False)
+    local_shard(made).copy_(saved)
+    return made
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard that this rank holds of a ``DTensor``; of any other the tensor itself."""
+    shard: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return shard

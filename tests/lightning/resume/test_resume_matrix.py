@@ -14,6 +14,7 @@ from resume_matrix import judge
         ("StatefulDataLoader", 1, 2, "equal"),
         ("Lookahead", 1, 0, "refused"),
         ("set_epoch() of a dataset", 3, 0, "equal"),
+        ("FSDP2 that accumulates", 2, 0, "equal"),
     ],
 )
 def test_a_kind_resumes_within_an_epoch_and_at_its_end(tmp_path, kind, processes, workers, word):

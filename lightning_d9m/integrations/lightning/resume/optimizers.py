@@ -13,6 +13,7 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     get_logical_steps,
     like_parameter,
     list_schedulers,
+    local_shard,
     name_callbacks,
 )
 from lightning_d9m.text import pluralize
@@ -50,11 +51,7 @@ class Gradients(Part):
             kept: dict[str, Any] = logical.kept.capture()
             return kept
         found = {n: own.grad for n, own in module.named_parameters() if own.grad is not None}
-        # Those of shards have no form here; most programs zero them next.
-        shards = [name for name, gradient in found.items() if hasattr(gradient, "to_local")]
-        self.fit.unknown += [f"model.{name}.grad" for name in shards[:1]]
-        whole = found.items() if not shards else ()
-        return {name: gradient.detach().to("cpu", copy=True) for name, gradient in whole}
+        return {n: local_shard(own).detach().to("cpu", copy=True) for n, own in found.items()}
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
         if not state:
