@@ -26,7 +26,6 @@ from torch.utils.data import (
 from torch_features import needs_in_order
 
 from lightning_d9m import SettingError
-from lightning_d9m.engine.control.data.data_state import DATA
 from lightning_d9m.engine.control.data.loaders import LoaderControl, find_loader_problems
 from lightning_d9m.engine.control.seeding import seed_host
 
@@ -235,8 +234,7 @@ def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(wor
     dataset.epoch = 0
     control = begin(make(dataset, **words))
     dataset.epoch = 1
-    found = control.capture_samplers("train", within=False)
-    assert (DATA in found.get("0", {})) == kept
+    assert bool(control.capture_states("train", within=False)["train.0"]["now"]) == kept
     control.release()
 
 
@@ -519,8 +517,11 @@ class Kept(Draws):
     def __init__(self):
         self.rng = random.Random(1)
 
+    def __getitem__(self, index):
+        return self.rng.random()
+
     def __call__(self, samples):
-        return samples
+        return [self.rng.random() for _ in samples]
 
 
 class Stateful(DataLoader):
@@ -552,9 +553,9 @@ class Sized(Stream):
     [
         (make, None),
         (lambda: make(Kept()), None),
-        (lambda: make(Kept(), num_workers=2), r"its own generators \(dataset\.rng\)"),
+        (lambda: make(Kept(), num_workers=2), r"changes dataset\.rng in its workers"),
         (lambda: make(collate_fn=Kept()), None),
-        (lambda: make(collate_fn=Kept(), num_workers=2), r"generators \(collate_fn\.rng\)"),
+        (lambda: make(collate_fn=Kept(), num_workers=2), r"changes collate_fn\.rng in its wo"),
         (lambda: make(Sized(), shuffle=False), "Sized does not save its position"),
         (lambda: [1, 2], "list does not save its position"),
         (lambda: Stateful(Sized(), batch_size=3), None),

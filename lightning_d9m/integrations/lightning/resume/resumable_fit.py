@@ -100,18 +100,22 @@ class ResumableFit(Fit):
         self._find_trained: _Find = list
         self._find_changed_since_cut: _Find = list
         self._find_late: _Find = list
+        self._saves_in_validation = False
         self._find_validated: _Find = list
         self._has_settled = False
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: dict[str, Any] = {}
         self._is_dumping = False
         self._awaits_dump = False  # the checkpoint that is being collected gets our state
-        self._late: list[str] = []
+        # Reasons of checkpoints that are saved in a validation, or else before that. Hooks that run
+        # late for the latter have run before the former.
+        self._late: dict[bool, list[str]] = {}
         self._told: set[str] = set()
         self._is_open = True
         # Returns the state of the fit once it has ended, for later checkpoints.
         self._ended: Callable[[], dict[str, Any]] = dict
         self._patches = AttributePatches()
+        self.session.loaders.report = lambda problem: self.report([problem])
         self.session.resume(self._resume_loader, self.close)  # first, as a hook may be missing
         for hook in self._list_hooks():
             self._wrap(*hook)
@@ -202,6 +206,7 @@ class ResumableFit(Fit):
         self._told.update(new, logged)
         # Of several files in one batch, whatever changes after a later one changes after the first.
         if captured["position"]["phase"] == "batch" and self._find_late is list:
+            self._saves_in_validation = bool(trainer.validating)
             self._find_late = remember(
                 self._program,
                 count_logged,
@@ -237,7 +242,8 @@ class ResumableFit(Fit):
             return {**cut, "inexact": [*cut["inexact"], *late]}
         phase = find_position(trainer).phase
         self.unknown = []
-        self.inexact = [*self._late] if phase == "batch" else []
+        late = self._late.get(bool(trainer.validating), [])
+        self.inexact = [*late] if phase == "batch" else []
         if phase == "validation":
             self.inexact += map(_IN_VALIDATION.format, self._find_validated()[:1])
         # An interrupted validation is run again as a whole.
@@ -254,9 +260,9 @@ class ResumableFit(Fit):
     def _find_late_changes(self) -> None:
         """Report what has changed since a checkpoint was saved in this batch or validation."""
         names, self._find_late = self._find_late(), list
-        if names and not self._late:
-            self._late = [_LATE_HOOK.format(names[0])]
-            _report("The checkpoint that was just saved", self._late)
+        if names and self._saves_in_validation not in self._late:
+            late = self._late[self._saves_in_validation] = [_LATE_HOOK.format(names[0])]
+            _report("The checkpoint that was just saved", late)
 
     def _keep_and_end(self, end: Callable[[], None]) -> None:
         # A search for a batch size ends by `max_steps`, too, before the training begins.
@@ -380,7 +386,7 @@ class ResumableFit(Fit):
             batches=position.batch,
             # Called when the loaders are iterated: Lightning sets their mode later.
             cycled=lambda: lightning_private.cycles_shorter_loaders(trainer),
-            samplers=saved.get("samplers", {}),
+            states=saved.get("samplers"),
         )
 
     def _load_loader_states(self, load: Callable[[], None]) -> None:
@@ -478,7 +484,7 @@ class ResumableFit(Fit):
             self._restore("epoch")
             self._check("epoch")
             if self.was_saved_between_epochs:
-                self.session.loaders.restore_data("train", self._position.epoch)
+                self.session.loaders.restore_again("train", self._position.epoch)
         start()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
@@ -505,8 +511,10 @@ class ResumableFit(Fit):
             lightning_private.create_loader_iterator(trainer)
         self._loader_states = []
         start(*args, **words)
-        if self.saved and is_at_end(trainer):  # a batch may be fetched
-            loaders.restore_data("train", self._position.epoch)
+        # A batch may be fetched, and hooks may have drawn from a generator of a dataset. Between
+        # epochs what they do counts, as in a run that was not interrupted.
+        if self.saved and not self.was_saved_between_epochs:
+            loaders.restore_again("train", self._position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(loop)
         if self._at_end:

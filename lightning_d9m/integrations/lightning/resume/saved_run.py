@@ -26,7 +26,7 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     ranks_of,
 )
 
-FORMAT = 1
+FORMAT = 2
 
 # They are captured and restored in this order. The program comes first among what it may hold: a
 # metric is then reset, a generator then set. The generators of training come last, because what
@@ -35,7 +35,7 @@ PARTS: tuple[type[Part], ...] = (
     *(run_facts.Settings, position.Position, position.Limits, position.Stopped),
     *(optimizers.Groups, optimizers.Frozen, run_facts.Ledger, run_facts.Pending),
     *(logged.CallbackMetrics, optimizers.Schedulers, program.Program, logged.Reset),
-    *(logged.Results, loaders.Generators, logged.MetricStates, logged.LoggedSums),
+    *(logged.Results, logged.MetricStates, logged.LoggedSums),
     *(optimizers.Gradients, loaders.Samplers, loaders.Reloads, loaders.BatchSizes, loaders.Rng),
     *(run_facts.Inexact, run_facts.Unknown),
 )
