@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-_FORMAT = 2
+_FORMAT = 1
 # What `Recorder.state_dict` returns.
 _STATE = {
     *("format", "rank", "world_size", "seed", "fit", "epoch", "step", "batch", "rng", "samplers"),
