@@ -17,6 +17,7 @@ Path("left-behind").write_text("a file that git does not know")
 """
 SAME, OTHER = "VALUES = [1, 2, 3]", "VALUES = [1, 9, 8]"  # of its module
 BROKEN = "raise SystemExit(3)"
+FAILING = "VALUES = (number if number < 2 else 1 // 0 for number in (1, 2))"
 
 
 def git(folder, *words):
@@ -64,7 +65,7 @@ def bisect(tmp_path, monkeypatch, d9m):
 def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_path, bisect):
     contents = [SAME] * 13 + [OTHER] * 7
     for number in (4, 11, 16):
-        contents[number] = BROKEN
+        contents[number] = BROKEN if number == 4 else FAILING
     names = make_repository(tmp_path / "project", contents)
     (tmp_path / "project/values.py").write_text("not committed")
     before = git(tmp_path / "project", "status", "--porcelain", "--branch")

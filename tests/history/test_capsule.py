@@ -125,6 +125,8 @@ def test_a_batch_of_two_steps_is_one_capsule_and_is_entered_at_its_first_step(ca
     status, _, errors = d9m("bundle", *words)
     assert status == 3
     assert "Step 11 cannot be entered: its batch begins with step 10" in " ".join(errors.split())
+    status, _, errors = d9m("goto", "11", folder, "--trace", *words[3:])
+    assert (status, "Give step 10." in errors) == (3, True)
 
 
 def test_without_data_a_capsule_holds_none_and_says_what_it_cannot_do(capsule, d9m):

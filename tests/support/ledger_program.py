@@ -6,6 +6,7 @@ early. ``run`` is the number of the run, from the folder that it was given.
 
 PROGRAM = '''
 import json, os, re, signal, sys, time
+from contextlib import contextmanager
 from pathlib import Path
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.engine.ledger.format.records import (
@@ -19,6 +20,14 @@ request, resume = map(os.environ.get, ("LIGHTNING_D9M_INTERRUPT", "LIGHTNING_D9M
 checkpoints = Path(os.environ.get("LIGHTNING_D9M_CHECKPOINT_DIR", ""))
 points = ["step-1", "accumulated-1"]
 
+@contextmanager
+def noting_failure(ledger):
+    try:
+        yield
+    except BaseException as error:
+        ledger.write(End.failed(error))
+        raise
+
 def train(value=7, *, stack=None, settings=None, obeys=True):
     """Leave the ledger of one fit, and return its path; only rank 0 does.
 
@@ -28,7 +37,7 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
         return None
     path = rank_path(create_ledger_folder(ledgers), 0)
     kind, _, last = (request or "").partition(":")
-    with LedgerWriter(path) as ledger:
+    with LedgerWriter(path) as ledger, noting_failure(ledger):
         ledger.write(Header(rank=0, world_size=size, fit=0, seed=42, created="", package="0",
                             program={"segment": request} if last else {},
                             settings=settings or {}, stack=stack or {}))

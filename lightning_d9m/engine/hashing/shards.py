@@ -18,7 +18,6 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.engine.hashing.digest import ORDINARY, DigestQueue, make_header
 from lightning_d9m.engine.hashing.xxh3 import CHUNK_BYTES, hash_chunk
-from lightning_d9m.engine.state.parts import is_of_program
 from lightning_d9m.errors import DigestError
 
 _LEAF = 8  # bytes of the digest of a chunk
@@ -128,12 +127,11 @@ def find_dtensor_shard(tensor: Any) -> Shard | None:
 
 
 def has_base(value: object, *names: str) -> bool:
-    """Return whether the class of a value, or a base of it, is one of libraries with these names.
+    """Return whether the class of a value, or a base of it, has one of some names.
 
-    The package that defines the base need not be imported; a class of the program does not count.
+    The package that defines the base need not be imported.
     """
-    named = [base for base in type(value).__mro__ if base.__name__ in names]
-    return any(not is_of_program(base) for base in named)
+    return any(base.__name__ in names for base in type(value).__mro__)
 
 
 def reshard(model: nn.Module) -> None:

@@ -193,12 +193,17 @@ class Divergence:
         return tuple(name_call(place.name, place.call) for place in alike)
 
     @property
+    def is_end(self) -> bool:
+        """True if the runs differ in how they ended."""
+        return self.moment == "" and self.kind == "end"
+
+    @property
     def when(self) -> tuple[int, ...]:
         """Sort key in the order of execution, for the differences of all ranks."""
         # Within a batch the kind decides, and among the kinds that the batch computes the position:
         # a value that one rank computes differently reaches the other ranks later, with the
         # gradients or another exchange.
-        if self.moment == "" and self.kind == "end":  # the end of a run comes last
+        if self.is_end:
             return (2**63,)
         phase = {"initial": 0, "batch": 1, "epoch": 2, FINAL: 3, EXCEPTION: 3}.get(self.moment, 1)
         when = (self.epoch, phase, self.step, self.batch or 0)

@@ -224,11 +224,8 @@ class Interruption:
                 self._tape.__exit__(None, None, None)
                 self._tape.save(self._file(STEP_FILE), step - 1)
             # Manual optimization makes several steps in a batch, and can be entered at the first.
-            looks = self._request.kind == TAPE or self._request.debugger is not None
-            is_within = looks and self._begun + 1 != self._request.stop
-            self.stop(
-                f"{WITHIN}{self._batch}" if is_within else f"the segment ends after step {step}"
-            )
+            within = f", {WITHIN}{self._batch}" if self._begun + 1 != self._request.stop else ""
+            self.stop(f"the segment ends after step {step}{within}")
 
     def stop(self, reason: str = "the segment ends with the fit") -> None:
         """End this process, if the run is a segment: what the program does next is not part of it.

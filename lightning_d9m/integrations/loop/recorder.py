@@ -698,7 +698,7 @@ def _find_controllable(loader: object) -> DataLoader[Any] | None:
     """
     inner = loader
     if has_base(loader, "DataLoaderShard"):
-        inner = getattr(loader, "base_dataloader", None)
+        inner = getattr(loader, "base_dataloader", loader)  # a class of the program has none
     elif has_base(loader, "_FabricDataLoader"):
         inner = find_fabric_loader(loader)
     elif type(loader).__module__.partition(".")[0] in _WRAPPING:

@@ -17,7 +17,7 @@ from lightning_d9m.tools.output.terminal import format_next_steps, wrap
 _PATCH_LINES = 40
 
 ARGUMENTS = f"""
-commits:GOOD..BAD  a commit with the right bits and a later one with others; without BAD it is HEAD
+commits:GOOD..BAD  a commit with the right bits and a later one with others; GOOD.. ends at HEAD
 --until EPOCH  end each training after this epoch of its first fit, counted from 0 (default: train
     to the end)
 --link PATH ...  a path below the repository's top that git does not track and the training needs,

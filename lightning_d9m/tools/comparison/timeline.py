@@ -73,14 +73,17 @@ class Timeline:
         steps: All that was compared on each rank and of each module, by step.
         values: The loss and the logged values of the first rank by name, at most ``MAX_SERIES``:
             (step, the reference's value, this run's value), None where a run has no such record.
+        rank: The rank whose values are kept; None before.
+        left_out: The names of its other values.
         firsts: (epoch, step, batch, position, description) of the first place or entry that differs
             on any rank, by the path of its module, without its submodules; "" is the model itself.
     """
 
     steps: StepTable = field(default_factory=StepTable)
     values: dict[str, list[ValuePair]] = field(default_factory=dict)
+    rank: int | None = None
+    left_out: set[str] = field(default_factory=set)
     firsts: dict[str, tuple[int, int, int, int, str]] = field(default_factory=dict)
-    _rank: int | None = None  # whose values are kept
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
@@ -89,13 +92,15 @@ class Timeline:
         item = other or one
         if not isinstance(item, Batch | Digests):
             return
-        self._rank = rank if self._rank is None else self._rank
-        if isinstance(item, Digests) and item.moment == "epoch" and rank == self._rank:
+        self.rank = rank if self.rank is None else self.rank
+        if isinstance(item, Digests) and item.moment == "epoch" and rank == self.rank:
             values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
             for name in values[0] | values[1]:
                 if name in self.values or len(self.values) < MAX_SERIES:
                     pair = (values[0].get(name), values[1].get(name))
                     self.values.setdefault(name, []).append((item.step, *pair))
+                else:
+                    self.left_out.add(name)
         if one is None or other is None:
             size = item.size if isinstance(item, Batch) else 1
             self.steps.add(rank, item.step, alone=size)

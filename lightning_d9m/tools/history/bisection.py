@@ -21,6 +21,8 @@ from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.segment import Segment, run_segment
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
+# A commit may change packages: its bits decide.
+_ON_STACK = "LIGHTNING_D9M_ON_STACK_DIFFERENCE"
 # A subject and a name may hold any character but a NUL.
 _FORMAT = "%H%x00%s%x00%an%x00%as"
 
@@ -281,7 +283,7 @@ class Bisection:
         start = time.monotonic()
         # A program with one fit then ends as soon as it differs.
         paths = [str(ledger.path) for ledger in self.runs.fits.values()]
-        reference = {_REFERENCE: paths[0]} if len(paths) == 1 else {}
+        reference = {_REFERENCE: paths[0], _ON_STACK: "ignore"} if len(paths) == 1 else {}
         try:
             words: dict[str, Any] = {"working_folder": self._check_out(commit), "may_fail": True}
             words["variables"] = reference
@@ -303,7 +305,9 @@ class Bisection:
         for name in (name for name in reference if name in run.fits):
             # A fit that differs settles it, even if the training failed later.
             found = compare_ledgers(reference[name], run.fits[name])
-            if found.verdict == "different" or found.refusals:
+            # That a failed training ends otherwise is not a difference of bits.
+            is_settled = run.failure is None or any(not own.is_end for own in found.divergences)
+            if (found.verdict == "different" and is_settled) or found.refusals:
                 return Trial(commit, "different", seconds, "", found)
         if run.failure is not None:
             return Trial(commit, "skipped", seconds, str(run.failure).partition("\n")[0])

@@ -34,6 +34,9 @@ def make_output(chosen: Path | None) -> Path:
     parent = Path("d9m-runs")
     numbered = (parent / f"{number:03d}" for number in count())
     is_first = chosen is None and not parent.exists()
+    if chosen is None:  # a link that leads nowhere would refuse each number
+        with file_errors(LedgerError, f"The folder {parent} cannot be made", "Use --output."):
+            parent.mkdir(exist_ok=True)
     for folder in numbered if chosen is None else [chosen]:
         what = f"The folder {folder} cannot be made"
         advice = "Give another with --output."

@@ -38,7 +38,7 @@ def print_check(
             text = f"Segment {own.number}: {until}{own.reason}".splitlines()
             lines += [*wrap(text[0]), *text[1:], ""]
     lines += [line for note in (*report.limits, *report.notes) for line in wrap(note)]
-    if report.is_drawn:
+    if report.is_drawn and report.checked:
         numbers = ",".join(str(own.number) for own in report.checked)
         # A seed chooses by the whole ledger, which may still grow; numbers of segments stay.
         again = f"--only {numbers}" if report.choice is None else f"--choose {report.choice}"

@@ -127,6 +127,8 @@ def render_page(compared: ComparedRuns) -> str:
         heat=None if comparison.equal else _make_heat_map(timeline, comparison),
         runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
         values=list(_list_values(timeline.values)),
+        values_rank=timeline.rank,
+        values_left=len(timeline.left_out),
         style=style,
         script=script,
         # The page's content security policy allows this script, and no other.

@@ -34,6 +34,7 @@ TRAINING = "urn:lightning-d9m:training:1"
 # two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
+NOT_HERE = "it is a package that is not installed here"
 _NEVER = {
     "validation data": "only the batches of training are hashed",
     "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
@@ -170,7 +171,7 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     for name, version in sorted(sources.packages.items()):
         here = next((own for own in Distribution.discover(name=name) if own.version), None)
         if here is None:
-            unread[name] = "it is a package that is not installed here"
+            unread[name] = NOT_HERE
         elif name not in used:
             continue  # an environment has hundreds; what was not loaded computed nothing
         elif here.version != version:

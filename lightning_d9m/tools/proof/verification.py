@@ -12,7 +12,7 @@ from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.errors import D9mError, LedgerError
 from lightning_d9m.text import describe_names, escape
 from lightning_d9m.tools.proof.statement import read_statement, write_statement
-from lightning_d9m.tools.proof.training import TRAINING, Training, choose_segments, make_proof
+from lightning_d9m.tools.proof.training import NOT_HERE, TRAINING, Training, choose_segments, make_proof
 from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun
 from lightning_d9m.version import __version__
@@ -74,8 +74,9 @@ def _list_left_out(files: Iterable[str], said: Training, own: Training) -> Itera
         yield f"The ledger is that of another run: {describe_names(named, len(named))} differ."
     for name in sorted(files):
         yield f"The proof is not about {escape(name, 200)}, which is a file of the run."
-    told = said.uncommitted.keys() | said.packages.keys()
-    for what in sorted((own.uncommitted.keys() | own.packages.keys()) - told):
+    # What the maker of the proof has installed and never loaded is not missed here.
+    here = {what for what, why in own.uncommitted.items() if why != NOT_HERE}
+    for what in sorted((here | own.packages.keys()) - said.uncommitted.keys() - said.packages.keys()):
         yield f"The proof does not say that it does not commit to: {what}."
 
 
@@ -97,7 +98,10 @@ def _compare_here(said: Training, own: Training, problems: list[str], notes: lis
             differing.append(f"{escape(name)}: {why}")
         elif here != expected:
             text = f"The package {escape(name)} {sources['packages'][name]} has other files here"
-            (differing if is_other else problems).append(text)
+            if is_other:
+                differing.append(text)
+            else:
+                problems.append(f"{text}.")
     if differing := [*differing, *stack]:
         shown = describe_names(differing[:4], len(differing))
         notes.insert(0, f"Results here may differ, as the stack does: {shown}.")

@@ -79,10 +79,11 @@ def _list_reasons(fits: Iterable[Ledger], step: int) -> list[str]:
     reasons = [end.reason or "" for end in ends if end is not None and end.status == "stopped"]
     # Known by the process alone: a ledger does not have the steps of each batch.
     for reason in reasons:
-        if reason.startswith(WITHIN):
+        _, is_within, first = reason.partition(WITHIN)
+        if is_within:
             raise CommandError(
-                f"Step {step} cannot be entered: {reason}, because the program makes several "
-                f"optimizer steps in a batch. Give step {reason.removeprefix(WITHIN)}."
+                f"Step {step} cannot be entered: {WITHIN}{first}, because the program makes "
+                f"several optimizer steps in a batch. Give step {first}."
             )
     return reasons
 
