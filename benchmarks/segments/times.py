@@ -144,7 +144,8 @@ def measure_locate(name: str) -> dict[str, Any]:
             variables = {f"LIGHTNING_D9M_{name}": value for name, value in names.items()}
             return time_command([*words[:2], own], root, LIGHTNING_D9M="1", **variables)[0]
 
-        begin, one = train_part("stop:1"), train_part(f"stop:{stop}")
+        begin = train_part("stop:1")
+        one = begin if stop == 1 else train_part(f"stop:{stop}")
         locate = [sys.executable, "-m", "lightning_d9m", "locate", "--json", "-o", "out"]
         if name == "rare":  # two runs that exist, of which one has differed
             for own in ("none", "1552"):

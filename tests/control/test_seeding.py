@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from lightning_d9m.engine.control.seeding import (
     SeededHost,
+    capture_generators,
     capture_host,
     capture_rng,
     decode_rng,
     derive_seed,
     encode_rng,
     find_lost_devices,
+    restore_generators,
     restore_rng,
     rng_restored,
     seed_all,
@@ -195,6 +197,37 @@ def test_a_device_gets_the_state_that_it_gave_or_the_loss_is_named(
     reasons = find_lost_devices(state)
     assert [reason.split()[6].rstrip(",") for reason in reasons] == lost
     assert all(f"this process has {len(restored)} devices" in reason for reason in reasons)
+
+
+class Owner:
+    """Keeps a generator of every kind, here and there."""
+
+    def __init__(self, seed):
+        self.own = random.Random(seed)
+        self.parts = [np.random.default_rng(seed), {"key": np.random.RandomState(seed)}]
+        self.inner = lambda: None
+        self.inner.generator = torch.Generator().manual_seed(seed)
+        self.other = np.random.Generator(np.random.Philox(seed))
+        self.system = random.SystemRandom()
+        self.again = self.own
+        self.me = self
+
+    def draw(self):
+        found = [self.own.gauss(0, 1), self.parts[0].normal(), self.parts[1]["key"].randn()]
+        return [*found, torch.rand(2, generator=self.inner.generator).tolist(), self.other.random()]
+
+
+@given(seed=st.integers(0, 2**32 - 1), drawn=st.integers(0, 3))
+def test_generators_that_objects_keep_go_through_a_file(seed, drawn):
+    owner = Owner(seed)
+    for _ in range(drawn):
+        owner.draw()
+    state = through_a_file(capture_generators({"model": owner}))
+    assert len(state) == 6  # each once
+    expected = owner.draw()
+    other = Owner(1)
+    restore_generators({"model": other}, state)
+    assert other.draw() == expected
 
 
 class Holder:

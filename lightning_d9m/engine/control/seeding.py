@@ -14,13 +14,14 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.compatibility import find_accelerator
-from lightning_d9m.engine.state.parts import check_positions
+from lightning_d9m.engine.state.parts import GENERATOR, check_positions
 from lightning_d9m.engine.state.plain_data import (
     decode_plain,
     encode_plain,
     pack_bytes,
     unpack_bytes,
 )
+from lightning_d9m.engine.state.state import find_generators
 
 # Not the function that notes the seeds of the program.
 _manual_seed = torch.manual_seed
@@ -345,3 +346,23 @@ def _find_own_device(name: str) -> int:
     module = getattr(torch, name)
     current = getattr(module, "current_device", int)  # torch.mps has a single device
     return int(current()) if module.device_count() else 0
+
+
+def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return the encoded state of every generator that the objects hold.
+
+    Args:
+        owners: Objects by name. See ``find_generators`` for the search.
+
+    Returns:
+        Bytes by the generator's path, such as ``"model.noise"``.
+    """
+    found = find_generators(owners).items()
+    return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
+
+
+def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]) -> None:
+    """Restore the generators that were captured and are here."""
+    found = find_generators(owners)
+    for path in encoded.keys() & found.keys():
+        GENERATOR.write(found[path], decode_plain(unpack_bytes(encoded[path])))

@@ -234,7 +234,7 @@ class Changes:
         What fills an empty place counts from then on as held at first, and so does what is left of
         a dict that loses entries, as a cache does.
         """
-        for change in self._find_all(generators=False):
+        for change in self._find_all():
             is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
             if not is_removed and not _is_filled(change):
@@ -313,15 +313,13 @@ class Changes:
             elif own:
                 node.kind.write(node.owner, node.content)
 
-    def list_generators(self) -> set[str]:
-        """Return the paths of the generators that were there at first."""
-        return {node.path for node in self._watch.nodes.values() if node.kind is GENERATOR}
-
-    def _find_all(self, *, generators: bool = True) -> Iterator[Change]:
-        """Yield what has changed, and ``generators`` that have not."""
-        every = self._watch.nodes.values() if generators else ()
-        kept = [node for node in every if node.kind is GENERATOR]
-        for node in dict.fromkeys([*self._watch.find_changed(), *kept]):
+    def _find_all(self) -> Iterator[Change]:
+        changed = self._watch.find_changed()
+        known = set(map(id, changed))
+        for node in self._watch.nodes.values():
+            if node.kind is GENERATOR and id(node) not in known:
+                changed.append(node)
+        for node in changed:
             holder, _, name = node.path.rpartition(".")
             held = self._watch.paths.get(holder)
             now = node.owner if held is None else getattr(held.owner, name, node.owner)

@@ -147,7 +147,8 @@ class TrainerSession:
         if self.stage == "fit":
             # The epoch of an evaluation is the number of batches trained, which two validations may
             # share.
-            self.loaders.restart_epoch(self.evaluated, self.evaluation)
+            self.loaders.restart(self.evaluated)
+            self.loaders.start_epoch(self.evaluated, self.evaluation)
         seed_all(self._seed(self.evaluated, self.evaluation))
 
     def capture_rng(self) -> RngState:

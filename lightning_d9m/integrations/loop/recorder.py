@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_d9m.engine.control.data.data_state import UNKNOWN, list_paths, list_unsaved
+from lightning_d9m.engine.control.data.data_state import UNKNOWN_DATA, list_paths, list_unsaved
 from lightning_d9m.engine.control.data.loaders import LoaderControl, find_control
 from lightning_d9m.engine.control.seeding import (
     capture_rng,
@@ -237,7 +237,6 @@ class Recorder:
         self._loaders = LoaderControl(
             settings.seed, fit=self._fit, rank=rank, per_sample_rng=settings.per_sample_rng
         )
-        self._loaders.report = self._report
         self._opened.callback(self._loaders.release)
         if self._portable:
             from lightning_d9m.ops.portability.mode import portable
@@ -357,10 +356,9 @@ class Recorder:
             seed_all(derive_seed(loaders.seed, _STAGE, **moment))
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
-        states = None if resumed is None else resumed["samplers"]
-        batches = self._start_loader(loader, inner, states)
+        samplers = {} if resumed is None else resumed["samplers"]
+        batches = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
-            loaders.restore_again(_STAGE, epoch)
             # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
         for batch in batches:
@@ -378,12 +376,12 @@ class Recorder:
                 self.interruption.pass_step(self.global_step, self._save)
 
     def _start_loader(
-        self, loader: Any, inner: DataLoader[Any] | None, states: Mapping[str, Any] | None
+        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any]
     ) -> Any:
         """Return an iterator of an epoch's batches without the first ones.
 
         Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
-        ``states`` is what ``capture_states`` returned in the run that was interrupted.
+        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted.
         """
         loaders, epoch, skipped = self._loaders, self.next_epoch, self._batch
         if inner is None:
@@ -391,9 +389,9 @@ class Recorder:
             for _ in zip(range(skipped), batches, strict=False):
                 pass
             return batches
-        if states is not None:
+        if skipped:
             loaders.resume_epoch(
-                _STAGE, epoch, batches=skipped, cycled=lambda: False, states=states
+                _STAGE, epoch, batches=skipped, cycled=lambda: False, samplers=samplers
             )
         controlled = loaders.wrap_loader(inner, _STAGE)
         loaders.start_epoch(_STAGE, epoch)
@@ -593,7 +591,7 @@ class Recorder:
             "step": self.global_step,
             "batch": self._batch,
             "rng": encode_rng(capture_rng()),
-            "samplers": self._loaders.capture_states(_STAGE, within=self._batch > 0),
+            "samplers": self._loaders.capture_samplers(_STAGE, within=self._batch > 0),
             "loss": self._run.loss_text,
             "data": self._run.data,
             "scalars": _to_hex(self._scalars),
@@ -627,7 +625,7 @@ class Recorder:
         sharding = find_hybrid_sharding(wrapped.modules())
         problems = [*filter(None, [sharding]), *find_lost_devices(saved["rng"])]
         problems += list_unsaved(saved["samplers"])
-        problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN))
+        problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN_DATA))
         if problems:
             text = f"This loop would not resume exactly: {' '.join(problems)}"
             raise InexactResumeError(text, reasons=problems)

@@ -12,7 +12,13 @@ from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.errors import D9mError, LedgerError
 from lightning_d9m.text import describe_names, escape
 from lightning_d9m.tools.proof.statement import read_statement, write_statement
-from lightning_d9m.tools.proof.training import NOT_HERE, TRAINING, Training, choose_segments, make_proof
+from lightning_d9m.tools.proof.training import (
+    NOT_HERE,
+    TRAINING,
+    Training,
+    choose_segments,
+    make_proof,
+)
 from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun
 from lightning_d9m.version import __version__
@@ -76,7 +82,9 @@ def _list_left_out(files: Iterable[str], said: Training, own: Training) -> Itera
         yield f"The proof is not about {escape(name, 200)}, which is a file of the run."
     # What the maker of the proof has installed and never loaded is not missed here.
     here = {what for what, why in own.uncommitted.items() if why != NOT_HERE}
-    for what in sorted((here | own.packages.keys()) - said.uncommitted.keys() - said.packages.keys()):
+    for what in sorted(
+        (here | own.packages.keys()) - said.uncommitted.keys() - said.packages.keys()
+    ):
         yield f"The proof does not say that it does not commit to: {what}."
 
 

@@ -214,12 +214,17 @@ RANK = (*STATE, "ranks", 0)
 REFUSED = [
     (STATE, None, "has no lightning_d9m state"),
     (STATE, lambda _: [1], "has no lightning_d9m state"),
-    ((*STATE, "format"), lambda n: n + 1, f"has format 2; this version reads {FORMAT}"),
+    ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
     ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
     ((*STATE, "settings", "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
     ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
-    ((*RANK, "samplers", "train.0", "now", "dataset"), None, r"this run: train\.0\.dataset\.rng"),
+    ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
     ((*STATE, "inexact"), lambda old: ["A reason."], "- A reason."),
+    (
+        (*RANK, "gradients", "layers.0.bias"),
+        lambda own: own[:1],
+        r"a gradient of layers\.0\.bias of shape \(1,\) on this rank",
+    ),
     (
         (*RANK, "rng"),
         None,

@@ -9,7 +9,7 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -22,11 +22,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.data_state import (
+    DATA,
     LOADER,
+    LOGGED_DATA,
+    UNKNOWN_DATA,
+    UNSAVED_DATA,
     DataState,
     WorkerWatch,
-    is_of_sampler,
-    is_read,
 )
 from lightning_d9m.engine.control.data.resumable_sampler import (
     RANKLESS,
@@ -42,6 +44,8 @@ from lightning_d9m.engine.control.data.resumable_sampler import (
 from lightning_d9m.engine.control.environment import threads_pinned
 from lightning_d9m.engine.control.seeding import RandomStreams, SeededHost, seed_host
 from lightning_d9m.engine.control.session import capture_session, start_worker
+from lightning_d9m.engine.state.parts import is_of_program
+from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import SettingError
 
 
@@ -199,11 +203,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
-# The keys of the captured state of a loader: the parts as they were when the epoch was first
-# iterated, and as they are now. A resumed run restores the first before it iterates the loader,
-# which draws the order, forks workers and reads a stream again up to the position; and the second
-# before the next batch, because hooks before that may draw from a generator of the dataset, too.
-_START, _NOW = "start", "now"
+_OF_DATA = (UNKNOWN_DATA, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 class ReachedPosition(NamedTuple):
@@ -212,88 +212,23 @@ class ReachedPosition(NamedTuple):
     epoch: int
     batches: int
     cycled: Callable[[], bool]
-    states: Mapping[str, Any] | None
+    samplers: Mapping[str, Any]
 
 
-class WatchedLoader:
-    """A loader that is not torch's, and the state of what it reads.
-
-    Attributes:
-        loader: Returns the loader; None if it is gone.
-        state: The state of its objects.
-        first_epoch: The epoch in which it was started first, and ``number`` its place among those.
-        started: The epoch that was started last.
-        start: The state where the epoch was first iterated.
-        after: The state after it was iterated in advance.
-    """
-
-    kind = LOADER
-
-    def __init__(
-        self, loader: Any, stage: str, control: "LoaderControl", samplers: Sequence[object] = ()
-    ) -> None:
-        self.stage = stage
-        self.number = 0
-        self.started: int | None = None
-        self.first_epoch: int | None = None
-        self.start: dict[str, Any] | None = None
-        self.after: dict[str, Any] | None = None
-        self._is_restored = False
-        self._control = control
-        owners: dict[str, object] = {LOADER: loader}
-        read = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
-        # Persistent workers have a copy of a dataset with indices, which changes of the program do
-        # not reach.
-        iterable = isinstance(read["dataset"], IterableDataset)
-        if iterable or not getattr(loader, "persistent_workers", False):
-            owners |= {name: own for name, own in read.items() if own is not None}
-        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
-        # A list of batches, say, is not kept alive.
-        self.loader: Callable[[], Any] = lambda: loader if self.state.parts else None
-
-    @property
-    def key(self) -> str:
-        """The key of its state among those of all loaders."""
-        return f"{self.stage}.{self.kind}{self.number}"
-
-    def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
-        """Return the state; see ``LoaderControl.capture_states``."""
-        del within, at_end  # it is restored after the loader has been iterated
-        return {_NOW: self.state.capture()}
-
-    def start_epoch(self, epoch: int) -> None:
-        """Continue an epoch where it was interrupted."""
-        self.started, self.start, self.after = epoch, None, None
-        reached = self._control.find_reached(self.stage, epoch)
-        # Once: hooks may have set what it holds before the epoch is started again.
-        if reached is not None and not self._is_restored:
-            self.restore(reached.states)
-            self._is_restored = True
-
-    def restore(self, states: Mapping[str, Any] | None, *, again: bool = False) -> None:
-        """Restore what was captured, from that of all loaders, before the loader is iterated.
-
-        Then ``again`` before the next batch what is not drawn or read from the start of the epoch.
-        """
-        times = (states or {}).get(self.key)
-        if times is None:  # it was loaded later, or the states are those of other data
-            return
-        start = {} if again else times.get(_START, {})
-        found = self.state.restore({**times.get(_NOW, {}), **start}, samplers=not again)
-        if lost := [f"{self.key}.{path}" for path in sorted(found)]:
-            self._control.report(_LOST.format(", ".join(lost)))
-
-
-class ControlledLoader(WatchedLoader):
-    """The parts of torch's loader that are replaced, and where an interrupted epoch continues."""
-
-    kind = ""
+class ControlledLoader:
+    """The parts of a loader that are replaced, and where an interrupted epoch continues."""
 
     def __init__(self, loader: Any, stage: str, control: "LoaderControl") -> None:
-        samplers = find_samplers(loader)
-        super().__init__(loader, stage, control, samplers)
         self.loader = weakref.ref(loader)
+        self.stage = stage
         self.stream = stream = RandomStreams(control.seed, control.fit, control.rank, stage)
+        self.started: int | None = None
+        self.first_epoch: int | None = None
+        # The states where the epoch was first iterated, and after it was iterated in advance.
+        self.start: dict[str, Any] | None = None
+        self.after: dict[str, Any] | None = None
+        self._has_data = False
+        self._control = control
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
         if control.per_sample_rng and iterable:
             raise SettingError(
@@ -305,7 +240,14 @@ class ControlledLoader(WatchedLoader):
         self._generator = torch.Generator(torch.get_default_device())
         self._orders: dict[int, torch.Generator] = {}
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
+        samplers = find_samplers(loader)
         self._rankless = all(type(sampler) in RANKLESS for sampler in samplers)
+        owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
+        # Persistent workers have a copy of a dataset with indices, which changes of the program do
+        # not reach.
+        if iterable or not (loader.num_workers and loader.persistent_workers):
+            owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
         self._keep_in_order(loader)
@@ -377,41 +319,67 @@ class ControlledLoader(WatchedLoader):
         return self.started is not None and self.start is None
 
     def capture(self, *, within: bool, at_end: bool) -> dict[str, Any]:
-        """Return the state; see ``LoaderControl.capture_states``."""
-        now, start, loader = self.state.capture(), self.start, self.loader()
+        """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
+        start = self.start
         if not within or start is None:
-            return {_NOW: now}
-        # Workers have copies from the start of the epoch; this process reads a stream again, after
-        # which a second restore would put other objects in the place of those that it reads from.
-        copied = loader is not None and loader.num_workers > 0
-        reads = (copied or self._iterable) and not at_end
-        return {
-            _START: {
-                n: own for n, own in start.items() if is_of_sampler(n) or (reads and is_read(n))
-            },
-            _NOW: {
-                name: own
-                for name, own in now.items()
-                if not is_of_sampler(name) and (copied or not reads or not is_read(name))
-            },
-        }
+            return self.state.capture()
+        # Read again from the start of the epoch; a validation is run again as a whole.
+        if (self._iterable or self.stage != "train") and not at_end:
+            return start
+        at_start = {name: own for name, own in start.items() if name not in _OF_DATA}
+        now = {name: own for name, own in self.state.capture().items() if name in _OF_DATA}
+        loader = self.loader()
+        if loader is not None and loader.num_workers and not at_end:
+            # Workers have copies from the start of the epoch.
+            first, held = start.get(DATA, {}), tuple(self.state.data)
+            changed = [
+                path
+                for path, own in now.get(DATA, {}).items()
+                if path not in first or not torch.equal(own, first[path])
+            ]
+            # Variables of files are restored in this process later, as part of the program.
+            changed = [path for path in changed if path.startswith(held)]
+            now |= {DATA: first, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
+        return at_start | {name: own for name, own in now.items() if own}
 
     def _keep_start(self) -> None:
         if self.start is None:  # torch may make a second iterator, or cycle
             self.start = self.state.capture()
 
+    def restore(self, samplers: Mapping[str, Any], *, data: bool = True) -> None:
+        """Restore what ``capture`` returned, from that of all loaders of the stage."""
+        states = samplers.get(str(self.stream.number), {})
+        self.state.restore_samplers(states)
+        if data:
+            self.state.restore_data(states)
+
+    def restore_data(self, epoch: int) -> None:
+        """Restore what the dataset held where the run was interrupted."""
+        reached = self._find_reached(epoch)
+        if reached is not None:
+            self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
+            self._has_data = True
+
+    def _find_reached(self, epoch: int) -> ReachedPosition | None:
+        reached = self._control.reached.get(self.stage)
+        return reached if reached is not None and reached.epoch == epoch else None
+
     def start_epoch(self, epoch: int) -> None:
         """Seed the order and the workers of an epoch; continue it where it was interrupted."""
         loader = self.loader()
-        if loader is None:
+        if loader is None or epoch == self.started:
             return
         self._requests.draw_skipped()
-        self.stream.number = self.number
+        self.started = epoch
+        self.start = self.after = None
         self.stream.start_epoch(epoch)
         self._generator.manual_seed(self.stream.derive("workers"))
-        super().start_epoch(epoch)
+        reached = self._find_reached(epoch)
+        if reached is not None:
+            # Hooks may have set the data since it was restored.
+            self.restore(reached.samplers, data=not self._has_data)
+            self._has_data = True
         self._seed_samplers(loader, epoch)
-        reached = self._control.find_reached(self.stage, epoch)
         # A loader of an iterable dataset restores its position itself, or cannot.
         if reached is not None and not self._iterable:
             self._requests.start_epoch(reached.batches, reached.cycled)
@@ -476,7 +444,6 @@ class LoaderControl:
             draws depend neither on its batch nor on the rank.
         host_sets_epochs: Whether the program that iterates the training loaders calls
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
-        report: Called with the reason why a resumed run may have other batches.
     """
 
     seed: int
@@ -485,12 +452,13 @@ class LoaderControl:
     rank: int
     per_sample_rng: bool
     host_sets_epochs: bool = False
-    report: Callable[[str], object] = warnings.warn
 
     def __post_init__(self) -> None:
-        self.loaders: list[WatchedLoader] = []
+        self.loaders: list[ControlledLoader] = []
         self.replacements = AttributePatches()
         self.reached: dict[str, ReachedPosition] = {}
+        # Loaders that are not torch's.
+        self._others: list[tuple[str, object, DataState]] = []
 
     def resume_epoch(
         self,
@@ -499,37 +467,40 @@ class LoaderControl:
         *,
         batches: int,
         cycled: Callable[[], bool],
-        states: Mapping[str, Any] | None = None,
+        samplers: Mapping[str, Any] | None = None,
     ) -> None:
         """Continue an epoch after its first batches. Call it before the epoch starts.
 
         Each loader has given ``batches`` of them. ``cycled`` returns whether a loader that
-        ends before the epoch is iterated again; ``states`` is what ``capture_states`` returned, or
-        None if that is of other data.
+        ends before the epoch is iterated again; ``samplers`` is what ``capture_samplers``
+        returned.
         """
-        self.reached[stage] = ReachedPosition(epoch, batches, cycled, states)
+        self.reached[stage] = ReachedPosition(epoch, batches, cycled, samplers or {})
 
-    def find_reached(self, stage: str, epoch: int) -> ReachedPosition | None:
-        """Return the position from which an epoch is continued; None if it begins."""
-        reached = self.reached.get(stage)
-        return reached if reached is not None and reached.epoch == epoch else None
+    def capture_samplers(self, stage: str, *, within: bool, at_end: bool = False) -> dict[str, Any]:
+        """Return what the order of batches depends on beside the random streams.
 
-    def capture_states(self, stage: str, *, within: bool, at_end: bool = False) -> dict[str, Any]:
-        """Return what batches depend on beside the random streams: what has changed in objects.
+        That is what the user's samplers have changed, the states of their generators, and the
+        numbers among the attributes of datasets, if they have changed.
 
         Args:
             stage: The stage of the loaders.
-            within: True within an epoch: also return the states at its start, of samplers, from
-                which its order was drawn, and of data that are read again from there.
+            within: True within an epoch: return the states of samplers at its start, from which its
+                order was drawn.
             at_end: True if no batch of the epoch is left.
 
         Returns:
-            Plain values by loader, time, object and path.
+            Plain values.
         """
-        loaders = self._list(stage)
-        return {own.key: own.capture(within=within, at_end=at_end) for own in loaders}
+        found = {
+            str(control.stream.number): control.capture(within=within, at_end=at_end)
+            for control in self._list(stage)
+        }
+        others = [state for other, _, state in self._others if other == stage]
+        found |= {f"{LOADER}{n}": state.capture() for n, state in enumerate(others)}
+        return {number: states for number, states in found.items() if states}
 
-    def _list(self, stage: str) -> list[WatchedLoader]:
+    def _list(self, stage: str) -> list[ControlledLoader]:
         return [control for control in self.loaders if control.stage == stage]
 
     def wrap_loader(self, loader: Any, stage: str) -> Any:
@@ -543,18 +514,20 @@ class LoaderControl:
         Raises:
             SettingError: If per_sample_rng is on and the dataset does not have indices.
         """
+        if not isinstance(loader, DataLoader):
+            if is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
+                self._others.append((stage, loader, DataState({LOADER: loader})))
+            return loader
         # Do not keep loaders alive that are reloaded every epoch.
         present = [control for control in self.loaders if control.loader() is not None]
         for control in present:
             if control.loader() is loader:
-                is_torch = isinstance(loader, DataLoader)
-                if control.stage == stage or not is_torch:
+                if control.stage == stage:
                     control.started = None  # it is iterated from the beginning next
                     return loader
                 loader = copy_loader(loader)
                 break
-        kind = ControlledLoader if isinstance(loader, DataLoader) else WatchedLoader
-        self.loaders = [*present, kind(loader, stage, self)]
+        self.loaders = [*present, ControlledLoader(loader, stage, self)]
         return loader
 
     def start_epoch(self, stage: str, epoch: int) -> None:
@@ -567,28 +540,30 @@ class LoaderControl:
             if control.first_epoch is None:
                 # Numbered among the loaders of the same first epoch, so that a loader that is
                 # reloaded every epoch draws the same in a resumed run.
-                same = [own for own in present if own.kind == control.kind]
-                control.number = sum(other.first_epoch == epoch for other in same)
+                control.stream.number = sum(other.first_epoch == epoch for other in present)
                 control.first_epoch = epoch
-            if epoch != control.started:
-                control.start_epoch(epoch)
+            control.start_epoch(epoch)
 
-    def restore_again(self, stage: str, epoch: int) -> None:
-        """Restore what hooks, or an iteration in advance, may have changed since."""
-        if (reached := self.find_reached(stage, epoch)) is not None:
-            for control in self._list(stage):
-                control.restore(reached.states, again=True)
-
-    def restore_states(self, stage: str, states: Mapping[str, Any]) -> None:
-        """Restore what ``capture_states`` returned, after the loaders were loaded."""
+    def restore_data(self, stage: str, epoch: int) -> None:
+        """Restore the state of datasets, which an iteration before the epoch may have changed."""
         for control in self._list(stage):
-            control.restore(states)
+            control.restore_data(epoch)
+
+    def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
+        """Restore what ``capture_samplers`` returned, after the loaders were loaded."""
+        for control in self._list(stage):
+            control.restore(samplers)
 
     def keep_iterated(self, stage: str) -> None:
         """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
         for control in self._list(stage):
             if control.start is not None:
                 control.after = control.state.capture()
+
+    def restart(self, stage: str) -> None:
+        """Let the next ``start_epoch`` of a stage start the same epoch again."""
+        for control in self._list(stage):
+            control.started = None
 
     def restart_epoch(self, stage: str, epoch: int) -> None:
         """Start an epoch again, before a stage's loaders are iterated again from its beginning.
@@ -613,10 +588,6 @@ class LoaderControl:
         self.replacements.undo()
 
 
-_LOST = (
-    "These values or generators of datasets or samplers are only in the checkpoint, or only in "
-    "this run: {}. Make the datasets and samplers as in the run that saved the checkpoint."
-)
 _NO_POSITION = (
     "{} does not save its position, so a resumed run would train on the same batches again. Load "
     "it with torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
@@ -633,6 +604,11 @@ _SKIPPED = (
     "{} does not have state_dict() and load_state_dict(), so its workers read the trained batches "
     "again to skip them, and then draw other random numbers. Give it these methods, or use "
     "num_workers=0."
+)
+_OWN_GENERATORS = (
+    "The loader of {} draws from its own generators ({}), whose state in the loader's workers "
+    "cannot be saved. Draw from the generators of Python, NumPy or torch, which are seeded for "
+    "each batch."
 )
 _CHANGED_IN_WORKERS = (
     "{} changes {} in its workers, from which a checkpoint cannot read it. Use num_workers=0; or "
@@ -671,8 +647,11 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
     control = find_control(loader)
     if within and control is not None and control.is_bypassed:
         return [_OWN_ITERATION.format(name)]
-    # Workers that end with the epoch start the next one with a copy of what this process has.
+    # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
+        kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
+        if kept:
+            return [_OWN_GENERATORS.format(name, ", ".join(kept))]
         changed = "" if control is None else control.stream.changed_in_workers
         return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
     return []

@@ -5,32 +5,43 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.engine.control.data.data_state import (
-    LOGGED,
-    UNKNOWN,
-    VALUES,
+    CHANGES,
+    DATA,
+    LOGGED_DATA,
+    UNKNOWN_DATA,
     list_paths,
     list_unsaved,
 )
 from lightning_d9m.engine.control.data.resumable_sampler import has_state
 from lightning_d9m.engine.control.seeding import (
+    capture_generators,
     decode_rng,
     encode_rng,
     find_lost_devices,
+    restore_generators,
     restore_rng,
 )
 from lightning_d9m.engine.state.parts import is_of_program
+from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.position import is_at_end
 from lightning_d9m.integrations.lightning.resume.run_facts import FIT, name_all
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
+# The prefix of the paths of the loaders of validation.
+_VALIDATION = "validate."
 _NOT_HELD = (
     "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
     "without it; if samples depend on what it holds, they differ."
+)
+_UNMATCHED = (
+    "These generators are only in the checkpoint, or only in this run: {}. Create them before "
+    "training starts, as in the run that saved the checkpoint."
 )
 _RELOADED = (
     "The loaders are loaded again for the epoch that is resumed "
@@ -46,31 +57,54 @@ _OTHER_SIZES = (
 )
 
 
+class Generators(Part):
+    """The states of the generators that datasets of loaders hold, by path."""
+
+    name, form = "generators", dict[str, Tensor]
+    restored, checked, evaluated = ("validation", "epoch", "batch"), "train", True
+
+    def capture(self, _phase: Phase) -> dict[str, Tensor]:
+        return capture_generators(name_datasets(self.trainer))
+
+    def restore(self, state: dict[str, Tensor], moment: Moment) -> None:
+        prefix = _VALIDATION if moment == "validation" else ""
+        found = {path: own for path, own in state.items() if path.startswith(prefix)}
+        restore_generators(name_datasets(self.trainer), found)
+
+    def problems(self, state: dict[str, Tensor]) -> list[str]:
+        unmatched = find_generators(name_datasets(self.trainer)).keys() ^ state
+        if not lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
+            unmatched = {path for path in unmatched if not path.startswith(_VALIDATION)}
+        return name_all(_UNMATCHED, sorted(unmatched))
+
+
 class Samplers(Part):
-    """The states of the user's samplers and datasets, by loader.
+    """The states of the user's samplers and datasets, by number of the loader.
 
     Those of training are restored when a loader is loaded, see ``ResumableFit``.
     """
 
-    # A validation may change what training reads, too.
-    name, evaluated = "samplers", True
+    name = "samplers"
     restored = ("validation", "epoch")  # again after a sanity check
 
     def capture(self, phase: Phase) -> dict[str, Any]:
         control = self.fit.session.loaders
         at_end, within = is_at_end(self.trainer), phase != "epoch"
-        found = control.capture_states("train", within=within, at_end=at_end)
-        # A validation is run again as a whole: what is saved then was captured before it.
-        return found | control.capture_states("validate", within=False)
-
-    def store(self, captured: dict[str, Any]) -> dict[str, Any]:
-        self.fit.unknown += list_paths(captured, UNKNOWN)
-        self.fit.inexact += list_unsaved(captured)
-        self.lost = [_NOT_HELD.format(path) for path in list_paths(captured, LOGGED)]
-        return captured
+        found = control.capture_samplers("train", within=within, at_end=at_end)
+        others = control.capture_samplers("validate", within=phase == "validation")
+        found |= {f"{_VALIDATION}{number}": states for number, states in others.items()}
+        self.fit.unknown += list_paths(found, UNKNOWN_DATA)
+        self.fit.inexact += list_unsaved(found)
+        self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED_DATA)]
+        return found
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
-        self.fit.session.loaders.restore_states("validate", state)
+        states = {
+            name.removeprefix(_VALIDATION): states
+            for name, states in state.items()
+            if name.startswith(_VALIDATION)
+        }
+        self.fit.session.loaders.restore_samplers("validate", states)
 
 
 class Reloads(Part):
@@ -104,13 +138,18 @@ class Reloads(Part):
         generator continues.
         """
         saved, every = self.fit.saved, self.trainer.reload_dataloaders_every_n_epochs
-        loaded = {"train.": state["train"], "validate.": state["validate"]}
+        loaded = {"train.": state["train"], _VALIDATION: state["validate"]}
         stages = tuple(
             stage
             for stage, epoch in loaded.items()
             if every and epoch is not None and saved["position"].epoch - epoch >= every
         )
-        paths = list_paths(saved["samplers"], VALUES)
+        paths = [*saved["generators"]]
+        for number, states in saved["samplers"].items():
+            loader = number if number.startswith(_VALIDATION) else f"train.{number}"
+            changed = (path.partition(".")[2] for path in states.get(CHANGES, {}))
+            paths += [f"{loader}.{path}" for path in states.get(DATA, {})]
+            paths += [f"{loader}.sampler.{path}" for path in changed]
         reloaded = [path.rstrip("'") for path in paths if path.startswith(stages)]
         if every and (stages or any(state.values())):
             # Of its numbers and texts loaders may be made, such as the size of batches.
@@ -155,6 +194,20 @@ class Rng(Part):
 
     def problems(self, state: dict[str, Any] | None) -> list[str]:
         return [] if state is None else find_lost_devices(state)
+
+
+def name_datasets(trainer: Trainer) -> dict[str, object]:
+    """Return the datasets and functions of the loaders, and what is in loaders of the program."""
+    owners: dict[str, object] = {}
+    fit = trainer.fit_loop
+    for stage, loop in (("train", fit), ("validate", fit.epoch_loop.val_loop)):
+        for number, part in enumerate(lightning_private.list_loaders(loop)):
+            for name in ("dataset", "collate_fn"):
+                owners[f"{stage}.{number}.{name}"] = getattr(part, name, None)
+            if _iterates_itself(part):
+                own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
+                owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
+    return owners
 
 
 def _iterates_itself(loader: object) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.logged import merge_ranks
@@ -22,11 +24,19 @@ _OTHER_GROUPS = (
     "The checkpoint was saved with other parameters in the groups of the optimizer {} ({} and {} "
     "of them), whose state would go to the wrong ones. Make the groups of the same parameters."
 )
+_OTHER_SHAPE = (
+    "The checkpoint has a gradient of {} of shape {} on this rank, and the part of the parameter "
+    "here has {}. Divide the model among the ranks as in the run that saved it."
+)
 _OTHER_SCHEDULERS = (
     "The checkpoint was saved with the learning rate schedulers {}, and this run has {}. A "
     "callback that replaces one in on_train_epoch_start must keep it in an attribute; one that "
     "does so in another hook must do it again when it is resumed."
 )
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    return getattr(tensor, "placements", None)
 
 
 class Gradients(Part):
@@ -37,7 +47,7 @@ class Gradients(Part):
     ``optimizer_zero_grad``, may keep them.
     """
 
-    name, restored = "gradients", ("epoch", "batch")
+    name, restored, checked = "gradients", ("epoch", "batch"), "train"
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         trainer, module = self.trainer, self.trainer.lightning_module
@@ -50,8 +60,12 @@ class Gradients(Part):
         if (logical := get_logical_steps(trainer)) is not None:
             kept: dict[str, Any] = logical.kept.capture()
             return kept
-        found = {n: own.grad for n, own in module.named_parameters() if own.grad is not None}
-        return {n: local_shard(own).detach().to("cpu", copy=True) for n, own in found.items()}
+        held = {n: own for n, own in module.named_parameters() if own.grad is not None}
+        # A partial sum, which is reduced in the step, has no form: a rank would have all of it.
+        partial = [n for n, own in held.items() if _place(own.grad) != _place(own)]
+        self.fit.unknown += [f"model.{name}.grad" for name in partial]
+        shards = {n: local_shard(own.grad) for n, own in held.items() if n not in partial}
+        return {n: own.detach().to("cpu", copy=True) for n, own in shards.items()}
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
         if not state:
@@ -61,7 +75,20 @@ class Gradients(Part):
             return
         for name, parameter in self.trainer.lightning_module.named_parameters():
             kept = state.get(name)
-            parameter.grad = None if kept is None else like_parameter(kept, parameter)
+            if kept is None or kept.shape != local_shard(parameter).shape:
+                parameter.grad = None
+            else:
+                parameter.grad = like_parameter(kept, parameter)
+
+    def problems(self, state: Any) -> list[str]:
+        if get_logical_steps(self.trainer) is not None:
+            return []
+        named = self.trainer.lightning_module.named_parameters()
+        return [
+            _OTHER_SHAPE.format(name, tuple(state[name].shape), tuple(local_shard(own).shape))
+            for name, own in named
+            if name in state and state[name].shape != local_shard(own).shape
+        ][:1]
 
     def select(self, states: list[Any], _rank: int) -> Any:
         return merge_ranks(states)

@@ -115,7 +115,6 @@ class ResumableFit(Fit):
         # Returns the state of the fit once it has ended, for later checkpoints.
         self._ended: Callable[[], dict[str, Any]] = dict
         self._patches = AttributePatches()
-        self.session.loaders.report = lambda problem: self.report([problem])
         self.session.resume(self._resume_loader, self.close)  # first, as a hook may be missing
         for hook in self._list_hooks():
             self._wrap(*hook)
@@ -386,7 +385,7 @@ class ResumableFit(Fit):
             batches=position.batch,
             # Called when the loaders are iterated: Lightning sets their mode later.
             cycled=lambda: lightning_private.cycles_shorter_loaders(trainer),
-            states=saved.get("samplers"),
+            samplers=saved.get("samplers", {}),
         )
 
     def _load_loader_states(self, load: Callable[[], None]) -> None:
@@ -484,7 +483,7 @@ class ResumableFit(Fit):
             self._restore("epoch")
             self._check("epoch")
             if self.was_saved_between_epochs:
-                self.session.loaders.restore_again("train", self._position.epoch)
+                self.session.loaders.restore_data("train", self._position.epoch)
         start()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
@@ -511,10 +510,8 @@ class ResumableFit(Fit):
             lightning_private.create_loader_iterator(trainer)
         self._loader_states = []
         start(*args, **words)
-        # A batch may be fetched, and hooks may have drawn from a generator of a dataset. Between
-        # epochs what they do counts, as in a run that was not interrupted.
-        if self.saved and not self.was_saved_between_epochs:
-            loaders.restore_again("train", self._position.epoch)
+        if self.saved and is_at_end(trainer):  # a batch may be fetched
+            loaders.restore_data("train", self._position.epoch)
         # Otherwise Lightning skips the schedulers at the end of the epoch.
         lightning_private.clear_restart(loop)
         if self._at_end:
