@@ -84,6 +84,14 @@ def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_p
     assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
 
 
+def test_another_stack_does_not_end_a_training(tmp_path, bisect):
+    """A commit may change packages, and its bits decide."""
+    name = "LIGHTNING_D9M_ON_STACK_DIFFERENCE"
+    seen = f'import os\nVALUES = [2 * (os.environ.get("{name}") == "ignore")]'
+    make_repository(tmp_path / "project", ["VALUES = [0]", seen])
+    assert bisect("HEAD~1..HEAD")[0] == 1
+
+
 def test_commits_that_do_not_run_hide_the_guilty_one_and_are_all_named(tmp_path, bisect):
     names = make_repository(tmp_path / "project", [SAME, SAME, BROKEN, BROKEN, OTHER])
     status, facts, _ = bisect(f"{names[0]}..{names[-1]}")

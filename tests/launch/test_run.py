@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
+from lightning_d9m.errors import LedgerError
 from lightning_d9m.tools.launch.run import make_output, pair_fits
 
 
@@ -71,3 +72,10 @@ def test_git_ignores_runs_in_the_folder_that_we_choose(tmp_path, monkeypatch):
     ignored.unlink()  # by a user who keeps runs in git
     make_output(None)
     assert not ignored.exists()
+
+
+def test_a_link_that_leads_nowhere_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d9m-runs").symlink_to("gone")
+    with pytest.raises(LedgerError, match=r"The folder d9m-runs cannot be made"):
+        make_output(None)

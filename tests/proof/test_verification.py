@@ -11,11 +11,13 @@ import sys
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ledger_runs import write_lines
 
 from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.tools.proof import training
 from lightning_d9m.tools.proof.training import hash_package
 from lightning_d9m.tools.proof.verification import CHECK
 
@@ -231,6 +233,21 @@ def test_a_package_that_was_changed_in_place_is_named(prove, check):
     del proof["predicate"]["packages"]["numpy"]
     edit(proof)
     assert "does not say that it does not commit to: numpy" in check()[1]["problems"][1]
+
+
+def test_a_package_that_only_the_publisher_has_and_did_not_use_is_not_missed(
+    prove, check, monkeypatch
+):
+    said = prove()["predicate"]
+    everything = said["run"]["sources"]["packages"]
+    (unused, *_) = sorted(everything.keys() - said["packages"].keys() - said["uncommitted"].keys())
+    discover = training.Distribution.discover
+
+    def find(name):
+        return [] if name == unused else discover(name=name)
+
+    monkeypatch.setattr(training, "Distribution", SimpleNamespace(discover=find))
+    assert check("--only", "0")[1]["problems"] == []
 
 
 def test_a_proof_that_leaves_something_out_is_rejected(prove, check):
