@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_d9m.ops.patches.exact_sums import plan_pieces
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.triton.launch import run_kernel
+from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
@@ -123,7 +124,7 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     kernel = find_kernel("product", out)
     if kernel is None:
         path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
-        run_kernel(path, _make_product, out, left, right, *more)
+        run_kernel(path, _make_product, out, left, right, *more, by_torch=definitions.multiply)
         return
     given, results = (rows, columns, terms, left, right, out), batch * columns
     run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
@@ -198,7 +199,7 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
         run(kernel, results[1][0], x.numel(), results[1][1], *terms[0], *terms[1], x, out)
     else:
         path = f"{_TRITON}.kernels:add"
-        run_kernel(path, _make_sums, out, x, results, terms)
+        run_kernel(path, _make_sums, out, x, results, terms, by_torch=definitions.add)
     return out
 
 

@@ -183,7 +183,7 @@ def test_executed_code_has_the_bits_of_the_torch_ops(name, monkeypatch) -> None:
         assert seen == set()
 
 
-LIMIT = 2**31 - 1 - 1024
+LIMIT = 2**31 - 1 - 4096
 FEATURES = 128
 ROWS = LIMIT // FEATURES
 # Terms and places, in rows of 128, of float32.

@@ -132,7 +132,7 @@ def test_an_operation_that_only_cuda_has_is_refused(name):
         rule(torch.ones(2))
 
 
-LIMIT = 2**31 - 1 - 1024  # beyond which a kernel counts in 64 bits
+LIMIT = 2**31 - 1 - 4096  # beyond which a kernel counts in 64 bits
 
 
 @pytest.mark.parametrize("rows", [LIMIT // 256, LIMIT // 64, LIMIT // 64 + 1, 2**26 + 5])

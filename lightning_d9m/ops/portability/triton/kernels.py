@@ -143,7 +143,7 @@ def add(out, x, results, terms, steps=5):
     # of which a warp has one.
     axis = int(step != 1 or size == 1)
     launch = prepare_launch(
-        add_blocks, out.numel(), max(parts.numel(), x.untyped_storage().nbytes()),
+        add_blocks, out.numel(), max(parts.numel(), count + BLOCK, x.untyped_storage().nbytes()),
         out.numel(), count, blocks, size, results[0][1], step, inner, terms[0][1], terms[1][1],
         axis, steps, BLOCK, block=4 if axis else 32, width=LANES,
         count=lambda each: -(-out.numel() // each) * blocks,
