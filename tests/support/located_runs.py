@@ -35,7 +35,9 @@ def locate(train, output, *, rank=0, ranks=1, program=__file__):
     store, steps = FileStore(f"{output} requested", ranks), itertools.count()
 
     def request(what):
-        store.set(str(next(steps)), json.dumps(what))
+        step = next(steps)
+        store.set(str(step), json.dumps(what))
+        return step
 
     def run(number, variables):
         with mock.patch.dict(os.environ, variables):
@@ -47,8 +49,12 @@ def locate(train, output, *, rank=0, ranks=1, program=__file__):
     def run_here(_, folder, *, variables, **__):
         own = {LEDGER_VARIABLE: str(folder), **variables}
         what = (int(folder.name.rpartition("-")[2]), own)
-        request(what)
-        run(*what)
+        step = request(what)
+        try:
+            run(*what)
+        finally:  # the command compares when all processes have ended, and their files are whole
+            for other in range(1, ranks):
+                store.get(f"{step} {other}")
 
     if rank == 0:
         words = ["locate", "--json", "--one-by-one", "--tries", "1", "-o"]
@@ -65,7 +71,10 @@ def locate(train, output, *, rank=0, ranks=1, program=__file__):
         finally:
             request(None)
         return json.loads(printed.getvalue())
-    while (what := json.loads(store.get(str(next(steps))))) is not None:
+    for step in steps:
+        if (what := json.loads(store.get(str(step)))) is None:
+            return None
         with suppress(CommandError):  # rank 0 has it too
             run(*what)
+        store.set(f"{step} {rank}", "")
     return None
