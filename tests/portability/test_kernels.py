@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from formula_values import compute_formula
 from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m import portable
@@ -108,9 +109,17 @@ def test_functions(name, dtype):
 
 
 def check_kernel(name, **given):
-    """Compute a kernel by C and by torch, and compare the results and what is replaced."""
+    """Compute a kernel by C, by its text and by its formula, and compare what it writes."""
     others = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in given.items()}
+    present = {k: one for k, one in others.items() if one is not None}
+    kernel = KERNELS["_without_".join((name, *(k for k in given if given[k] is None)))]
+    like = next(one for one in present.values() if isinstance(one, torch.Tensor))
+    values = compute_formula(kernel, like, present)
     found = kernels.compute(name, **given)
+    for key, own in zip(kernel.fresh, found, strict=True):
+        compare(own, values[key].view(own.shape))
+    for key in values.keys() & given.keys():
+        compare(given[key], values[key].view(given[key].shape))
     with by_torch():
         expected = kernels.compute(name, **others)
     for pair in zip(found, expected, strict=True):
