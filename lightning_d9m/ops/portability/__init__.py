@@ -2,7 +2,8 @@
 
 Every operation that torch dispatches comes in; its result goes out, computed from operations that
 IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules.
-``formulas.py`` and ``triton/kernels.py`` say the sequences that ``kernels.c`` computes.
+``formulas.py``, ``triton/kernels.py`` and, of random numbers, ``kernels.py`` say the sequences that
+``kernels.c`` computes.
 """
 
 import threading

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.ops.patches.registration import accumulation_dtype
-from lightning_d9m.ops.portability import kernels
+from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 from lightning_d9m.ops.portability.kernels import add, add_at, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
@@ -252,7 +252,8 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
 def cumsum(values: Tensor, dim: int) -> Tensor:
     """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
     # CUDA's scan adds in another order.
-    return torch.cumsum(values.to("cpu", torch.float64), dim).to(values)
+    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
+    return add_running(values.double(), dim).to(values.dtype)
 
 
 @rule("cumprod")

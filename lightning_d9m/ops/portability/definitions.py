@@ -5,7 +5,7 @@ they would run one program after the other, which takes up to 100 times as long.
 neither a C compiler nor a device is.
 """
 
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -68,3 +68,9 @@ def add(out: Tensor, x: Tensor, *places: Any) -> None:
             lanes = lower + upper
         blocks.append(lanes[..., 0])
     out.copy_(_add_in_order(blocks).view(out.shape))
+
+
+def add_running(x: Tensor, dim: int) -> Tensor:
+    """Return the sum up to each element, in order, from 0: the sum of -0.0 is 0.0."""
+    first = torch.zeros_like(x.select(dim, 0))
+    return torch.stack([*accumulate(x.unbind(dim), initial=first)][1:], dim)
