@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -17,18 +18,20 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
 )
-from trainings import NoisyDigits, make_loader
+from trainings import NoisyDigits, make_loader, make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's own
 ]
 
 
 @pytest.fixture
 def fits(tmp_path, new_process):
     def begin():
-        Keeping.total = 0
+        Keeping.total = Drawing.total = 0
+        SEEN.clear()
         new_process()
 
     return Fits(tmp_path, begin)
@@ -304,6 +307,120 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "place", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_restored_is_refused_by_name(fits, words, place, message):
     fits.refuse(message, at=place, **words)
+
+
+SEEN = []
+
+
+class Drawing(NoisyDigits):
+    """Reading changes a generator, a list of this file and a variable of the class."""
+
+    total = 0
+
+    def __init__(self):
+        super().__init__(48)
+        self.rng = np.random.default_rng(1)
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        SEEN.append(len(SEEN) % 7)
+        Drawing.total += 1
+        return image + self.rng.random() + 0.01 * sum(SEEN) + 0.001 * Drawing.total, label
+
+
+class DrawingStream(Drawing, IterableDataset):
+    def __iter__(self):
+        return (self[index] for index in range(48))
+
+
+class KnowingStream(DrawingStream):
+    """Says where it is, and forgets its generator."""
+
+    at = start = 0
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for index in range(start, 48):
+            self.at = index + 1
+            yield self[index]
+
+    def state_dict(self):
+        return {"at": self.at % 48}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+
+class OneDataset(LightningDataModule):
+    """Trains and validates with one dataset, in new loaders."""
+
+    def __init__(self):
+        super().__init__()
+        self.data = Drawing()
+
+    def train_dataloader(self):
+        return DataLoader(self.data, 16, shuffle=True)
+
+    val_dataloader = train_dataloader
+
+
+class LoadedAgain(OneDataset):
+    def val_dataloader(self):
+        return make_loader(shuffle=False)
+
+
+class HookDraws(Callback):
+    """Draws from the generator of a dataset in hooks."""
+
+    def on_train_start(self, trainer, module):
+        (loader,) = trainer.fit_loop._combined_loader.flattened
+        return loader.dataset.rng.random()
+
+    def on_train_batch_end(self, trainer, module, *_):
+        module.layers[0].bias.data += 1e-3 * self.on_train_start(trainer, module)
+
+
+def drawing(kind=Drawing, make=DataLoader, **words):
+    return make(kind(), batch_size=16, **words)
+
+
+def stateful(kind=Drawing, **words):
+    return drawing(kind, import_module("torchdata.stateful_dataloader").StatefulDataLoader, **words)
+
+
+def both(self, batch, _):
+    losses = [torch.nn.functional.cross_entropy(self.layers(x), y) for x, y in batch.values()]
+    return sum(losses)
+
+
+HOOKS = {"callbacks": lambda: [HookDraws()]}
+IN, MID = {}, {"hook": "on_validation_batch_end"}
+END = {"hook": "on_train_epoch_end", "epoch": 0}
+RELOADED = {"datamodule": LoadedAgain, "reload_dataloaders_every_n_epochs": 1}
+LOADERS = {
+    "in this process": ({"loader": drawing} | HOOKS, [IN, END]),
+    "in workers": ({"loader": partial(drawing, num_workers=2)} | HOOKS, [END]),
+    "a stream": ({"loader": partial(drawing, DrawingStream)}, [END]),
+    "a stream in a worker": ({"loader": partial(drawing, DrawingStream, num_workers=1)}, [END]),
+    "torchdata's": ({"loader": stateful} | HOOKS, [IN, END]),
+    "torchdata's, of a stream": ({"loader": partial(stateful, DrawingStream)}, [IN, END]),
+    "one that knows": ({"loader": partial(stateful, KnowingStream)} | HOOKS, [IN, END]),
+    "of a validation": ({"validate": drawing}, [IN, MID, END]),
+    "of one dataset": ({"datamodule": OneDataset}, [IN, MID, END]),
+    "loaded again": (RELOADED, [IN]),
+    "combined": (
+        {
+            "loader": lambda: {"a": drawing(), "b": drawing(shuffle=True)},
+            "model": lambda: make_model(training_step=both),
+        },
+        [IN, END],
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "places"), LOADERS.values(), ids=LOADERS)
+def test_what_any_kind_of_loader_reads_is_restored(fits, words, places):
+    fits.check(*places, max_epochs=2, **words)
 
 
 class DrawnDigits(LightningDataModule):
