@@ -16,7 +16,7 @@ from lightning_d9m.ops.portability.triton.kernels import BLOCK, DEPTH, LANES
 
 
 def multiply(out: Tensor, left: Tensor, right: Tensor, *places: Any) -> None:
-    """Write products of matrices; ``kernels.multiply_at`` describes the arguments.
+    """Write products of matrices; ``multiply_at`` describes the arguments.
 
     In each block of ``DEPTH`` terms, one product after the other is added to 0; then one block
     after the other is added.
@@ -50,7 +50,7 @@ def _add_in_order(blocks: list[Tensor]) -> Tensor:
 
 
 def add(out: Tensor, x: Tensor, *places: Any) -> None:
-    """Write sums; ``triton/kernels.add`` describes the arguments.
+    """Write sums; ``add`` in ``triton/kernels.py`` describes the arguments.
 
     In each block of ``BLOCK`` terms, term i is added to lane i % ``LANES``, which begins with 0;
     then the upper half of the lanes is added to the lower half, until one is left. One block after
