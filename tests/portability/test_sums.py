@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kernel_inputs import read_bits
 from torch import Tensor
 
 from lightning_d9m.ops.patches.exact_sums import GUARD, plan_pieces
@@ -40,12 +41,6 @@ def add_fractions(terms: list[float], dtype: torch.dtype) -> float:
         return sum(special)
     total = sum(map(Fraction, terms))
     return round_fraction(total, dtype) if total else sum(terms, -0.0) * 0.0
-
-
-def read_bits(values: Tensor) -> list[int]:
-    """Return the bits of numbers, of NaNs one."""
-    values = torch.where(values.isnan(), NAN, values)
-    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
 
 
 @st.composite

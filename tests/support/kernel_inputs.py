@@ -17,7 +17,7 @@ def draw(*shape, dtype=torch.float32, seed=0):
 def read_bits(values):
     """Return the bits of numbers, of NaNs one, as whole numbers."""
     values = torch.where(values.isnan(), torch.nan, values).contiguous()
-    return values.view({4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]).tolist()
 
 
 def make_numbers(name, size, dtype):

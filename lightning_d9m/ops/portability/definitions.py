@@ -5,6 +5,7 @@ they would run one program after the other, which takes up to 100 times as long.
 neither a C compiler nor a device is.
 """
 
+from functools import reduce
 from itertools import accumulate, chain
 from typing import Any
 
@@ -24,7 +25,7 @@ def multiply(out: Tensor, left: Tensor, right: Tensor, *places: Any) -> None:
     (rows, of_left), (columns, of_right), (view, of_out) = map(_gather, (left, right, out), places)
     pairs = zip(of_left.split(DEPTH, -1), of_right.split(DEPTH, -2), strict=True)
     blocks = [_add_products(rows[one], columns[other]) for one, other in pairs]
-    view[of_out] = _add_in_order(blocks)
+    view[of_out] = reduce(torch.add, blocks)
 
 
 def _gather(values: Tensor, places: Any) -> tuple[Tensor, Tensor]:
@@ -39,13 +40,6 @@ def _add_products(rows: Tensor, columns: Tensor) -> Tensor:
         one, other = rows[..., k : k + 1], columns[..., k : k + 1, :]
         is_wide = total.dtype == torch.float64
         total = one * other + total if is_wide else language.fma(one, other, total)
-    return total
-
-
-def _add_in_order(blocks: list[Tensor]) -> Tensor:
-    total = blocks[0]
-    for one in blocks[1:]:
-        total = total + one
     return total
 
 
@@ -67,7 +61,7 @@ def add(out: Tensor, x: Tensor, *places: Any) -> None:
             lower, upper = lanes.chunk(2, -1)
             lanes = lower + upper
         blocks.append(lanes[..., 0])
-    out.copy_(_add_in_order(blocks).view(out.shape))
+    out.copy_(reduce(torch.add, blocks).view(out.shape))
 
 
 def add_running(x: Tensor, dim: int) -> Tensor:
