@@ -6,6 +6,7 @@ Where an older release lacks something, this module says what does not work with
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -85,6 +86,7 @@ def imports_extensions() -> bool:
     return hasattr(torch, "_is_device_backend_autoload_enabled")
 
 
+@cache  # it is asked at each validation
 def _has_accelerators() -> bool:
     """Return whether torch has a module for whatever accelerator it was built for."""
     return parse_release(torch.__version__) >= _OLDEST_ACCELERATOR

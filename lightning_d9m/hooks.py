@@ -182,6 +182,8 @@ random
     _inst | see that a program seeds Python's generator
 numpy.random.mtrand:RandomState
     _bit_generator | load a batch with separate generators
+numpy.random:MT19937
+    _legacy_seeding | load a batch with separate generators
 threading:Thread
     _target | see what a thread runs
 lightning.fabric.wrappers:_FabricDataLoader

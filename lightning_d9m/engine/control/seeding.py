@@ -134,8 +134,7 @@ def restore_rng(state: RngState) -> None:
 
 # NumPy's global functions, such as ``np.random.rand``, are methods of this object.
 _numpy: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
-_get_bits: Any = vars(np.random)["get_bit_generator"]  # which its stubs do not have
-_set_bits: Any = vars(np.random)["set_bit_generator"]
+_set_bits: Any = vars(np.random)["set_bit_generator"]  # which its stubs do not have
 _spare: list[Any] = []  # bit generators for `SeededHost`, as many as are nested
 
 
@@ -152,13 +151,16 @@ class SeededHost:
 
     def __enter__(self) -> None:
         self._states = random.getstate(), torch.default_generator.get_state()
-        self._own = _get_bits()
+        self._own = _numpy._bit_generator  # noqa: SLF001 - as `get_bit_generator`, in half the time
         # NumPy reads its state in place of the generator's words; numbers are drawn elsewhere.
         _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001 - no call reads it alone
         self._normal = _numpy.get_state(legacy=False)
         self._other = _spare.pop() if _spare else np.random.MT19937(0)
         _set_bits(self._other)
-        seed_host(self._seed)
+        random.seed(self._seed)
+        # As `np.random.seed` in half the time; a new bit generator has no second normal number.
+        self._other._legacy_seeding(self._seed & 0xFFFFFFFF)  # noqa: SLF001
+        torch.default_generator.manual_seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
         python, cpu = self._states

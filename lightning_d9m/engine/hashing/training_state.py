@@ -171,7 +171,7 @@ def take_partial_snapshot(
             if taken.divide((group, name), value, layout):
                 continue
         if not isinstance(value, Tensor):
-            taken.groups[group][name] = digest_value(_digestible(value))
+            taken.groups[group][name] = _digest_settings(value)
         elif is_lazy(value):  # it has no shape before its module's first input
             taken.groups[group][name] = digest_value(type(value))
         else:
@@ -216,6 +216,13 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
         if not isinstance(entry, bool | None)
         or entry is not getattr(options.get(key), "default", entry)
     }
+
+
+def _digest_settings(value: object) -> str:
+    try:
+        return digest_value(value)
+    except DigestError:  # this rarely happens, and encodes each part once more
+        return digest_value(_digestible(value))
 
 
 def _digestible(value: object) -> object:

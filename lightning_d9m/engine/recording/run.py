@@ -161,7 +161,7 @@ class Run:
         self.digest: str | None = None
         self.folder: Path | None = None
         self.stop: int | None = None
-        self.held: list[dict[str, Json]] = []
+        self.held: list[Record | Mapping[str, Json]] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
         self._forget()
@@ -249,7 +249,7 @@ class Run:
         parent: Resume,
         loss: str | None,
         report: Callable[[str], None],
-        held: Iterable[dict[str, Json]] = (),
+        held: Iterable[Mapping[str, Json]] = (),
         data: str = "",
     ) -> None:
         """Let the ledger that ``begin`` opens next continue another one.

@@ -37,6 +37,8 @@ from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.errors import SettingError
 from lightning_d9m.program import LIGHTNING, is_of_framework
 
+# Of most elements of data. An element of a subclass may have attributes.
+PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), enum.Enum),
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),

@@ -20,6 +20,7 @@ from lightning_d9m.engine.state.parts import (
     MISSING,
     OPAQUE,
     PARTIAL,
+    PLAIN_TYPES,
     SET,
     TABLE,
     TABLES,
@@ -158,6 +159,8 @@ def _list_held(
             yield f"{path}.hooks()[{place}]", hook, None
     if isinstance(kind, Holder):
         for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
+            if type(part) in PLAIN_TYPES:  # a list of indices has a thousand, and nothing in them
+                continue
             is_table = key in TABLES and isinstance(value, nn.Module)
             table = TABLE if is_table and isinstance(part, dict) else None
             yield name_part(path, kind, key, place), part, table

@@ -302,7 +302,7 @@ class TrainerRecorder:
             **fields,
         )
         if trainer.state.fn == "fit":
-            self.run.held.append(record.as_record())
+            self.run.held.append(record)
         else:
             self.run.append(record)
             self.run.record("final", epoch=trainer.current_epoch, step=trainer.global_step)

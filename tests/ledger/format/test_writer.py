@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path, path, message):
 def test_a_disk_that_loses_data_is_reported_on_close(writer, runs, monkeypatch):
     """Some file systems say so only then. A closed writer takes nothing."""
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: os.close(-1))
+        patch.setattr(os, "close", lambda _, close=os.close: close(-1))
         with pytest.raises(LedgerError, match="was not kept: Bad file descriptor"):
             writer.close()
     writer.close()

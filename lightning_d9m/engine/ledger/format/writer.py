@@ -26,8 +26,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
     """Appends records to one rank's file.
 
     ``write`` passes each record to the kernel in one system call: a process that is killed loses at
-    most the record that it was writing. Only ``close`` waits for the disk (``fsync``): a machine
-    that loses power may lose the last seconds.
+    most the record that it was writing. Nothing waits for the disk: a machine that loses power may
+    lose the last seconds, as it may lose those of checkpoints.
 
     Args:
         path: The file, which must not exist.
@@ -105,18 +105,16 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             raise LedgerError(self._failure) from error
 
     def close(self) -> None:
-        """Write the ledger to the disk and close it; a second call does nothing.
+        """Close the ledger; a second call does nothing.
 
         Raises:
-            LedgerError: When the disk reports that it could not keep the data.
+            LedgerError: When the disk reports that it could not keep the data, as those of networks
+                do only now.
         """
         if self._closed:
             return
         self._closed = True
-        try:
-            with file_errors(LedgerError, f"The ledger {self.path} was not kept"):
-                os.fsync(self._file)
-        finally:
+        with file_errors(LedgerError, f"The ledger {self.path} was not kept"):
             os.close(self._file)
 
     def __exit__(self, *_: object) -> None:

@@ -75,7 +75,8 @@ class Pending(Part):
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         run = self.fit.recorder.run
-        return {"loss": run.loss_text, "evaluations": [*run.held], "data": run.data}
+        held = [own if isinstance(own, dict) else own.as_record() for own in run.held]
+        return {"loss": run.loss_text, "evaluations": held, "data": run.data}
 
 
 class Inexact(Part):
