@@ -122,6 +122,9 @@ def walk(  # noqa: C901 - one loop, and what it keeps
             stack += [(path, own, None) for path, own in new if id(own) not in seen]
             continue
         path, value, kind = stack.pop()
+        if type(value) in PLAIN_TYPES:  # most of what is found: a list of indices has a thousand
+            yield path, value, None
+            continue
         kind = kind or find_kind(value)
         if kind is VARIABLES and path not in owners:
             path = name_namespace(value)
@@ -159,8 +162,6 @@ def _list_held(
             yield f"{path}.hooks()[{place}]", hook, None
     if isinstance(kind, Holder):
         for place, (key, part) in reversed([*enumerate(_list_pairs(kind.read(value)))]):
-            if type(part) in PLAIN_TYPES:  # a list of indices has a thousand, and nothing in them
-                continue
             is_table = key in TABLES and isinstance(value, nn.Module)
             table = TABLE if is_table and isinstance(part, dict) else None
             yield name_part(path, kind, key, place), part, table
