@@ -562,6 +562,10 @@ def search(seed, count, folder, *, ranks=False):
     """Judge programs at random; write each that is not equal, and how many there were of each."""
     draw = Random(seed)
     counts = Counter()
+    torch.set_num_threads(1)
+    # What a first training imports and looks up is then there in each fork.
+    train(write("nothing", "a module"), folder)
+    shutil.rmtree(folder)
     for _ in range(count):
         chosen = [draw.choice([*options]) for options in (KINDS, PLACES, HOOKS, STEPS)]
         if ranks:

@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import find_samplers
@@ -32,14 +30,12 @@ from lightning_d9m.engine.state.parts import (
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.integrations.lightning.resume.logged import list_reset
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
-from lightning_d9m.integrations.lightning.resume.run_facts import name_all
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.trainer_attributes import (
     KEY,
     OPTIMIZERS,
     Trainer,
-    find_attributes,
     list_schedulers,
     list_stored,
     name_callbacks,
@@ -116,6 +112,9 @@ class Program(Part):
             modes = {path: own for path, own in first.items() if path.endswith(_MODE)}
             program = {path: own for path, own in program.items() if not path.endswith(_MODE)}
             program |= modes
+        if self.trainer.reload_dataloaders_every_n_epochs:
+            # Loaders may be made of its values, before these are restored.
+            unknown = [*unknown, *(path for path in program if path.startswith("datamodule."))]
         self.fit.unknown += unknown
         self.fit.inexact += describe_unsaved(path for path, own in program.items() if own is None)
         return {path: pack_bytes(own) for path, own in program.items() if own is not None}
@@ -131,7 +130,8 @@ class Program(Part):
 
     def problems(self, _state: Any) -> list[str]:
         unlike = describe_unsaved(path.rstrip("'") for path in self.changes.unlike)
-        return [*name_all(_MISSING_OBJECTS, self._missing), *unlike]
+        missing = ", ".join(self._missing)
+        return [*([_MISSING_OBJECTS.format(missing)] if missing else []), *unlike]
 
     def _find_left_out(self) -> list[Any]:
         """Find the objects that a checkpoint of Lightning holds; return the loaders' samplers."""
@@ -143,15 +143,13 @@ class Program(Part):
         controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
-        # What callbacks of Lightning save, and load if it applies to the run: ``ModelCheckpoint``
-        # does not load its best checkpoints if it saves to another folder.
-        savings = [(own, getattr(type(own), "state_dict", None)) for own in trainer.callbacks]
+        # What callbacks of Lightning keep and save, and load if it applies to the run:
+        # ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
         containers = [
             value
-            for own, saving in savings
-            if inspect.isfunction(saving) and is_of_lightning(saving)
-            for name in find_attributes(saving, "LOAD_ATTR")
-            if isinstance(value := vars(own).get(name), dict | list)
+            for own in trainer.callbacks
+            for name in list_stored(own.__class__) & vars(own).keys()
+            if isinstance(value := vars(own)[name], dict | list)
         ]
         stepping = [*trainer.optimizers, *list_schedulers(trainer)]
         self._stepping = set(map(id, stepping))
@@ -187,21 +185,6 @@ class Program(Part):
             return True  # ranks hold parts of them
         # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
         return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
-
-
-def _list_tensors(tree: Any) -> list[Tensor]:
-    return [part for part in tree_leaves(tree) if isinstance(part, Tensor)]
-
-
-def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors of a model that are not in a checkpoint."""
-    absent = [pair for pair in model.list_saved() if pair[0] not in checkpoint["state_dict"]]
-    held = {_find_memory(part) for part in (_list_tensors(dict(checkpoint)) if absent else ())}
-    return [name for name, tensor in absent if _find_memory(tensor) not in held - {None}]
-
-
-def _find_memory(tensor: Tensor) -> int | None:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def remember(
