@@ -191,6 +191,8 @@ def explain_damage(path: Any) -> bool:
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
+            # A zip file that was cut keeps its head. `zipfile` reads the end first, and would call
+            # a text or a pickle of an old torch a damaged file.
             if file.read(2) not in (b"PK", b""):
                 return False
         with zipfile.ZipFile(path) as archive:

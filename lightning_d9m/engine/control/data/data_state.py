@@ -33,6 +33,7 @@ SAMPLERS, DATA = "samplers", "data"
 CHANGED, UNSAVED, LOGGED, UNKNOWN_DATA = "changed", "unsaved", "logged", "unknown"
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
+# A table of samples may have millions of objects, each of which would be compared at every save.
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
 
@@ -65,7 +66,8 @@ class DataState:
             for own, changes in half.values()
         }
         data = {n: own for n, own in owners.items() if not hasattr(own, "load_state_dict")}
-        # By class, as two loaders may have the same sampler at different places.
+        # By class, and not by number: two loaders may have the same sampler at different places,
+        # and a resumed run, which skips the sanity check, may load them in the other order.
         halves = {SAMPLERS: name_by_class("sampler", samplers), DATA: data}
         others = {*map(id, owners.values()), *map(id, samplers)}
         self.halves: dict[str, dict[str, tuple[object, Changes]]] = {
@@ -86,6 +88,8 @@ class DataState:
                 states[CHANGED] |= {path: pack_bytes(own) for path, own in saved.items()}
                 states[UNKNOWN_DATA] += changes.unknown
                 for path in unsaved:
+                    # A dataset that keeps what it has read goes on without it. A sampler does not:
+                    # what it keeps decides its order.
                     is_cache = half == DATA and path in changes.filled
                     states[LOGGED if is_cache else UNSAVED].append(path)
             found[half] = {key: own for key, own in states.items() if own}

@@ -302,9 +302,12 @@ class ControlledLoader:
         start = self.start
         if not within or start is None:
             return self.state.capture()
-        # Read again from the start of the epoch; a validation is run again as a whole.
+        # A stream is read again from the start of the epoch, as its loader skips what was trained;
+        # a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
             return start
+        # A sampler draws its order when it is iterated, so its state is that of the start; samples
+        # are read by and by, so that of a dataset is that of now.
         first, now = start.get(DATA, {}).get(CHANGED, {}), self.state.capture().get(DATA, {})
         loader = self.loader()
         if loader is not None and loader.num_workers and not at_end:

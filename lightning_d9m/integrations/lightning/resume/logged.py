@@ -152,14 +152,14 @@ class LogicalRanks(Part):
 
     def capture(self, phase: Phase) -> dict[str, Any]:
         if (logical := get_logical_steps(self.trainer)) is None:
-            return {}
+            return {"metrics": {}, "logged": []}
         skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
         metrics = logical.metrics.capture()
         kept = {path: own for path, own in metrics.items() if not f"{path}.".startswith(skipped)}
         return {"metrics": kept, "logged": [logical.logged.capture()]}
 
     def restore(self, state: dict[str, Any], moment: Moment) -> None:
-        if state and (logical := get_logical_steps(self.trainer)) is not None:
+        if (logical := get_logical_steps(self.trainer)) is not None:
             logical.metrics.restore(state["metrics"])
             if moment == "batch":
                 logical.logged.restore(state["logged"])

@@ -70,7 +70,7 @@ class Gradients(Part):
         for name, parameter in self.trainer.lightning_module.named_parameters():
             kept = state.get(name)
             if kept is None or kept.shape != local_shard(parameter).shape:
-                parameter.grad = None
+                parameter.grad = None  # of another division among ranks: the first step differs
             else:
                 parameter.grad = like_parameter(kept, parameter)
 
@@ -90,6 +90,7 @@ class Frozen(Part):
         return [name for name, own in self.fit.tensors.listed[0] if not own.requires_grad]
 
     def restore(self, state: list[str], _moment: Moment) -> None:
+        # Not by the hooks that froze them: Lightning calls these at the start of an epoch only.
         frozen = {*state}
         for name, parameter in self.trainer.lightning_module.named_parameters():
             parameter.requires_grad_(name not in frozen)

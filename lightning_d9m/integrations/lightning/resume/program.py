@@ -93,6 +93,7 @@ class Program(Part):
         return found | dict.fromkeys(unsaved)
 
     def capture(self, phase: Phase) -> tuple[Captured, list[str]]:
+        # Their states may be lists of all outputs of an epoch, larger than a checkpoint takes.
         skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
         found = {
             path: own
@@ -123,7 +124,7 @@ class Program(Part):
         plain = {
             path: unpack_bytes(data)
             for path, data in state.items()
-            # Those of callbacks that this run lacks do not count.
+            # A run may resume without a callback, such as a progress bar.
             if path.startswith(self._roots) or not path.startswith("callbacks.")
         }
         self._missing = self.changes.restore(plain, self._module.device)

@@ -208,6 +208,7 @@ class ResumableFit(Fit):
         """
         with rng_restored():
             checkpoint = dump(weights_only)
+        # Not in our `on_save_checkpoint`: hooks of the module and of other callbacks follow it.
         if not weights_only:
             self._save(checkpoint)
         return checkpoint
