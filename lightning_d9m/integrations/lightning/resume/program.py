@@ -36,6 +36,7 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     KEY,
     OPTIMIZERS,
     Trainer,
+    find_attributes,
     list_schedulers,
     list_stored,
     name_callbacks,
@@ -144,13 +145,15 @@ class Program(Part):
         controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
-        # What callbacks of Lightning keep and save, and load if it applies to the run:
-        # ``ModelCheckpoint`` does not load its best checkpoints if it saves to another folder.
+        # What callbacks of Lightning save, and load if it applies to the run: ``ModelCheckpoint``
+        # does not load its best checkpoints if it saves to another folder.
+        savings = [(own, getattr(type(own), "state_dict", None)) for own in trainer.callbacks]
         containers = [
             value
-            for own in trainer.callbacks
-            for name in list_stored(own.__class__) & vars(own).keys()
-            if isinstance(value := vars(own)[name], dict | list)
+            for own, saving in savings
+            if inspect.isfunction(saving) and is_of_lightning(saving)
+            for name in find_attributes(saving, "LOAD_ATTR")
+            if isinstance(value := vars(own).get(name), dict | list)
         ]
         stepping = [*trainer.optimizers, *list_schedulers(trainer)]
         self._stepping = set(map(id, stepping))
