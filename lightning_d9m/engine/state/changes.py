@@ -32,6 +32,7 @@ from lightning_d9m.engine.state.parts import (
     MISSING,
     OPAQUE,
     SET,
+    TABLE,
     TENSOR,
     Dict,
     Holder,
@@ -98,8 +99,7 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
-        copies: Keep copies of what changes, so that ``undo`` can restore it, and encode it whatever
-            its size.
+        unlimited: Encode what changes whatever its size.
         namespaces: See ``walk``.
         expects: ``capture`` keeps the digest of what has changed and cannot be encoded, so that
             ``restore`` can tell whether the program has restored it itself.
@@ -120,7 +120,7 @@ class Changes:
         *,
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
-        copies: bool = False,
+        unlimited: bool = False,
         namespaces: bool = False,
         expects: bool = False,
     ) -> None:
@@ -134,7 +134,7 @@ class Changes:
         # The object whose content is encoded, not its path, and whether its type may be lost.
         self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
-        self._copies = copies
+        self._unlimited = unlimited
         self._expects = expects
         self._has_settled = False
         self.filled: set[str] = set()
@@ -148,18 +148,14 @@ class Changes:
             found = leave_out(path, value)
             # The id of a freed object may be that of another now.
             (self._ignored.add if found else self._ignored.discard)(id(value))
-            return found or (not copies and _is_long(value))
+            return found or _is_long(value)
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _SAVED if isinstance(value, Optimizer) else _IGNORED
-            if (
-                not copies
-                and kind in (OPAQUE, LONG)
-                and (_is_long(value) or isinstance(value, set))
-            ):
+            if kind in (OPAQUE, LONG) and (_is_long(value) or isinstance(value, set)):
                 return together
-            return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
+            return _DIGESTED if kind in (TENSOR, ARRAY) else kind
 
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
@@ -206,8 +202,7 @@ class Changes:
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
-        if not self._copies:  # which are restored one by one
-            self._find_shared(changes)
+        self._find_shared(changes)
         size = 0
         for change in changes:
             name = change.path.removesuffix(_AT_FIRST)
@@ -227,20 +222,6 @@ class Changes:
                 size += len(data)
         self._shared.clear()
         return found, unsaved
-
-    def find_first(self) -> str | None:
-        """Return the path of the first change; None without one.
-
-        What fills an empty place counts from then on as held at first, and so does what is left of
-        a dict that loses entries, as a cache does.
-        """
-        for change in self._find_all():
-            is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
-            is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
-            if not is_removed and not _is_filled(change):
-                return change.path.removesuffix(_AT_FIRST)
-            self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
-        return None
 
     def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
         """Write what was captured into objects that were made in the same way.
@@ -296,23 +277,6 @@ class Changes:
             return
         raise TypeError(node.path)
 
-    def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
-        """Restore what differs between two captures, unless it has changed since.
-
-        Generators are restored in any case, because nothing but their owner uses them.
-        """
-        now, _ = self.capture()
-        differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
-        for change in list(self._find_all()):
-            path, node = change.path, change.node
-            own = path in differing and now.get(path) == after.get(path)
-            if path in before and (own or node.kind is GENERATOR):
-                self.restore({path: before[path]}, torch.device("cpu"))
-            elif own and change.key:
-                node.set_part(change.key[0], change.first)
-            elif own:
-                node.kind.write(node.owner, node.content)
-
     def _find_all(self) -> Iterator[Change]:
         changed = self._watch.find_changed()
         known = set(map(id, changed))
@@ -352,13 +316,15 @@ class Changes:
         value = change.value
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
-        if change.key and not kind.takes(change.node.owner, *change.key):
+        # A parameter that is gone, as with pruning, is there in a resumed run that loads weights.
+        is_gone = value is MISSING and kind is TABLE
+        if is_gone or (change.key and not kind.takes(change.node.owner, *change.key)):
             return None
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
                 return self._encode(change)
             # Small values are kept whatever others take, so that the order does not decide.
-            if self._copies or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
+            if self._unlimited or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
                 self._entered = (None, False) if change.key else (value, True)
                 return self._encode(change, value)
         return None

@@ -20,8 +20,8 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import ChainMap, Counter, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -53,8 +53,6 @@ TABLES = ("_parameters", "_buffers", "_modules")
 _HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
 _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backward).*hooks", name)))
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Stands among a module's attributes for the code of all hooks of it and its parameters.
-_CODE_OF_HOOKS = "hooks()"
 _LEAST_ADDRESS = 2**32
 _GLOBAL: Any = (random.random, np.random.rand)
 _WORD = struct.calcsize("P")
@@ -300,15 +298,13 @@ def _read_attributes(owner: Any) -> dict[str, Any]:
         held = read_memory_of(owner) if has_memory(owner.__class__) else ()
         memory = {f"{_MEMORY}[{place}]": part for place, part in enumerate(held)}
         return {**own, **_read_slots(owner), **memory}
-    found = {name: part for name, part in own.items() if name not in _HIDDEN}
-    hooks = _read_hooks(owner)
-    return {**found, _CODE_OF_HOOKS: hooks} if hooks else found
+    return {name: part for name, part in own.items() if name not in _HIDDEN}
 
 
 def _set_attribute(owner: Any, key: Any, value: Any) -> None:
     own = getattr(owner, "__dict__", {})
-    if key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
-        return  # they stay as they are
+    if str(key).startswith(_MEMORY):
+        return  # it stays as it is
     if value is MISSING:
         object.__delattr__(owner, key)
     elif key in own:
@@ -319,7 +315,7 @@ def _set_attribute(owner: Any, key: Any, value: Any) -> None:
 
 def _takes_attribute(owner: Any, key: Any) -> bool:
     hidden = key in _HIDDEN and isinstance(owner, nn.Module)
-    if hidden or key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
+    if hidden or str(key).startswith(_MEMORY):
         return False
     if key in _read_attributes(owner) or key in _list_slots(owner.__class__):
         return True
@@ -349,17 +345,6 @@ def list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
     for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
         if isinstance(tensor, Tensor):
             yield from filter(None, (getattr(tensor, name, None) for name in _HOOKS_OF_TENSORS))
-
-
-def _read_hooks(module: nn.Module) -> frozenset[Any]:
-    """Return the code of the hooks that the program defines."""
-    hooks = {inspect.unwrap(hook) for table in list_hooks(module) for hook in table.values()}
-    plain = {getattr(hook, "func", getattr(hook, "__func__", hook)) for hook in hooks}
-    return frozenset(
-        getattr(hook, "__code__", type(hook))
-        for hook in plain
-        if is_of_program(hook if hasattr(hook, "__code__") else type(hook))
-    )
 
 
 def _read_function(owner: Any) -> dict[str, Any]:
@@ -667,6 +652,19 @@ def name_namespace(value: Any) -> str:
     """Return the name of a class or a file."""
     is_class = isinstance(value, type)
     return f"{value.__module__}.{value.__qualname__}" if is_class else str(value.__name__)
+
+
+def name_by_class(base: str, values: Iterable[Any]) -> dict[str, Any]:
+    """Return objects by names that do not depend on objects of other classes among them."""
+    named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for value in values:
+        # By class and not by place, so that one that is added or removed does not rename the
+        # others.
+        name = f"{base}.{type(value).__name__}"
+        named[f"{name}#{counts[name]}" if counts[name] else name] = value
+        counts[name] += 1
+    return named
 
 
 def is_of_lightning(kind: Any) -> bool:

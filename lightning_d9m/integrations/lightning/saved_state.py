@@ -28,9 +28,6 @@ CALLBACKS = "callbacks"
 MANIFEST_KEY = "manifest"
 """The key within the state that is added last, when the checkpoint is written."""
 
-_HEAD = 512
-_PICKLE = b"\x80"  # the first byte
-
 
 def find_state(checkpoint: object) -> Any:
     """Return the stored state in a checkpoint; None without one."""
@@ -152,18 +149,18 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
 
     Raises:
         CheckpointError: If it cannot be read, or is not a checkpoint.
-        SettingError: If it is a text file, or holds objects that may not be loaded, or that cannot
-            be.
+        SettingError: If it is a file of another format, or holds objects that may not be loaded,
+            or that cannot be.
     """
-    with suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
-        # `explain_damage` would call a text file a damaged checkpoint.
-        head = file.read(_HEAD)
-        if head.decode() and b"\0" not in head:
-            raise SettingError(f"{path} is a text file, and not a checkpoint. Name a checkpoint.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except Exception as error:
-        is_pickle, objects = explain_damage(path), list[str]()
+        if not explain_damage(path):
+            raise SettingError(
+                f"{path} is not a checkpoint: torch.save writes a zip archive since release 1.6, "
+                "and this file has another format. Name a checkpoint."
+            ) from error
+        objects = list[str]()
         with suppress(Exception):  # not a file that torch saved: the first error says why
             # It reads the names in the pickle without running it.
             objects = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
@@ -180,11 +177,6 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
             ) from error
-        if is_pickle:
-            raise SettingError(
-                f"{path} is a pickle, as torch saved before release 1.6, which has no checksums to "
-                f"verify, and it cannot be loaded: {escape(str(error), 400)}"
-            ) from error
         raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint of a Trainer: it holds no dict.")
@@ -195,12 +187,14 @@ def explain_damage(path: Any) -> bool:
     """Raise a ``CheckpointError`` if a file that could not be loaded is damaged.
 
     torch does not verify the checksums in the file; damaged bytes lead to arbitrary errors. Return
-    whether it is a pickle, as torch saved before release 1.6, which has no checksums.
+    False if it is a file of another format.
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - also of a file that is open already
-            if file.read(1) == _PICKLE:
-                return True
+            # A zip file that was cut keeps its head. `zipfile` reads the end first, and would call
+            # a text or a pickle of an old torch a damaged file.
+            if file.read(2) not in (b"PK", b""):
+                return False
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as stream:
@@ -215,7 +209,7 @@ def explain_damage(path: Any) -> bool:
         ) from damage
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError):
         pass  # missing, or not a local file: the error of the load says so
-    return False
+    return True
 
 
 def check_checkpoint(checkpoint: Any, path: Any) -> bool:

@@ -142,42 +142,31 @@ def count_logged(trainer: Trainer) -> dict[str, int]:
     }
 
 
-class MetricStates(Part):
-    """The encoded states of metrics by path and logical rank."""
+class LogicalRanks(Part):
+    """The encoded states of metrics by path and logical rank, and the sums that ranks have logged.
 
-    name, form = "metric_states", dict[str, dict[int, Any]]
-    restored, evaluated = ("epoch", "batch"), True
+    For these see ``LoggedValues``.
+    """
 
-    def capture(self, phase: Phase) -> dict[str, dict[int, Any]]:
+    name, restored, evaluated = "logical", ("epoch", "batch"), True
+
+    def capture(self, phase: Phase) -> dict[str, Any]:
         if (logical := get_logical_steps(self.trainer)) is None:
-            return {}
+            return {"metrics": {}, "logged": []}
         skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
-        states = logical.metrics.capture()
-        return {path: own for path, own in states.items() if not f"{path}.".startswith(skipped)}
+        metrics = logical.metrics.capture()
+        kept = {path: own for path, own in metrics.items() if not f"{path}.".startswith(skipped)}
+        return {"metrics": kept, "logged": [logical.logged.capture()]}
 
-    def restore(self, state: dict[str, dict[int, Any]], _moment: Moment) -> None:
+    def restore(self, state: dict[str, Any], moment: Moment) -> None:
         if (logical := get_logical_steps(self.trainer)) is not None:
-            logical.metrics.restore(state)
+            logical.metrics.restore(state["metrics"])
+            if moment == "batch":
+                logical.logged.restore(state["logged"])
 
     def select(self, states: list[Any], _rank: int) -> Any:
-        return merge_ranks(states)
-
-
-class LoggedSums(Part):
-    """The sums that logical ranks have logged; see ``LoggedValues``."""
-
-    name, form, restored = "logged", list[dict[str, Any]], ("batch",)
-
-    def capture(self, _phase: Phase) -> list[dict[str, Any]]:
-        logical = get_logical_steps(self.trainer)
-        return [] if logical is None else [logical.logged.capture()]
-
-    def restore(self, state: list[dict[str, Any]], _moment: Moment) -> None:
-        if (logical := get_logical_steps(self.trainer)) is not None:
-            logical.logged.restore(state)
-
-    def select(self, states: list[Any], _rank: int) -> Any:
-        return [sums for state in states for sums in state]
+        metrics = merge_ranks([state["metrics"] for state in states])
+        return {"metrics": metrics, "logged": [own for state in states for own in state["logged"]]}
 
 
 def merge_ranks(states: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.engine.control.data.loaders import find_epoch_problem, find_loader_problems
+from lightning_d9m.engine.control.data.loaders import find_loader_problems
 from lightning_d9m.engine.control.seeding import rng_restored
 from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.engine.ledger.format.records import Resume
@@ -35,7 +35,6 @@ from lightning_d9m.integrations.lightning.resume.program import (
     EXPECTED,
     Program,
     digest_callbacks,
-    find_lost,
     remember,
 )
 from lightning_d9m.integrations.lightning.resume.saved_run import PARTS, gather, read_state, select
@@ -51,10 +50,6 @@ _CUT = (
     "Its fit ended after {} batches of epoch {}, by max_steps, and hooks at the end of the epoch "
     "or the fit changed {}, where a longer fit would train the rest. Resume from a checkpoint "
     "within the epoch: ModelCheckpoint(every_n_train_steps=...)."
-)
-_LOST_TENSOR = (
-    "The checkpoint lacks {!r}, which changes in the fit, as that of ModelPruning lacks the masks "
-    "of pruned weights, which would be trained again. Save all weights and buffers that change."
 )
 _LATE_HOOK = (
     "A hook that runs after the checkpoint is saved, such as the module's on_train_batch_end, "
@@ -95,18 +90,14 @@ class ResumableFit(Fit):
         # The numbers of batches of the epochs since a loader has loaded its state.
         self._lengths: list[int] | None = None
         self._skipped = 0
-        # They name what has changed since training began, where `max_steps` ended the fit, after a
-        # save, and in a validation.
-        self._find_trained: _Find = list
+        # They name what has changed since `max_steps` ended the fit, since a save, and since a
+        # validation began.
         self._find_changed_since_cut: _Find = list
         self._find_late: _Find = list
         self._saves_in_validation = False
         self._find_validated: _Find = list
-        self._has_settled = False
         # The state where `max_steps` ended the fit, before the end of the epoch.
         self._cut: dict[str, Any] = {}
-        self._is_dumping = False
-        self._awaits_dump = False  # the checkpoint that is being collected gets our state
         # Reasons of checkpoints that are saved in a validation, or else before that. Hooks that run
         # late for the latter have run before the former.
         self._late: dict[bool, list[str]] = {}
@@ -180,16 +171,11 @@ class ResumableFit(Fit):
         self._ended = (lambda: state) if ended else partial(gather, self.trainer, captured)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state to a checkpoint. Every rank calls this, unless the fit has ended."""
-        if not self._is_open:
-            if state := self._ended():
-                self._patches.undo()  # of a save that failed before it wrote its checkpoint
-                self._wrap(self.trainer.strategy, "save_checkpoint", self._write)
-                _add(checkpoint, state)
-        elif self._is_dumping:
-            self._awaits_dump = True  # the hooks of the module and of other callbacks follow
-        else:
-            self._save(checkpoint)
+        """Add the state to a checkpoint of a fit that has ended, see ``_dump`` for others."""
+        if not self._is_open and (state := self._ended()):
+            self._patches.undo()  # of a save that failed before it wrote its checkpoint
+            self._wrap(self.trainer.strategy, "save_checkpoint", self._write)
+            _add(checkpoint, state)
 
     def _save(self, checkpoint: dict[str, Any]) -> None:
         trainer = self.trainer
@@ -215,18 +201,15 @@ class ResumableFit(Fit):
         self.recorder.run.note_save(trainer.global_step)
         _add(checkpoint, gather(trainer, captured))
 
-    def _dump(self, dump: Callable[..., dict[str, Any]], *args: Any, **words: Any) -> Any:
+    def _dump(self, dump: Callable[..., dict[str, Any]], weights_only: bool = False) -> Any:
         """Add the state that hooks leave which save; what they draw does not change the training.
 
-        A fit that saves more often would otherwise train on other numbers.
+        A fit that saves more often would otherwise train on other numbers. Every rank calls this.
         """
-        self._is_dumping, self._awaits_dump = True, False
-        try:
-            with rng_restored():
-                checkpoint = dump(*args, **words)
-        finally:
-            self._is_dumping = False
-        if self._awaits_dump:
+        with rng_restored():
+            checkpoint = dump(weights_only)
+        # Not in our `on_save_checkpoint`: hooks of the module and of other callbacks follow it.
+        if not weights_only:
             self._save(checkpoint)
         return checkpoint
 
@@ -276,19 +259,12 @@ class ResumableFit(Fit):
     def _write(
         self, write: Callable[..., object], checkpoint: Any, *args: Any, **words: Any
     ) -> Any:
-        """Add a manifest to a checkpoint, and note which weights it lacks.
-
-        Other callbacks, the datamodule and the module may have changed it.
-        """
+        """Add a manifest to a checkpoint, which the hooks of the program may have changed."""
         if not self._is_open:
             self._patches.undo()
         state = find_state(checkpoint)
         sharded = is_sharded(self.trainer.strategy)
         if state is not None and self.trainer.is_global_zero and not sharded:
-            lost = find_lost(self.tensors, checkpoint)
-            changed = self._find_trained() if lost else []
-            reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
-            state["inexact"] = [*state["inexact"], *reasons[:1]]
             state[MANIFEST_KEY] = make_manifest(checkpoint)
         return write(checkpoint, *args, **words)
 
@@ -398,23 +374,16 @@ class ResumableFit(Fit):
                 self._lengths = [] if self._position.batch else [0]
                 self._skipped = self._position.batch
         load()
-        if self.was_saved_between_epochs and not any(self._loader_states):
-            found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
-            self.report([*filter(None, found)])
 
     def _load_training(self, load: Callable[[], None]) -> None:
-        self._watch_program()
-        load()
-        self.session.loaders.keep_iterated("train")
-
-    def _watch_program(self) -> None:
-        """Take the program's state as held at first, before loaders restore what they share."""
+        # The program's state as held at first, before loaders restore what they share. In
+        # `configure_optimizers`, which may load the data, there are no optimizers yet.
         if self.trainer.optimizers:
             _ = self._program.changes
+        load()
 
     def _load_validation(self, load: Callable[[], None]) -> None:
-        self._watch_program()
-        load()
+        self._load_training(load)
         if lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
             self._restore("validation")
             self._unvalidated = {}
@@ -423,7 +392,9 @@ class ResumableFit(Fit):
         _ = self._program.changes  # since now
         counts = not self.trainer.sanity_checking
         if counts:
-            self._begin_validation()
+            evaluated = [part for part in self._parts.values() if part.evaluated]
+            self.before = {part.name: part.capture("validation") for part in evaluated}
+            self._find_validated = remember(self._program)
         with self.session.validation_isolated():
             outputs = run()
         if counts:
@@ -431,11 +402,6 @@ class ResumableFit(Fit):
             self._find_validated = list
             self.before = {}  # after an exception a checkpoint may still need it
         return outputs
-
-    def _begin_validation(self) -> None:
-        evaluated = [part for part in self._parts.values() if part.evaluated]
-        self.before = {part.name: part.capture("validation") for part in evaluated}
-        self._find_validated = remember(self._program)
 
     def _finish_and_reset(self, reset: Callable[[], None]) -> None:
         _ = self._program.changes  # since now
@@ -448,7 +414,6 @@ class ResumableFit(Fit):
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
         self.has_begun = True
-        self._find_trained = remember(self._program)
         for part in self._parts.values():
             part.begin()
         if not self.saved and not self._reasons:
@@ -476,8 +441,7 @@ class ResumableFit(Fit):
         )
 
     def _restore_and_start(self, start: Callable[[], None]) -> None:
-        if self.has_begun and not self._has_settled:
-            self._has_settled = True
+        if self.has_begun:
             self._program.settle()
         if self.saved and self.has_begun:
             self._restore("epoch")
@@ -503,7 +467,9 @@ class ResumableFit(Fit):
         # make it again.
         again = self.was_saved_between_epochs and reads_when_iterated(trainer)
         if trainer.current_epoch and (again or not first):
-            loaders.restart_epoch("train", trainer.current_epoch)
+            # Workers may hold batches of an iteration that was not consumed.
+            loaders.restart("train")
+            loaders.start_epoch("train", trainer.current_epoch)
         if trainer.current_epoch and again and first:
             if self._loader_states:
                 lightning_private.load_loader_states(trainer, self._loader_states)

@@ -35,7 +35,7 @@ PARTS: tuple[type[Part], ...] = (
     *(run_facts.Settings, position.Position, position.Limits, position.Stopped),
     *(optimizers.Groups, optimizers.Frozen, run_facts.Ledger, run_facts.Pending),
     *(logged.CallbackMetrics, optimizers.Schedulers, program.Program, logged.Reset),
-    *(logged.Results, loaders.Generators, logged.MetricStates, logged.LoggedSums),
+    *(logged.Results, loaders.Generators, logged.LogicalRanks),
     *(optimizers.Gradients, loaders.Samplers, loaders.Reloads, loaders.BatchSizes, loaders.Rng),
     *(run_facts.Inexact, run_facts.Unknown),
 )
