@@ -82,20 +82,13 @@ def test_different_runs(tmp_path, d9m):
     status, out, _ = d9m("report", one, other, "-o", tmp_path / "report.html")
     assert status == 1
     assert out.startswith("different: the report is")
-    text = (tmp_path / "report.html").read_text()
-    words = Page(text).words
+    words = Page((tmp_path / "report.html").read_text()).words
     assert "Different" in words
     assert "First divergence: batch 8 of epoch 0 (step 8) , gradient" in words
     assert "gradient: 2 of 4 differ" in words
     assert "The stacks differ, which alone may change results: device.driver" in words
     assert "device.driver reference: 560.35 this run: 570.1" in words
-    rows = text.partition("Ranks and modules by step")[2]
-    # A rank, and a row for each module that is recorded.
-    assert rows.count("<svg") == 2 + len(MODULES)
-    assert "step 8: 2 differ" in words
     assert "Cause: stack." in words
-    assert "steps 0 to 7: equal" in words
-    assert text.count('<tr class="differs first"') == 1
 
 
 # How two runs are written, and what their page says and does not say.
@@ -103,7 +96,7 @@ PAGES = {
     "digest of equal weights": (
         lambda folder: (write_losses(folder, [1.0]), write_losses(folder, [1.0])),
         [f"Weights of both runs: {'0' * 32}"],
-        ["modules by step"],
+        ["All that differs"],
     ),
     "another stack and portable bits": (
         lambda folder: [
@@ -191,7 +184,6 @@ def test_the_size_is_bounded(tmp_path, report):
     text = report(one, other)
     assert len(text) < 2_000_000
     assert "3,002 more are left out." in text
-    assert "1,501 more are left out." in text
 
 
 def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m):
@@ -245,7 +237,6 @@ seen.push(Array.prototype.every.call(document.querySelectorAll(".scroll"), funct
 }));
 var root = document.documentElement;
 seen.push(root.scrollWidth <= root.clientWidth, root.clientWidth < 600);
-seen.push(document.querySelector(".heat-map .first").closest(".heat-map").scrollTop > 0);
 document.title = seen.join(";");
 })();
 """
@@ -253,7 +244,7 @@ document.title = seen.join(";");
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (the command chromium)")
 def test_filters_and_a_narrow_window(tmp_path, report):
-    """In a real browser, rows are found by their words; nothing is too wide; the tree scrolls."""
+    """In a real browser, rows are found by their words, and nothing is too wide."""
     names = [f"layers.{number}.block" for number in range(40)] + MODULES + ["x" * 3000]
     folders = []
     for drift in (None, 2):
@@ -273,5 +264,5 @@ def test_filters_and_a_narrow_window(tmp_path, report):
     dom = subprocess.check_output([CHROMIUM, *options], text=True, timeout=120)
     title = dom.partition("<title>")[2].partition("</title>")[0]
     assert title == (
-        "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;true;true"
+        "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;true"
     )

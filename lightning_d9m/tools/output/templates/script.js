@@ -1,6 +1,4 @@
 (function () {
-  var first = document.querySelector(".heat-map .first");
-  if (first) first.closest(".heat-map").scrollTop = first.offsetTop - 120;
   Array.prototype.forEach.call(document.querySelectorAll(".filtered"), function (box) {
     var rows = Array.prototype.slice.call(box.querySelectorAll("tbody tr"));
     var label = document.createElement("label"), search = document.createElement("input");
