@@ -245,6 +245,45 @@ def test_a_run_that_had_not_begun_is_not_late(beside, tmp_path, monkeypatch):
     assert (second is None) != (tmp_path / "b/output.log").exists()
 
 
+# It writes as much as the other run, and then both must run to meet.
+MEETS = """
+import os, time
+from pathlib import Path
+own = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
+other = own.with_name("ab".replace(own.name, ""))
+(own / "fit-000").mkdir()
+(own / "fit-000/rank-0.jsonl").write_text("x")
+for name in ("once", "twice"):
+    (own / name).touch()
+    while not (other / name).exists():
+        time.sleep(0.01)
+"""
+
+
+@linux
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_two_runs_that_leave_cores_run_at_once(beside, monkeypatch, seconds):
+    monkeypatch.setattr(launched, "_MEASURED_SECONDS", seconds)
+    found = beside(MEETS, timeout=1.0 if seconds else 20.0)
+    assert found == [None, None] if seconds == 0.0 else None not in found
+
+
+@pytest.mark.parametrize(
+    ("used", "suffices"), [(0.1, True), (0.55, True), (0.7, False), (1.0, False)]
+)
+def test_the_cores_suffice_if_a_run_uses_few(tmp_path, monkeypatch, used, suffices):
+    """A run that uses this share of the cores, measured for three seconds."""
+    now = iter([0.0, 10.0, 12.0, 13.0])
+    monkeypatch.setattr(launched, "_read_clock", lambda: seen.append(next(now)) or seen[-1])
+    monkeypatch.setattr(launched, "count_threads", lambda _: 8)
+    seen = []
+    monkeypatch.setattr(launched, "_measure", lambda *_: seen[-1] * 8 * used)
+    with launched._Turns([tmp_path, tmp_path]) as turns:
+        for known in (None, None, suffices):
+            turns._measure_cores([])
+            assert turns._has_cores is known
+
+
 GUARDED = """
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
 """``d9m locate``: run a command several times and narrow down where its runs diverge.
 
-Two runs train in turns, are compared step by step, and end at the first step that differs. The
-step is then run again from the last checkpoint before it, with probes of its modules and
-operations. Environment variables control the runs, so the program is not edited. A
-divergence that does not occur again in a narrower look is reported as far as it was narrowed down.
+Two runs train beside each other, are compared step by step, and end at the first step that differs.
+The step is then run again from the last checkpoint before it, with probes of its modules and
+operations. Environment variables control the runs, so the program is not edited. A divergence that
+does not occur again in a narrower look is reported as far as it was narrowed down.
 """
 
 import argparse
@@ -53,8 +53,8 @@ actual:THIS_RUN?  ledger of another run
 --no-determinism  seed and record, but leave the determinism settings alone: shows what differs
     without lightning_d9m
 --tries N  most pairs of whole runs, until two differ (default: 2)
---one-by-one  run the second training after the first, not beside it in turns: for a program that
-    needs a device, a port or a file for itself
+--one-by-one  run the second training after the first, not beside it: for a program that needs a
+    device, a port or a file for itself
 -o, --output DIR  new folder for ledgers, logs and values
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""

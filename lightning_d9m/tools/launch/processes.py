@@ -256,6 +256,13 @@ def run_once(
 _STALLED_SECONDS = 30.0
 # Memory that the second of two runs may need, as a multiple of what the first one has.
 _MEMORY = 1.2
+# Two runs train at once if one needs at most this share of the cores: one of two, with a little for
+# the threads that wait. Where both need all cores, the threads of one wait for those of the other
+# in each operation, which takes several times as long as turns.
+_SHARE = 0.6
+_MEASURED_SECONDS = 3.0
+# The run that is ahead may be so by a twentieth: it keeps its last three checkpoints alone.
+_AHEAD = 1.05
 
 
 # Kills the process group that is stopped, if this process is killed: nothing would continue it. In
@@ -266,8 +273,9 @@ _GUARD = 'while read -r own; do group=$own; done; [ -z "$group" ] || kill -s KIL
 class _Turns(AbstractContextManager["_Turns"]):
     """Two runs take turns, so that neither needs the cores of the other; see ``run_beside``.
 
-    The one with fewer bytes in its ledgers runs, and the other is stopped (SIGSTOP). If nothing is
-    written for some time, both run: one may wait for a lock that the other has.
+    The one with fewer bytes in its ledgers runs, and the other is stopped (SIGSTOP). Both run if
+    each leaves enough cores to the other, or if nothing is written for some time: one may wait for
+    a lock that the other has.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -283,17 +291,14 @@ class _Turns(AbstractContextManager["_Turns"]):
         self._sizes: list[int] = []
         self._since = _read_clock()
         self._is_short = False  # the memory
+        self._measured: tuple[float, float] | None = None  # when both trained first; used seconds
+        self._has_cores: bool | None = None  # for both at once; None until it is measured
 
     def may_begin(self, leader: "subprocess.Popen[bytes]") -> bool:
         """Return whether the second run can start beside the first: it trains, and fits twice."""
         if self._is_short or not _size_ledgers(self._folders[0]):
             return False
-        used = 0
-        with suppress(psutil.Error):
-            first = psutil.Process(leader.pid)
-            for process in (first, *first.children(recursive=True)):
-                with suppress(psutil.Error):
-                    used += process.memory_info().rss
+        used = _measure([leader], lambda process: process.memory_info().rss)
         # Once: a run that begins hours later would let the first one wait for hours.
         self._is_short = psutil.virtual_memory().available < _MEMORY * used
         return not self._is_short
@@ -306,13 +311,25 @@ class _Turns(AbstractContextManager["_Turns"]):
         if sizes != self._sizes:
             self._sizes, self._since = sizes, _read_clock()
         behind = sizes.index(min(sizes))
-        both_run = _read_clock() - self._since > _STALLED_SECONDS
+        if self._has_cores is None and all(sizes):
+            self._measure_cores(leaders)
+        both_run = self._has_cores is True and max(sizes) <= _AHEAD * min(sizes)
+        both_run |= _read_clock() - self._since > _STALLED_SECONDS
         alone = any(leader.poll() is not None for leader in leaders)
         # With one of them ended there is nobody to take turns with.
         stopped = [] if both_run or alone else [leaders[1 - behind]]
         self._tell_guard(b"%d" % stopped[0].pid if stopped else b"")
         for leader in leaders:
             _send(leader, signal.SIGSTOP if leader in stopped else signal.SIGCONT)
+
+    def _measure_cores(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
+        """Note whether the cores suffice for both at once, from what the one that runs uses."""
+        now, used = _read_clock(), _measure(leaders, lambda own: sum(own.cpu_times()[:2]))
+        self._measured = self._measured or (now, used)
+        seconds = now - self._measured[0]
+        if seconds >= _MEASURED_SECONDS:
+            used -= self._measured[1]
+            self._has_cores = used <= _SHARE * count_threads(1) * seconds
 
     def _tell_guard(self, group: bytes = b"") -> None:
         assert self._guard.stdin is not None, "it is a pipe"
@@ -323,6 +340,20 @@ class _Turns(AbstractContextManager["_Turns"]):
     def __exit__(self, *_: object) -> None:
         self._tell_guard()
         self._guard.communicate()
+
+
+def _measure(
+    leaders: "Sequence[subprocess.Popen[bytes]]", read: Callable[[psutil.Process], float]
+) -> float:
+    """Return the sum of a figure of processes and of all their descendants."""
+    total = 0.0
+    for leader in leaders:
+        with suppress(psutil.Error):
+            first = psutil.Process(leader.pid)
+            for process in (first, *first.children(recursive=True)):
+                with suppress(psutil.Error):
+                    total += read(process)
+    return total
 
 
 def _size_ledgers(folder: Path) -> int:
@@ -338,7 +369,7 @@ def run_beside(
     variables: Sequence[Mapping[str, str]],
     killed_when: Callable[[], bool],
 ) -> list[CommandError | None]:
-    """Run the command twice, in turns, so that both can be compared while they run.
+    """Run the command twice, at once or in turns, so that both can be compared while they run.
 
     The second begins when the first trains, or when it has ended if the memory is short. Folders
     and variables are those of each run; the other arguments are those of ``run_once``.

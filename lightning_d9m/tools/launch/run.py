@@ -133,7 +133,7 @@ class Runs:
         variables: Sequence[Mapping[str, str]],
         killed_when: Callable[[], bool],
     ) -> list[Run]:
-        """Run the command twice, in turns, see ``run_beside``; runs may fail.
+        """Run the command twice, see ``run_beside``; runs may fail.
 
         Raises:
             CommandError: If the command does not start.

@@ -77,7 +77,7 @@ class Runner:
     Args:
         runs: The runs of the command.
         variables: Environment variables of every run.
-        beside: Whether the first two take turns; else the second follows the first.
+        beside: Whether the first two train beside each other; else the second follows the first.
 
     Attributes:
         command: The command.
