@@ -58,7 +58,7 @@ def photograph(page: str, width: int, folder: Path) -> Image.Image:
 def cut_page(page: str, end: str) -> str:
     """Return the page with the sections before a heading."""
     kept, _, _ = page.partition(f"<section><h2>{end}</h2>")
-    return kept + page[page.index("</main><script>") :]
+    return f"{kept}</main></body></html>"
 
 
 def main() -> None:
