@@ -2,9 +2,7 @@
 
 import math
 
-import pytest
-
-from lightning_d9m.tools.output.html_page import _list_located, _list_values
+from lightning_d9m.tools.output.html_page import _list_values
 
 
 def test_logged_values_are_shown_where_they_differ_first_and_most():
@@ -15,19 +13,3 @@ def test_logged_values_are_shown_where_they_differ_first_and_most():
         ("loss", 18, "0.0", "-0.0", "0.25", 27),
         ("b", 9, "missing", "3.0", "", ""),
     ]
-
-
-@pytest.mark.parametrize(
-    ("facts", "shown"),
-    [
-        ({}, []),
-        ({"lines": 5, "op": "mm", "advice": "Wait."}, []),
-        ({"lines": [3]}, []),
-        (
-            {"lines": None, "op": {"op": "aten.mm", "source": "a.py:3 in f"}, "advice": 7},
-            [("Op", "aten.mm, called at a.py:3 in f"), ("Advice", "7")],
-        ),
-    ],
-)
-def test_what_was_located_may_have_any_form(facts, shown):
-    assert _list_located(facts) == shown

@@ -61,7 +61,7 @@ def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=values.watch)
-    return ComparedRuns(comparison, values, ledgers, located=read_located(ledgers))
+    return ComparedRuns(comparison, values, ledgers, located=read_located(ledgers)[1])
 
 
 def check_output(path: Path, *, force: bool) -> None:

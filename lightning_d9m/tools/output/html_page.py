@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_call
 from lightning_d9m.engine.ledger.folder import Ledger
@@ -18,7 +18,6 @@ from lightning_d9m.text import describe_pair, printable, quote
 from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
 from lightning_d9m.tools.comparison.logged_values import LoggedValues, ValuePair
-from lightning_d9m.tools.history.bundle import find_excerpt
 from lightning_d9m.tools.output.columns import list_cells, short
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.repeat_text import RepeatReport, list_run_columns
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_LINES = 1_000
-_MAX_EXCERPT = 20  # lines
+_LONGEST = 400
 # What ran, by its name on the page.
 # Lambdas, because a field of a stack is missing where it does not apply.
 _FACTS: dict[str, Callable[[Header], object]] = {
@@ -63,14 +62,14 @@ class ComparedRuns:
         values: What they have logged.
         ledgers: Their ledgers.
         report: The comparison of all runs, if they are of a `d9m repeat`.
-        located: What `d9m locate` found between the two, as its JSON, and its report.
+        located: The report of `d9m locate` on the two, as far as it compared them.
     """
 
     comparison: Comparison
     values: LoggedValues
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
-    located: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
+    located: Sequence[str] = ()
 
     @property
     def verdict(self) -> str:
@@ -96,7 +95,6 @@ def render_page(compared: ComparedRuns) -> str:
         for number, entry in enumerate(found)
         for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
     ]
-    excerpt = find_excerpt(compared.located[1])
     return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
         report=report,
@@ -107,8 +105,7 @@ def render_page(compared: ComparedRuns) -> str:
         weights="" if final is None else final.totals.get("weights", ""),
         facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
         command=find_command(ledgers),
-        located=_list_located(compared.located[0]),
-        excerpt=[printable(line[:200]) for line in excerpt[:_MAX_EXCERPT]],
+        located=[printable(line[:_LONGEST]) for line in compared.located[:_MAX_LINES]],
         first=found[0] if found else None,
         evidence=evidence[:_MAX_LINES],
         evidence_left=len(evidence) - _MAX_LINES,
@@ -129,24 +126,6 @@ def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]
         values = [read(header) for header in headers]
         if any(value not in (None, "") for value in values):
             yield name, ["" if value is None else str(value) for value in values]
-
-
-def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what `d9m locate` found, as pairs of a label and a text.
-
-    In a bundle the facts may come from anybody, so that a value may have any type.
-    """
-    lines, op = facts.get("lines"), facts.get("op")
-    line = lines[0] if isinstance(lines, list) and lines else None
-    found: dict[str, object] = {}
-    if isinstance(line, dict):
-        found["Line"] = f"{line.get('file')}:{line.get('line')}: {line.get('code')}"
-        found |= {"Reason": line.get("reason"), "Fix": line.get("fix")}
-    if isinstance(op, dict):
-        found["Op"] = f"{op.get('op')}, called at {op.get('source') or 'no line of the program'}"
-    if found and not found.get("Fix"):
-        found["Advice"] = facts.get("advice")
-    return [(label, str(text)) for label, text in found.items() if text]
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
