@@ -17,7 +17,7 @@ from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.differences import Divergence, describe_varying
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
-from lightning_d9m.text import escape, printable
+from lightning_d9m.text import escape
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON
 from lightning_d9m.tools.launch.run import Runs, make_output
@@ -126,8 +126,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _describe_magnitude(magnitude, verbose=verbose)
         if found.op is not None and found.op.inputs_equal and found.op.generator_equal:
             yield from _describe_fix(found.op)
-        for label, text in (("files", printable(found.left)), ("new runs", found.agreement)):
-            yield from _label(label, text) if text else ()
+        yield from _label("new runs", found.agreement) if found.agreement else ()
         # What is certain was found: the advice to look for it would not help.
         if found.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.advice)

@@ -19,7 +19,6 @@ from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
 from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
-from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
 from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
@@ -81,13 +80,11 @@ class Runner:
 
     Attributes:
         command: The command.
-        files: What the runs write and read.
         made: The runs, in order.
     """
 
     def __init__(self, runs: Runs, variables: Mapping[str, str], *, beside: bool = True) -> None:
         self.command = runs.command
-        self.files = FileWatch(runs.command, runs.output)
         self._runs = runs
         self._variables = variables
         self._beside = beside
@@ -133,7 +130,6 @@ class Runner:
                 with PairWatch((watched, folder)) as watch:
                     run = self._runs.run(folder.name, title, killed_when=watch.differs, **words)
         self._check(run)
-        self.files.note_run()
         self.made.append(run)
         return run
 
@@ -163,7 +159,6 @@ class Runner:
         title = f"runs 1 and 2, {stage}"
         with PairWatch((folders[0], folders[1])) as watch:
             runs = self._runs.run_beside(names, title, variables, watch.differs)
-        self.files.note_run()
         try:
             for run in runs:
                 self._check(run)

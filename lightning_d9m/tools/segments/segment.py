@@ -45,16 +45,12 @@ class SavedPoint:
 
     Attributes:
         path: Where its ledger says that it is.
-        epoch: The epoch that was under way, counted from 0.
         step: The global step.
-        batch: How many batches of the epoch were trained.
         is_replaced: Whether the run has saved a later checkpoint at the same path.
     """
 
     path: Path
-    epoch: int
     step: int
-    batch: int
     is_replaced: bool = False
 
     @property
@@ -152,7 +148,7 @@ class RecordedRun:
         if isinstance(record, Checkpoint):
             # The folder of the ledger and of its checkpoints may have been moved.
             path = (file.parent / record.path).resolve()
-            self.saved.append(SavedPoint(path, record.epoch, record.step, record.batch))
+            self.saved.append(SavedPoint(path, record.step))
         elif isinstance(record, Resume):
             # The run has left what the one before did after this step.
             self.last_step, self._ends_within = record.step, False
