@@ -186,11 +186,8 @@ def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckRep
     folder = runs.output / "run-001"
     points = folder / _SAVED
     saves = {INTERRUPT: POINTS, FOLDER: str(points)}
-    straight = runs.run(folder.name, "straight run", variables=saves, may_fail=True)
-    first = find_first_fit(straight)
-    if straight.failure is not None or first is None:
-        raise straight.failure or CommandError("The command wrote no ledger of a fit.")
-    recorded = RecordedRun(first.path)
+    straight = runs.run(folder.name, "straight run", variables=saves)
+    recorded = RecordedRun(find_first_fit(straight).path)
     steps = int(_SECONDS * recorded.last_step / (straight.seconds or _SECONDS))
     segments = list(_choose_segments(recorded, points, steps))
     if not segments:

@@ -21,7 +21,7 @@ from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
-from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
+from lightning_d9m.tools.segments.segment import Segment, is_drift, list_ends, run_segment
 
 # The whole run, the operations, the modules, the values, filled memory.
 _MOST_LOOKS = 5
@@ -145,10 +145,8 @@ class Runner:
     @staticmethod
     def _check(run: Run) -> None:
         """Raise the failure of a run, unless a difference between ranks ended it."""
-        if run.failure is not None:
-            ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
-            if not any(end is not None and is_drift(end) for end in ends):
-                raise run.failure
+        if run.failure is not None and not any(map(is_drift, list_ends(*run.fits.values()))):
+            raise run.failure
 
     def run_first(self, stage: str, **settings: str) -> list[Run]:
         """Run twice, and compare while the runs train; both end where they first differ."""
