@@ -1,7 +1,7 @@
 """``d9m locate``: run a command several times and narrow down where its runs diverge.
 
-Two runs train beside each other, are compared step by step, and end at the first step that differs.
-The step is then run again from the last checkpoint before it, with probes of its modules and
+Two runs train at once, are compared step by step, and end at the first step that differs. The step
+is then run again from the last checkpoint before it, with probes of its modules and
 operations. Environment variables control the runs, so the program is not edited. A divergence that
 does not occur again in a narrower look is reported as far as it was narrowed down.
 """

@@ -152,7 +152,10 @@ class Runner:
         """Run twice, and compare while the runs train; both end where they first differ."""
         made = [self._prepare(settings) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
-        variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
+        variables = [
+            {**own, INTERRUPT: f"{KEEP}:{other}", FOLDER: str(folder / KEPT)}
+            for (folder, own), other in zip(made, reversed(folders), strict=True)
+        ]
         names = [folder.name for folder in folders]
         title = f"runs 1 and 2, {stage}"
         with PairWatch((folders[0], folders[1])) as watch:
