@@ -145,12 +145,12 @@ class Runs:
         failures = run_beside(
             self.command,
             folders,
-            progress=RunProgress(title, folders[0], 2 * (self.seconds or 0.0)),
+            progress=RunProgress(title, folders[0], self.seconds or 0.0),
             timeout=self.timeout,
             variables=variables,
             killed_when=killed_when,
         )
-        seconds = (time.monotonic() - start) / 2
+        seconds = time.monotonic() - start
         return [
             self._collect(folder, seconds, failure, self.command)
             for folder, failure in zip(folders, failures, strict=True)

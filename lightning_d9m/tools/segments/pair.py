@@ -4,7 +4,7 @@ Numbers that a program logs, such as measured times, may differ without an effec
 """
 
 from contextlib import AbstractContextManager, suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import find_difference
@@ -47,9 +47,8 @@ class PairWatch(AbstractContextManager["PairWatch"]):
         return self._differs
 
     def __exit__(self, *_: object) -> None:
-        for pair in self._files.values():
-            for reader, _ in pair:
-                reader.close()
+        for reader, _waiting in chain(*self._files.values()):
+            reader.close()
 
     def _open_new(self) -> None:
         """Open the files that both runs have by now, with a whole header in each."""
