@@ -9,11 +9,15 @@ from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
-from lightning_d9m.tools.comparison.logged_values import LoggedValues
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.launch.run import read_runs
-from lightning_d9m.tools.output.html_page import GENERATOR_TAG, ComparedRuns, render_page
+from lightning_d9m.tools.output.html_page import (
+    GENERATOR_TAG,
+    ComparedRuns,
+    LoggedValues,
+    render_page,
+)
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.output.terminal import print_lines
 

@@ -7,17 +7,17 @@ direction.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_call
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.format.records import Header, Scalar
+from lightning_d9m.engine.ledger.format.records import Digests, Header, Scalar
+from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.text import describe_pair, printable, quote
 from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
-from lightning_d9m.tools.comparison.logged_values import LoggedValues, ValuePair
 from lightning_d9m.tools.output.columns import list_cells, short
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.repeat_text import RepeatReport, list_run_columns
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # `d9m report` replaces a file only if it finds this in its first bytes.
 GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
+_MAX_SERIES = 24
 _MAX_LINES = 1_000
 _LONGEST = 400
 # What ran, by its name on the page.
@@ -49,8 +50,39 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "Python": lambda header: header.stack.get("python.version"),
     "lightning_d9m": lambda header: header.package,
 }
+_ValuePair: TypeAlias = tuple[int, float | None, float | None]
 # Where a narrow window breaks a long name: before a word, and not within it or a number.
 _WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
+
+
+@dataclass(slots=True)
+class LoggedValues:
+    """Collects the values at the ends of epochs; pass ``watch`` to ``compare_ledgers``.
+
+    Attributes:
+        pairs: The loss and the logged values of the first rank by name, at most ``_MAX_SERIES``:
+            (step, the reference's value, this run's value), None where a run has no such record.
+        rank: The rank whose values are kept; None before.
+        left_out: The names of its other values.
+    """
+
+    pairs: dict[str, list[_ValuePair]] = field(default_factory=dict)
+    rank: int | None = None
+    left_out: set[str] = field(default_factory=set)
+
+    def watch(self, rank: int, one: Item | None, other: Item | None, _: Divergence | None) -> None:
+        """Keep the values of a pair of records; a ``RecordObserver``."""
+        self.rank = rank if self.rank is None else self.rank
+        both = [own for own in (one, other) if isinstance(own, Digests) and own.moment == "epoch"]
+        if not both or rank != self.rank:
+            return
+        values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
+        for name in values[0] | values[1]:
+            if name in self.pairs or len(self.pairs) < _MAX_SERIES:
+                pair = (values[0].get(name), values[1].get(name))
+                self.pairs.setdefault(name, []).append((both[-1].step, *pair))
+            else:
+                self.left_out.add(name)
 
 
 @dataclass(frozen=True)
@@ -134,7 +166,7 @@ def _describe_commit(program: Mapping[str, Scalar]) -> str:
 
 
 # A table, not a chart: runs that differ by ulps have one curve, and loggers draw curves already.
-def _list_values(values: Mapping[str, Sequence[ValuePair]]) -> Iterator[tuple[object, ...]]:
+def _list_values(values: Mapping[str, Sequence[_ValuePair]]) -> Iterator[tuple[object, ...]]:
     """Yield a row for each logged value: where it differs, and how much.
 
     A row has its name; the first step at which it differs, and both values there; the greatest
