@@ -29,8 +29,8 @@ class CheckpointRing:
     Args:
         folder: The folder of the checkpoints.
         ranks: The ranks of the training; rank 0 decides.
-        read_clock: Returns seconds in which this thread works. Real time would count the turns of
-            another run, which trains while this one is stopped.
+        read_clock: Returns seconds in which this thread works. Real time would count those in which
+            it waits for another run, see ``pace.py``.
     """
 
     def __init__(
