@@ -279,17 +279,12 @@ def run_beside(
         CommandError: If the command does not start.
     """
     logs = [folder / "output.log" for folder in folders]
-    # If both need all cores, a thread that waits for others must not keep one of them busy, as
-    # OpenMP's do by default: on two cores, two small models with two threads each took 18 times as
-    # long as one, and so 1.4 times. Stopping one of them (SIGSTOP) needs a process that continues
-    # it if this one is killed.
-    shared = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     is_short = False  # the memory; looked at once, when the first run trains
     with progress, running_processes() as tree:
 
         def start(number: int) -> None:
-            environment = _make_environment(folders[number]) | shared | dict(variables[number])
-            tree.start(command, None, logs[number], environment)
+            environment = _make_environment(folders[number]) | _share_cores()
+            tree.start(command, None, logs[number], environment | dict(variables[number]))
 
         def tick(passed: float) -> None:
             nonlocal is_short
@@ -312,6 +307,15 @@ def run_beside(
         else None
         for log, status in zip(logs, statuses, strict=False)
     ]
+
+
+def _share_cores() -> dict[str, str]:
+    """Return the variable with which programs that run at once share the cores."""
+    # If each needs all of them, a thread that waits for others must not keep one busy, as OpenMP's
+    # do by default: on two cores, two small models with two threads each took 18 times as long as
+    # one, and so 1.4 times. Stopping one of two (SIGSTOP) would need a process that continues it
+    # if this one is killed.
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 
 def _is_memory_short(leader: "subprocess.Popen[bytes]") -> bool:
@@ -450,11 +454,12 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
+    environment = {**os.environ, **_share_cores()}
     with running_processes() as tree:
         while (waiting or running) and not tree.received:
             while waiting and len(running) < jobs:
                 log = waiting.pop(0)
-                running[log] = tree.start(commands[log], None, log)
+                running[log] = tree.start(commands[log], None, log, environment)
             time.sleep(_TICK_SECONDS)
             for log, job in list(running.items()):
                 if job.poll() is not None:
