@@ -188,10 +188,13 @@ def running_processes(pressed: list[int] | None = None) -> Iterator[ProcessTree]
 
 # A name of this module, so that a test can let hours pass.
 _read_clock = time.monotonic  # of the seconds that a command may take
+# Two runs may train so much longer past their difference.
 _TICK_SECONDS = 0.25
+# For what a program does at SIGTERM, such as to save; a terminal's user waits for it.
 _GRACE_SECONDS = 5.0
 # A process that ends shortly after the command, such as a pool's helper, was not left behind.
 _SETTLE_SECONDS = 1.0
+# The end of a traceback of torch, with the error. Its lines may be long, as those of a progress bar.
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _TAIL_WIDTH = 200
