@@ -194,7 +194,7 @@ _TICK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
 # A process that ends shortly after the command, such as a pool's helper, was not left behind.
 _SETTLE_SECONDS = 1.0
-# The end of a traceback of torch, with the error. Its lines may be long, as those of a progress bar.
+# The end of a traceback of torch, with the error. A line may be long, as that of a progress bar.
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _TAIL_WIDTH = 200
