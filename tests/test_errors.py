@@ -88,7 +88,7 @@ CASES = [
     ),
     (
         "tools.segments.segment",
-        lambda g: g.module.RecordedRun.compare(None, g.module.Run({})),
+        lambda g: g.module.find_first_fit(g.module.Run({})),
         "The command wrote no ledger of a fit.",
     ),
     ("tools.segments.goto", go_into_a_loop_of_optimizers, "Add lightning_d9m.Recorder"),

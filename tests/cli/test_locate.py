@@ -214,13 +214,13 @@ def test_no_false_alarm(locate, words):
     assert locate("none", "--tries", "1", *words)[0] == 0
 
 
-def test_fits_in_processes_that_take_turns(locate):
+def test_fits_in_parallel_processes(locate):
     """A fit has a different number in each run, and is compared with its counterpart."""
     status, found = locate("parallel", "--tries", "1")
     assert (status, found["verdict"]) == (0, "equal")
 
 
-def test_two_runs_in_turns_end_where_they_differ(locate, tmp_path):
+def test_two_runs_at_once_end_where_they_differ(locate, tmp_path):
     """Later looks begin at a checkpoint that they kept, or at step 0, and end after the step."""
     status, found = locate("clock", run=run_once)
     assert (status, found["cause"], found["step"]) == (1, "optimizer settings", 5)

@@ -61,7 +61,7 @@ class Page:
     def __init__(self, text):
         self.tags = re.findall(r"<(/?\w+)", text)
         self.attributes = set(re.findall(r" ([\w-]+)=\"", text))
-        shown = re.sub(r"<(style|script)>.*?</\1>|<wbr>", "", text, flags=re.DOTALL)
+        shown = re.sub(r"<style>.*?</style>|<wbr>", "", text, flags=re.DOTALL)
         self.words = " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
 
@@ -82,20 +82,13 @@ def test_different_runs(tmp_path, d9m):
     status, out, _ = d9m("report", one, other, "-o", tmp_path / "report.html")
     assert status == 1
     assert out.startswith("different: the report is")
-    text = (tmp_path / "report.html").read_text()
-    words = Page(text).words
+    words = Page((tmp_path / "report.html").read_text()).words
     assert "Different" in words
     assert "First divergence: batch 8 of epoch 0 (step 8) , gradient" in words
     assert "gradient: 2 of 4 differ" in words
     assert "The stacks differ, which alone may change results: device.driver" in words
     assert "device.driver reference: 560.35 this run: 570.1" in words
-    rows = text.partition("Ranks and modules by step")[2]
-    # A rank, and a row for each module that is recorded.
-    assert rows.count("<svg") == 2 + len(MODULES)
-    assert "step 8: 2 differ" in words
     assert "Cause: stack." in words
-    assert "steps 0 to 7: equal" in words
-    assert text.count('<tr class="differs first"') == 1
 
 
 # How two runs are written, and what their page says and does not say.
@@ -103,7 +96,7 @@ PAGES = {
     "digest of equal weights": (
         lambda folder: (write_losses(folder, [1.0]), write_losses(folder, [1.0])),
         [f"Weights of both runs: {'0' * 32}"],
-        ["modules by step"],
+        ["All that differs"],
     ),
     "another stack and portable bits": (
         lambda folder: [
@@ -191,7 +184,6 @@ def test_the_size_is_bounded(tmp_path, report):
     text = report(one, other)
     assert len(text) < 2_000_000
     assert "3,002 more are left out." in text
-    assert "1,501 more are left out." in text
 
 
 def test_a_file_that_is_not_a_report_is_kept(tmp_path, d9m):
@@ -229,41 +221,22 @@ def test_wrong_words_are_one_clear_error(tmp_path, monkeypatch, d9m, words, mess
     assert not (tmp_path / "report.html").exists()
 
 
-# A reader's actions with the keyboard, on a phone; the results go into the title.
+# What a reader sees on a phone; it goes into the title.
 READER = """
-(function () {
-var label = document.querySelectorAll(".filters"), seen = [label.length];
-var search = label[0].querySelector("input"), shown = label[0].querySelector("output");
-["", "gradient", "gradient HEAD", "<b>"].forEach(function (words) {
-  search.value = words;
-  search.dispatchEvent(new Event("input", { bubbles: true }));
-  seen.push(shown.textContent);
-});
-search.focus(); seen.push(document.activeElement === search);
+var root = document.documentElement, seen = [root.scrollWidth <= root.clientWidth];
+seen.push(root.clientWidth < 600);
 seen.push(Array.prototype.every.call(document.querySelectorAll(".scroll"), function (box) {
   return box.offsetHeight < 700 && box.getAttribute("aria-label");
 }));
-var root = document.documentElement;
-seen.push(root.scrollWidth <= root.clientWidth, root.clientWidth < 600);
-seen.push(document.querySelector(".heat-map .first").closest(".heat-map").scrollTop > 0);
 document.title = seen.join(";");
-})();
 """
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (the command chromium)")
-def test_filters_and_a_narrow_window(tmp_path, report):
-    """In a real browser, rows are found by their words; nothing is too wide; the tree scrolls."""
+def test_a_narrow_window(tmp_path, report):
+    """In a real browser, nothing is too wide."""
     names = [f"layers.{number}.block" for number in range(40)] + MODULES + ["x" * 3000]
-    folders = []
-    for drift in (None, 2):
-        folders.append(create_ledger_folder(tmp_path))
-        for rank in range(2):
-            write(
-                tmp_path, folder=folders[-1], rank=rank, world_size=2, names=names, steps=3 + rank,
-                drift=None if drift is None else drift + rank, growth=47,
-            )  # fmt: skip
-    one, other = folders
+    one, other = (write(tmp_path, names=names, drift=drift, growth=47) for drift in (None, 2))
     text = report(one, other)
     policy = text[text.index("<meta http-equiv") :].partition(">")[0] + ">"
     text = text.replace(policy, "").replace("</body>", f"<script>{READER}</script></body>")
@@ -271,7 +244,4 @@ def test_filters_and_a_narrow_window(tmp_path, report):
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=412,800"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
     dom = subprocess.check_output([CHROMIUM, *options], text=True, timeout=120)
-    title = dom.partition("<title>")[2].partition("</title>")[0]
-    assert title == (
-        "1;94 of 94 shown;90 of 94 shown;2 of 94 shown;0 of 94 shown;true;true;true;true;true"
-    )
+    assert dom.partition("<title>")[2].partition("</title>")[0] == "true;true;true"

@@ -103,8 +103,8 @@ def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, bundle, m
 
 # What `d9m report` shows at the top: the line, the fix, and the lines around it.
 NAMED = (
-    "<dd><code>train.<wbr>py:4: rng = numpy.<wbr>random.<wbr>default_<wbr>rng()</code>",
-    "<dt>Fix</dt><dd>Pass a seed that is fixed and recorded.",
+    "line:     train.py:4:1: rng = numpy.random.default_rng()",
+    "fix:      Pass a seed that is fixed and recorded.",
     "<strong>&gt;     4 rng = numpy.random.default_rng()</strong>",
 )
 

@@ -1,20 +1,17 @@
-"""Processes of the user's command: failures are named, no process is left, two take turns."""
+"""Processes of the user's command: failures are named, no process is left, two run at once."""
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 from rank_processes import has_ended
 
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.launch import processes as launched
-from lightning_d9m.tools.launch.processes import run_beside, run_once
+from lightning_d9m.tools.launch.processes import run_beside, run_jobs, run_once
 from lightning_d9m.tools.launch.progress import RunProgress
 
 PAUSE = "import signal; signal.pause()"
@@ -177,18 +174,19 @@ def test_a_log_that_cannot_be_created_is_named(tmp_path):
         run_once(["true"], folder, progress=Quiet("", folder), timeout=None)
 
 
-# It writes to its ledger, and notes in a common file when.
-WRITES = """
-import os, sys, time
+# It has a ledger, and then meets the other run twice.
+MEETS = """
+import os, time
 from pathlib import Path
 own = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
+other = own.with_name("ab".replace(own.name, ""))
 (own / "fit-000").mkdir()
-with open(own / "fit-000/rank-0.jsonl", "wb", buffering=0) as ledger, open("order", "a") as order:
-    for number in range(30):
-        ledger.write(b"x")
-        order.write(own.name)
-        order.flush()
-        time.sleep(0.05)
+(own / "fit-000/rank-0.jsonl").write_text("x")
+for name in ("once", "twice"):
+    (own / name).touch()
+    while not (other / name).exists():
+        time.sleep(0.01)
+print(os.environ["OMP_WAIT_POLICY"])
 raise SystemExit(int(os.environ.get("STATUS", "0")))
 """
 
@@ -207,79 +205,40 @@ def beside(tmp_path, monkeypatch):
     return run
 
 
-@linux
-def test_two_runs_take_turns(beside, tmp_path):
-    assert beside(WRITES) == [None, None]
-    order = (tmp_path / "order").read_text()
-    assert order.count("a") == order.count("b") == 30
-    # Neither ends before the other has begun, and each waits for the other several times.
-    assert order[0] == "a"
-    assert len(re.findall("a+b+", order)) > 2
+def test_programs_that_run_at_once_share_the_cores(beside, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert beside(MEETS) == [None, None]
+    ended, log = [], tmp_path / "job.log"
+    code = "import os; print(os.environ['OMP_WAIT_POLICY'])"
+    run_jobs({log: [sys.executable, "-c", code]}, 2, lambda *end: ended.append(end))
+    assert ended == [(log, 0)]
+    assert {path.read_text() for path in (log, tmp_path / "a/output.log")} == {"PASSIVE\n"}
 
 
-@linux
+def test_the_second_run_follows_if_the_memory_is_short(beside, tmp_path, monkeypatch):
+    monkeypatch.setattr(launched, "_MEMORY", 1e9)
+    code = "import os\nown = os.environ['LIGHTNING_D9M_LEDGER_DIR']\nos.mkdir(own + '/fit-000')\n"
+    code += "open(own + '/fit-000/rank-0.jsonl', 'w').write('x')\nimport time; time.sleep(0.5)\n"
+    code += "print(time.monotonic())"
+    assert beside(f"import time; print(time.monotonic())\n{code}") == [None, None]
+    (_, end), (begin, _) = ((tmp_path / n / "output.log").read_text().split() for n in "ab")
+    assert float(begin) > float(end)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_run_that_fails_beside_another_lets_it_end(beside, failing):
     variables = [{}, {}]
     variables[failing] = {"STATUS": "3"}
-    found = beside(WRITES, variables=variables)
+    found = beside(MEETS, variables=variables)
     assert "ended with exit status 3" in str(found[failing])
     assert found[1 - failing] is None
 
 
-@linux
 def test_both_runs_end_where_they_differ_or_hang(beside, tmp_path):
-    found = beside(WRITES, killed_when=(tmp_path / "b/fit-000").exists)
-    assert found == [None, None]
-    assert (tmp_path / "order").read_text().count("a") < 30
+    hangs = MEETS + "time.sleep(60)"
+    assert beside(hangs.replace("raise", "#"), killed_when=(tmp_path / "b/twice").exists) == [
+        None,
+        None,
+    ]
     found = beside("import time; time.sleep(60)", timeout=0.3)
-    assert all("was still running after 0.3 s" in str(error) for error in found)
-
-
-@linux
-def test_a_run_that_had_not_begun_is_not_late(beside, tmp_path, monkeypatch):
-    """The second one begins with the first ledger."""
-    monkeypatch.setattr("lightning_d9m.tools.launch.processes._Turns.change", lambda *_: None)
-    first, second = beside("import time; time.sleep(60)", timeout=0.3)
-    assert "was still running after" in str(first)
-    assert (second is None) != (tmp_path / "b/output.log").exists()
-
-
-GUARDED = """
-import sys
-from pathlib import Path
-from lightning_d9m.tools.launch import processes
-from lightning_d9m.tools.launch.progress import RunProgress
-
-words = {"progress": RunProgress("", Path("a")), "timeout": None, "variables": ({}, {})}
-folders = [Path("a"), Path("b")]
-processes.run_beside([sys.executable, "-c", sys.argv[1]], folders, killed_when=bool, **words)
-"""
-WAITS = """
-import os, time
-from pathlib import Path
-own = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
-(own / "fit-000").mkdir()
-(own / "fit-000/rank-0.jsonl").write_text("x" * (1 + (own.name == "a")))
-(own / "pid").write_text(str(os.getpid()))
-while own.name == "a" or not Path("stop").exists():
-    time.sleep(0.01)
-"""
-
-
-@linux
-def test_a_stopped_run_ends_if_its_parent_is_killed(tmp_path):
-    """The first run has written more, so it waits for the second one."""
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    command = [sys.executable, "-c", GUARDED, WAITS]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as parent:
-        while not (tmp_path / "b/pid").exists():
-            assert parent.poll() is None
-            time.sleep(0.01)
-        stopped = psutil.Process(int((tmp_path / "a/pid").read_text()))
-        while stopped.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
-        parent.kill()
-    (tmp_path / "stop").touch()
-    assert has_ended(stopped.pid)
+    assert "was still running after 0.3 s" in str(found[0])

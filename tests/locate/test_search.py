@@ -58,10 +58,9 @@ def search(*pairs, tries=1, varying=""):
                 raise found
             yield found
 
-    files = SimpleNamespace(describe=lambda *, first_alone: "left by run 1" * first_alone)
     ledger = SimpleNamespace(header=SimpleNamespace(settings={"varying_ops": varying}))
     made = [SimpleNamespace(fits={"fit-000": ledger})]
-    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], files=files, made=made)
+    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made)
     return Search(runner, tries).locate(), looks
 
 
@@ -182,14 +181,12 @@ def test_operations_of_other_modules_are_not_the_cause():
     assert look("op", "op", "input") == "other::aten.rand"
 
 
-def test_a_divergence_of_the_first_run_alone_is_told_by_the_files_that_it_left():
+def test_a_divergence_that_does_not_come_back_has_advice():
     found, _ = search(pair("end", moment="epoch", step=10), pair(), pair(), pair())
     text = " ".join("\n".join(describe(found, determinism=True)).split())
     assert found.cause.kind == "unknown"
-    assert "files: left by run 1" in text
     assert "no narrower look showed where it began" in text
     assert "advice: If it is rare, raise --tries." in text
-    assert search(pair("batch", "batch:0", step=4), pair("batch", "batch:0", step=4))[0].left == ""
 
 
 def test_a_logged_number_is_measured_from_the_ledger():

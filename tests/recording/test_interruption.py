@@ -43,6 +43,12 @@ def read(monkeypatch, tmp_path):
     return run
 
 
+def test_the_run_beside_is_that_of_rank_0(read):
+    request = read("keep:runs/a:b")
+    assert (request.kind, request.stop, str(request.beside)) == ("keep", None, "runs/a:b")
+    assert [Interruption(request, Ranks(rank))._pace is None for rank in (0, 1)] == [False, True]
+
+
 @pytest.mark.parametrize("kind", _REQUESTS)
 def test_each_kind_of_request(read, kind):
     text, stop, needs = REQUESTS[kind]
@@ -54,7 +60,7 @@ def test_each_kind_of_request(read, kind):
 
 
 @pytest.mark.parametrize(
-    "text", ["survey", "stop", "stop:-1", "epoch:x", "keep:1", "debug:0:gdb:1:x"]
+    "text", ["survey", "stop", "stop:-1", "epoch:x", "points:1", "debug:0:gdb:1:x"]
 )
 def test_invalid_requests_are_named(read, text):
     with pytest.raises(SettingError) as caught:

@@ -19,6 +19,7 @@ from lightning_d9m.engine.ledger.format.records import (
 )
 from lightning_d9m.engine.probes.training import ProbePoint
 
+# 64 KiB of digests: a record passes to the kernel in one call, and a killed run loses one.
 RECORD_PLACES = 4096
 # Longer names are cut; places whose cut names are equal count as calls of one place.
 _LONGEST_NAME = 4000

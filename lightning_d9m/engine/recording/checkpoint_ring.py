@@ -20,6 +20,8 @@ _KEPT = 3
 # The share of the time that saving may take. It counts twice: the state after the steps that follow
 # a save is digested, too.
 _SHARE = 0.02
+# A search that begins at step 0 takes no longer. Before, steps are not as long as later ones, as
+# memory is allocated and kernels are chosen.
 _SECONDS_BEFORE = 0.5
 
 
@@ -29,8 +31,8 @@ class CheckpointRing:
     Args:
         folder: The folder of the checkpoints.
         ranks: The ranks of the training; rank 0 decides.
-        read_clock: Returns seconds in which this thread works. Real time would count the turns of
-            another run, which trains while this one is stopped.
+        read_clock: Returns seconds in which this thread works. Real time would count those in which
+            it waits for another run, see ``pace.py``.
     """
 
     def __init__(

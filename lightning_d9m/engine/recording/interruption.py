@@ -4,7 +4,8 @@ Commands set variables, which apply to the first fit of a process, so that the p
 change:
 
 - ``LIGHTNING_D9M_INTERRUPT``: what to do, see ``_REQUESTS``. ``keep`` saves checkpoints as often as
-  costs little, ``points`` at each kind of point of a fit. The others make the run a segment: it
+  costs little, and ``keep:FOLDER`` keeps the pace of the run with its ledgers there, too;
+  ``points`` saves at each kind of point of a fit. The others make the run a segment: it
   ends before the program does, and the checkpoints that the program saves are not written, because
   those of the earlier run have the same names. ``stop:320`` ends after this global step, and
   ``epoch:2`` after this epoch; ``nonfinite:320`` ends as soon as a loss, gradient or weight is not
@@ -30,6 +31,7 @@ from typing import Any
 from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.checkpoint_ring import CheckpointPoints, CheckpointRing
+from lightning_d9m.engine.recording.pace import Pace
 from lightning_d9m.engine.recording.step_debugger import DEBUGGERS, StepDebugger
 from lightning_d9m.errors import SettingError
 
@@ -57,7 +59,7 @@ _STEP = r":(?P<step>\d{1,18})"
 _DEBUG = rf":(?P<rank>\d{{1,9}}):(?P<debugger>{'|'.join(DEBUGGERS)}){_STEP}:(?P<ledger>.+)"
 # By kind of request, what follows it. All but the first two are segments.
 _REQUESTS = {
-    KEEP: "",
+    KEEP: r"(?::(?P<beside>.+))?",
     POINTS: "",
     "stop": _STEP,
     "epoch": r":(?P<epoch>\d{1,18})",
@@ -81,6 +83,7 @@ class InterruptRequest:
         stop: The global step after which a segment ends; None in another run.
         epoch: The epoch after which it ends; None if a step decides.
         debugger: What opens before the step that ends at ``stop``; None for nothing.
+        beside: The folder of a run that trains at once; None for none.
     """
 
     resume: Path | None = None
@@ -89,6 +92,7 @@ class InterruptRequest:
     stop: int | None = None
     epoch: int | None = None
     debugger: StepDebugger | None = None
+    beside: Path | None = None
 
     @property
     def needs_saving(self) -> bool:
@@ -156,7 +160,8 @@ def read_request(environment: Mapping[str, str] = os.environ) -> InterruptReques
     # A segment by its epoch has a step, too, because that makes the run a segment.
     stop = int(parts.get("step") or NEVER) if is_segment(environment) else None
     epoch = int(parts["epoch"]) if "epoch" in parts else None
-    return InterruptRequest(path, Path(folder), kind, stop, epoch, debugger)
+    beside = Path(parts["beside"]) if parts.get("beside") else None
+    return InterruptRequest(path, Path(folder), kind, stop, epoch, debugger, beside)
 
 
 class Interruption:
@@ -183,6 +188,9 @@ class Interruption:
         folder = request.folder or Path()
         self._ring = CheckpointRing(folder, ranks) if request.kind == KEEP else None
         self._points = CheckpointPoints(folder, ranks) if request.kind == POINTS else None
+        # Rank 0 alone: the others wait where they communicate with it.
+        beside = request.beside if ranks.rank == 0 else None
+        self._pace = None if beside is None else Pace(folder.parent, beside)
 
     @property
     def is_wanted(self) -> bool:
@@ -216,9 +224,11 @@ class Interruption:
         return None if self._points is None else self._points.reach(kind)
 
     def pass_step(self, step: int, save: Callable[[Path], object] | None) -> None:
-        """Keep a checkpoint after a step, if it is time, or stop there."""
+        """Keep a checkpoint after a step, if it is time, and the pace of another run, or stop."""
         if self._ring is not None and save is not None:
             self._ring.reach(step, save)
+        if self._pace is not None:
+            self._pace.keep()
         if self._request.stop is not None and step >= self._request.stop:
             if self._tape is not None:
                 self._tape.__exit__(None, None, None)

@@ -187,8 +187,8 @@ def _show(
         found = compare_pair(*ledgers)
         comparison = replace(found.comparison, expected=Path(SIDES[0]), actual=Path(SIDES[1]))
         if page is not None:
-            located = manifest.locate or {}, manifest.report
-            write_page(page, render_page(replace(found, comparison=comparison, located=located)))
+            found = replace(found, comparison=comparison, located=manifest.report)
+            write_page(page, render_page(found))
         facts = msgspec.to_builtins(manifest)
         facts |= {"comparison": comparison.as_json(), "bundle": str(path)}
         lines = _format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)

@@ -1,9 +1,9 @@
 """``d9m locate``: run a command several times and narrow down where its runs diverge.
 
-Two runs train in turns, are compared step by step, and end at the first step that differs. The
-step is then run again from the last checkpoint before it, with probes of its modules and
-operations. Environment variables control the runs, so the program is not edited. A
-divergence that does not occur again in a narrower look is reported as far as it was narrowed down.
+Two runs train at once, are compared step by step, and end at the first step that differs. The step
+is then run again from the last checkpoint before it, with probes of its modules and
+operations. Environment variables control the runs, so the program is not edited. A divergence that
+does not occur again in a narrower look is reported as far as it was narrowed down.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from lightning_d9m.engine.control.settings import RECORD_SAVES
 from lightning_d9m.engine.ledger.differences import Divergence, describe_varying
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
-from lightning_d9m.text import escape, printable
+from lightning_d9m.text import escape
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON
 from lightning_d9m.tools.launch.run import Runs, make_output
@@ -53,8 +53,8 @@ actual:THIS_RUN?  ledger of another run
 --no-determinism  seed and record, but leave the determinism settings alone: shows what differs
     without lightning_d9m
 --tries N  most pairs of whole runs, until two differ (default: 2)
---one-by-one  run the second training after the first, not beside it in turns: for a program that
-    needs a device, a port or a file for itself
+--one-by-one  run the second training after the first, not beside it: for a program that needs a
+    device, a port or a file for itself
 -o, --output DIR  new folder for ledgers, logs and values
 -v, --verbose  show more values that differ, and their bits
 {COMMAND}"""
@@ -126,8 +126,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
             yield from _describe_magnitude(magnitude, verbose=verbose)
         if found.op is not None and found.op.inputs_equal and found.op.generator_equal:
             yield from _describe_fix(found.op)
-        for label, text in (("files", printable(found.left)), ("new runs", found.agreement)):
-            yield from _label(label, text) if text else ()
+        yield from _label("new runs", found.agreement) if found.agreement else ()
         # What is certain was found: the advice to look for it would not help.
         if found.advice and not any(one.certainty == "certain" for one in named):
             yield from _label("advice", found.advice)

@@ -75,23 +75,12 @@ EXAMPLE = "d9m repeat -n 3 -- python train.py"
 # torch reads the first only where the caller of `torch.load` leaves weights_only at its default,
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+# What torch says then names `torch.load`, which the program does not call.
 _OBJECTS = "Weights only load failed"
-_UNSAVED = "so it cannot be saved and resumed"  # see StepRecorder
-# By words in the log of a run that cannot resume.
-_REMEDIES = {
-    "InexactResumeError": (
-        "To resume anyway and compare the result, set LIGHTNING_D9M_ON_INEXACT_RESUME=warn before "
-        "the command."
-    ),
-    _OBJECTS: (
-        "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
-        "fit(..., weights_only=False) in the program."
-    ),
-    "from run.next_epoch": (
-        "The program begins at epoch 0 again. Let its loop count from the recorder's next_epoch: "
-        "for epoch in range(run.next_epoch, epochs)."
-    ),
-}
+_ADVICE = (
+    "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
+    "fit(..., weights_only=False) in the program."
+)
 _SAVED = "checkpoints"
 # Of a segment at most, about, without the start of the program.
 _SECONDS = 30.0
@@ -197,17 +186,8 @@ def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckRep
     folder = runs.output / "run-001"
     points = folder / _SAVED
     saves = {INTERRUPT: POINTS, FOLDER: str(points)}
-    straight = runs.run(folder.name, "straight run", variables=saves, may_fail=True)
-    first = find_first_fit(straight)
-    if straight.failure is not None or first is None:
-        if _UNSAVED in _read_log(folder):
-            raise CommandError(
-                "--interrupt needs a training that can be saved and resumed, and this loop has "
-                "neither a Trainer nor a Recorder: its steps are recorded by its optimizers alone. "
-                "Add lightning_d9m.Recorder to the loop; see docs/loops.md."
-            )
-        raise straight.failure or CommandError("The command wrote no ledger of a fit.")
-    recorded = RecordedRun(first.path)
+    straight = runs.run(folder.name, "straight run", variables=saves)
+    recorded = RecordedRun(find_first_fit(straight).path)
     steps = int(_SECONDS * recorded.last_step / (straight.seconds or _SECONDS))
     segments = list(_choose_segments(recorded, points, steps))
     if not segments:
@@ -226,7 +206,7 @@ def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckRep
             title = f"segment {segment.number} ({segment.number} of {len(segments)})"
             checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
             report.checked.append(checked)
-            if checked.verdict == "failed" and _OBJECTS in checked.reason:
+            if _OBJECTS in checked.reason:
                 break  # those of all points hold them
     return report
 
@@ -238,10 +218,8 @@ def _check_resumed(
     known = CheckedSegment.of(segment, min(segment.stop, recorded.last_step), label)
     # The straight run has records after its points alone, not at the end of each segment.
     checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
-    if checked.verdict == "failed":
-        said = _read_log(runs.output / f"segment-{segment.number:03d}")
-        remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in said]
-        return replace(checked, reason="\n".join([checked.reason, *remedies]))
+    if _OBJECTS in checked.reason:
+        return replace(checked, reason=f"{checked.reason}\n{_ADVICE}")
     return replace(checked, reason=_LACKS) if checked.verdict == "persistent" else checked
 
 
@@ -268,8 +246,3 @@ def _choose_segments(
         end = min((step for step in recorded.epoch_ends if step > point.step), default=last)
         stop = min(end + FOLLOWED_STEPS, point.step + max(FOLLOWED_STEPS, steps))
         yield Segment(point, recorded.stop if stop >= last else stop, number), label
-
-
-def _read_log(folder: Path) -> str:
-    log = folder / "output.log"
-    return log.read_text(errors="replace") if log.exists() else ""

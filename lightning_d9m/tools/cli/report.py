@@ -9,11 +9,15 @@ from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import LEDGERS, choose_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
-from lightning_d9m.tools.comparison.timeline import Timeline
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.launch.run import read_runs
-from lightning_d9m.tools.output.html_page import GENERATOR_TAG, ComparedRuns, render_page
+from lightning_d9m.tools.output.html_page import (
+    GENERATOR_TAG,
+    ComparedRuns,
+    LoggedValues,
+    render_page,
+)
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.output.terminal import print_lines
 
@@ -51,17 +55,17 @@ def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
             f"{folder} holds run 1 of a `d9m repeat` and no run to compare it with. Name a folder "
             "with two runs, such as d9m-runs/000, or two ledgers."
         )
-    # Compared again, with what differs when: keeping that of all runs would take their memory.
+    # Compared again, with the logged values: keeping those of all runs would take their memory.
     return replace(compare_pair(runs[1].fits[shown.name], shown.ledger), report=report)
 
 
 def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
-    """Compare two ledgers, and note what differs when."""
-    timeline = Timeline()
+    """Compare two ledgers, and keep the values that they have logged."""
+    values = LoggedValues()
     ledgers = expected, actual
     with show_progress("records compared") as progress:
-        comparison = compare_ledgers(*ledgers, progress=progress, watch=timeline.watch)
-    return ComparedRuns(comparison, timeline, ledgers, located=read_located(ledgers))
+        comparison = compare_ledgers(*ledgers, progress=progress, watch=values.watch)
+    return ComparedRuns(comparison, values, ledgers, located=read_located(ledgers)[1])
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -13,7 +13,6 @@ from lightning_d9m.engine.ledger.differences import KIND_OF_GROUP, Divergence
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT, SAVED, STATE
 from lightning_d9m.text import read_stanzas
 from lightning_d9m.tools.comparison.ledgers import Comparison
-from lightning_d9m.tools.comparison.timeline import module_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,8 @@ _NEEDS = {
 }
 # Places of modules: what differs there is computed within the step.
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
+_OF_MODULES = frozenset({"input", "output", "grad_output"})
+_OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
 
 def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
@@ -308,3 +309,19 @@ def name_module(found: Divergence) -> str:
     if found.kind in ("input", "grad_output"):
         module = module.rpartition(".")[0]
     return module or ROOT
+
+
+def module_of(kind: str, name: str) -> str:
+    """Return the path of the module that a place or a digest belongs to; "" is the model itself.
+
+    >>> module_of("output", "encoder.0:hidden"), module_of("gradient", "encoder.0.weight")
+    ('encoder.0', 'encoder.0')
+    >>> module_of("op", "encoder.0::aten.mm.default"), module_of("loss", "loss")
+    ('encoder.0', '')
+    """
+    if kind == "op":
+        return name.partition("::")[0].removeprefix(ROOT)
+    path = name.partition(":")[0]
+    if kind in _OF_PARAMETERS:
+        return path.rpartition(".")[0]
+    return path.removeprefix(ROOT) if kind in _OF_MODULES else ""

@@ -36,7 +36,6 @@ CAPSULE_FACTS = "capsule.json"
 _LEDGER_FILE = re.compile(rf"(?:{'|'.join(SIDES)})/rank-\d{{1,9}}\.jsonl", re.ASCII)
 # Lines of source before and after the one that is named.
 _CONTEXT = 5
-_EXCERPT = re.compile(r"\S.*\.py, line \d+:")
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 # A small archive can hold any number of zeros: a bundle from a stranger must not fill the disk.
 MOST_BYTES = 4 * 2**30
@@ -245,13 +244,6 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
     if paths != [path.resolve() for path in compared]:
         facts = {}
     return facts, list(_list_report(facts))
-
-
-def find_excerpt(report: Sequence[str]) -> Sequence[str]:
-    """Return the first lines of source in a report, below their heading; empty without any."""
-    starts = (number for number, line in enumerate(report) if _EXCERPT.fullmatch(line))
-    lines = report[next(starts, len(report)) + 1 :]
-    return lines[: lines.index("") if "" in lines else None]
 
 
 def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:

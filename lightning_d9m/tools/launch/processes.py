@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ import psutil
 
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME
+from lightning_d9m.engine.recording.pace import size_ledgers
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
 from lightning_d9m.text import describe_names, pluralize, printable, quote
 from lightning_d9m.tools.launch.progress import RunProgress
@@ -187,10 +188,13 @@ def running_processes(pressed: list[int] | None = None) -> Iterator[ProcessTree]
 
 # A name of this module, so that a test can let hours pass.
 _read_clock = time.monotonic  # of the seconds that a command may take
+# Two runs may train so much longer past their difference.
 _TICK_SECONDS = 0.25
+# For what a program does at SIGTERM, such as to save; a terminal's user waits for it.
 _GRACE_SECONDS = 5.0
 # A process that ends shortly after the command, such as a pool's helper, was not left behind.
 _SETTLE_SECONDS = 1.0
+# The end of a traceback of torch, with the error. A line may be long, as that of a progress bar.
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _TAIL_WIDTH = 200
@@ -253,80 +257,8 @@ def run_once(
             raise CommandError(_describe_failure(command, *failed, logs=logs, timeout=timeout))
 
 
-_STALLED_SECONDS = 30.0
 # Memory that the second of two runs may need, as a multiple of what the first one has.
 _MEMORY = 1.2
-
-
-# Kills the process group that is stopped, if this process is killed: nothing would continue it. In
-# come the number of the group that is stopped, or an empty line.
-_GUARD = 'while read -r own; do group=$own; done; [ -z "$group" ] || kill -s KILL -- "-$group"'
-
-
-class _Turns(AbstractContextManager["_Turns"]):
-    """Two runs take turns, so that neither needs the cores of the other; see ``run_beside``.
-
-    The one with fewer bytes in its ledgers runs, and the other is stopped (SIGSTOP). If nothing is
-    written for some time, both run: one may wait for a lock that the other has.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = folders
-        # The kernel closes the pipe when this process ends, by SIGKILL too, and the shell's loop
-        # ends with it. In its own session Ctrl-C does not reach it before.
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._sizes: list[int] = []
-        self._since = _read_clock()
-        self._is_short = False  # the memory
-
-    def may_begin(self, leader: "subprocess.Popen[bytes]") -> bool:
-        """Return whether the second run can start beside the first: it trains, and fits twice."""
-        if self._is_short or not _size_ledgers(self._folders[0]):
-            return False
-        used = 0
-        with suppress(psutil.Error):
-            first = psutil.Process(leader.pid)
-            for process in (first, *first.children(recursive=True)):
-                with suppress(psutil.Error):
-                    used += process.memory_info().rss
-        # Once: a run that begins hours later would let the first one wait for hours.
-        self._is_short = psutil.virtual_memory().available < _MEMORY * used
-        return not self._is_short
-
-    def change(self, leaders: "Sequence[subprocess.Popen[bytes]]") -> None:
-        """Let the run that is behind run."""
-        # Bytes of equal ledgers are equal, so they measure how far a run is without a look into
-        # records.
-        sizes = [_size_ledgers(folder) for folder in self._folders]
-        if sizes != self._sizes:
-            self._sizes, self._since = sizes, _read_clock()
-        behind = sizes.index(min(sizes))
-        both_run = _read_clock() - self._since > _STALLED_SECONDS
-        alone = any(leader.poll() is not None for leader in leaders)
-        # With one of them ended there is nobody to take turns with.
-        stopped = [] if both_run or alone else [leaders[1 - behind]]
-        self._tell_guard(b"%d" % stopped[0].pid if stopped else b"")
-        for leader in leaders:
-            _send(leader, signal.SIGSTOP if leader in stopped else signal.SIGCONT)
-
-    def _tell_guard(self, group: bytes = b"") -> None:
-        assert self._guard.stdin is not None, "it is a pipe"
-        with suppress(BrokenPipeError):  # someone has ended it
-            self._guard.stdin.write(group + b"\n")
-            self._guard.stdin.flush()
-
-    def __exit__(self, *_: object) -> None:
-        self._tell_guard()
-        self._guard.communicate()
-
-
-def _size_ledgers(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("fit-*/rank-0.jsonl"))
 
 
 def run_beside(
@@ -338,7 +270,7 @@ def run_beside(
     variables: Sequence[Mapping[str, str]],
     killed_when: Callable[[], bool],
 ) -> list[CommandError | None]:
-    """Run the command twice, in turns, so that both can be compared while they run.
+    """Run the command twice at once, so that both can be compared while they run.
 
     The second begins when the first trains, or when it has ended if the memory is short. Folders
     and variables are those of each run; the other arguments are those of ``run_once``.
@@ -350,28 +282,27 @@ def run_beside(
         CommandError: If the command does not start.
     """
     logs = [folder / "output.log" for folder in folders]
-    with _Turns(folders) as turns, progress, running_processes() as tree:
+    is_short = False  # the memory; looked at once, when the first run trains
+    with progress, running_processes() as tree:
 
         def start(number: int) -> None:
-            environment = _make_environment(folders[number]) | dict(variables[number])
-            tree.start(command, None, logs[number], environment)
+            environment = _make_environment(folders[number]) | _share_cores()
+            tree.start(command, None, logs[number], environment | dict(variables[number]))
 
         def tick(passed: float) -> None:
+            nonlocal is_short
             first, *second = tree.leaders
-            if second:
-                turns.change(tree.leaders)
-            elif first.poll() is not None or turns.may_begin(first):
+            if not second and not is_short and size_ledgers(folders[0]):
+                is_short = _is_memory_short(first)
+            trains = size_ledgers(folders[0]) > 0 and not is_short
+            if not second and (trains or first.poll() is not None):
                 start(1)
             progress.tick(passed)
 
         start(0)
-        # In turns each run has half of the time.
+        # Each may have half of the cores, or begin when the other has ended.
         limit = None if timeout is None else 2 * timeout
-        try:
-            found = _wait(tree, limit, tick, killed_when, ends_at_failure=False)
-        finally:
-            for leader in tree.leaders:
-                _send(leader, signal.SIGCONT)  # a stopped process does not end
+        found = _wait(tree, limit, tick, killed_when, ends_at_failure=False)
     statuses = [*(found or ()), 0, 0]  # one that was killed, or had not begun, has not failed
     return [
         CommandError(_describe_failure(command, 0, status, logs=[log], timeout=timeout))
@@ -379,6 +310,26 @@ def run_beside(
         else None
         for log, status in zip(logs, statuses, strict=False)
     ]
+
+
+def _share_cores() -> dict[str, str]:
+    """Return the variable with which programs that run at once share the cores."""
+    # If each needs all of them, a thread that waits for others must not keep one busy, as OpenMP's
+    # do by default: on two cores, two small models with two threads each took 18 times as long as
+    # one, and so 1.4 times. Stopping one of two (SIGSTOP) would need a process that continues it
+    # if this one is killed.
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+
+
+def _is_memory_short(leader: "subprocess.Popen[bytes]") -> bool:
+    """Return whether the memory does not suffice for a second run like this one."""
+    used = 0
+    with suppress(psutil.Error):
+        first = psutil.Process(leader.pid)
+        for process in (first, *first.children(recursive=True)):
+            with suppress(psutil.Error):
+                used += process.memory_info().rss
+    return bool(psutil.virtual_memory().available < _MEMORY * used)
 
 
 def _make_environment(folder: Path) -> dict[str, str]:
@@ -506,11 +457,12 @@ def run_jobs(
     """
     waiting = list(commands)
     running: dict[Path, subprocess.Popen[bytes]] = {}
+    environment = {**os.environ, **_share_cores()}
     with running_processes() as tree:
         while (waiting or running) and not tree.received:
             while waiting and len(running) < jobs:
                 log = waiting.pop(0)
-                running[log] = tree.start(commands[log], None, log)
+                running[log] = tree.start(commands[log], None, log, environment)
             time.sleep(_TICK_SECONDS)
             for log, job in list(running.items()):
                 if job.poll() is not None:

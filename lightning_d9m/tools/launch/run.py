@@ -122,9 +122,10 @@ class Runs:
             with suppress(OSError):  # a command that did not start leaves nothing, not a folder
                 folder.rmdir()
                 self.output.rmdir()
-            if not may_fail:
-                raise
-        return self._collect(folder, time.monotonic() - start, failure, command, may_fail=may_fail)
+        run = self._collect(folder, time.monotonic() - start, failure, command)
+        if run.failure is not None and not may_fail:
+            raise run.failure
+        return run
 
     def run_beside(
         self,
@@ -133,7 +134,7 @@ class Runs:
         variables: Sequence[Mapping[str, str]],
         killed_when: Callable[[], bool],
     ) -> list[Run]:
-        """Run the command twice, in turns, see ``run_beside``; runs may fail.
+        """Run the command twice, see ``run_beside``; runs may fail.
 
         Raises:
             CommandError: If the command does not start.
@@ -144,14 +145,14 @@ class Runs:
         failures = run_beside(
             self.command,
             folders,
-            progress=RunProgress(title, folders[0], 2 * (self.seconds or 0.0)),
+            progress=RunProgress(title, folders[0], self.seconds or 0.0),
             timeout=self.timeout,
             variables=variables,
             killed_when=killed_when,
         )
-        seconds = (time.monotonic() - start) / 2
+        seconds = time.monotonic() - start
         return [
-            self._collect(folder, seconds, failure, self.command, may_fail=True)
+            self._collect(folder, seconds, failure, self.command)
             for folder, failure in zip(folders, failures, strict=True)
         ]
 
@@ -167,13 +168,11 @@ class Runs:
         seconds: float,
         failure: CommandError | None,
         command: Sequence[str],
-        *,
-        may_fail: bool,
     ) -> Run:
         """Return the ledgers that a run has left in its folder."""
-        # An evaluation outside of a fit has a ledger of the same form.
-        paths = [*list_fits(folder), *list_evaluations(folder)]
         try:
+            # An evaluation outside of a fit has a ledger of the same form.
+            paths = [*list_fits(folder), *list_evaluations(folder)]
             fits = {path.name: read_ledger(path) for path in paths}
         except LedgerError as error:
             # The log of a run that failed says more than the ledger that it left.
@@ -189,8 +188,6 @@ class Runs:
             )
         if failure is None:
             self.seconds = seconds
-        elif not may_fail:
-            raise failure
         # The first run names the fits, and later ones are paired with it.
         self.fits = self.fits or fits
         return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)

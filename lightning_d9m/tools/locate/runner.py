@@ -19,10 +19,9 @@ from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
 from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
-from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
-from lightning_d9m.tools.segments.segment import Segment, is_drift, run_segment
+from lightning_d9m.tools.segments.segment import Segment, is_drift, list_ends, run_segment
 
 # The whole run, the operations, the modules, the values, filled memory.
 _MOST_LOOKS = 5
@@ -77,17 +76,15 @@ class Runner:
     Args:
         runs: The runs of the command.
         variables: Environment variables of every run.
-        beside: Whether the first two take turns; else the second follows the first.
+        beside: Whether the first two train beside each other; else the second follows the first.
 
     Attributes:
         command: The command.
-        files: What the runs write and read.
         made: The runs, in order.
     """
 
     def __init__(self, runs: Runs, variables: Mapping[str, str], *, beside: bool = True) -> None:
         self.command = runs.command
-        self.files = FileWatch(runs.command, runs.output)
         self._runs = runs
         self._variables = variables
         self._beside = beside
@@ -133,7 +130,6 @@ class Runner:
                 with PairWatch((watched, folder)) as watch:
                     run = self._runs.run(folder.name, title, killed_when=watch.differs, **words)
         self._check(run)
-        self.files.note_run()
         self.made.append(run)
         return run
 
@@ -149,21 +145,21 @@ class Runner:
     @staticmethod
     def _check(run: Run) -> None:
         """Raise the failure of a run, unless a difference between ranks ended it."""
-        if run.failure is not None:
-            ends = [fit.outcome(rank).end for fit in run.fits.values() for rank in fit.files]
-            if not any(end is not None and is_drift(end) for end in ends):
-                raise run.failure
+        if run.failure is not None and not any(map(is_drift, list_ends(*run.fits.values()))):
+            raise run.failure
 
     def run_first(self, stage: str, **settings: str) -> list[Run]:
         """Run twice, and compare while the runs train; both end where they first differ."""
         made = [self._prepare(settings) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
-        variables = [{**own, INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} for folder, own in made]
+        variables = [
+            {**own, INTERRUPT: f"{KEEP}:{other}", FOLDER: str(folder / KEPT)}
+            for (folder, own), other in zip(made, reversed(folders), strict=True)
+        ]
         names = [folder.name for folder in folders]
         title = f"runs 1 and 2, {stage}"
         with PairWatch((folders[0], folders[1])) as watch:
             runs = self._runs.run_beside(names, title, variables, watch.differs)
-        self.files.note_run()
         try:
             for run in runs:
                 self._check(run)

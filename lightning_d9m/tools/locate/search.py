@@ -78,7 +78,6 @@ class SearchResult:
         samples: How the samples of the epoch compare, if the batches differ and it is known.
         generators: Paths of the generators in the data, if the batches differ and nothing else
             explains it.
-        left: A sentence on files through which a run may have changed later ones.
         agreement: With which of two runs that exist the new runs agree; empty without them.
         writer: What ran when the first place was written; empty if it is not known.
         varying_ops: Ops that some of the runs allowed although they may vary.
@@ -97,7 +96,6 @@ class SearchResult:
     outside: list[OutsideRead] = field(default_factory=list)
     samples: str = ""
     generators: list[str] = field(default_factory=list)
-    left: str = ""
     agreement: str = ""
     writer: str = ""
     varying_ops: tuple[str, ...] = ()
@@ -145,7 +143,6 @@ class SearchResult:
             "outside": [read.as_record() for read in self.outside] or None,
             "samples": self.samples or None,
             "generators": self.generators or None,
-            "left": self.left or None,
             "writer": self.writer or None,
             "agreement": self.agreement or None,
         }
@@ -190,7 +187,6 @@ class Search:
     def __init__(self, runner: Runner, tries: int) -> None:
         self._runner = runner
         self._tries = tries
-        self._gone = False  # whether no pair of a later look differs
         self._found = SearchResult(tries=tries)
         self._low = 0  # the step at which a segment begins
         self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
@@ -217,8 +213,6 @@ class Search:
         if found.cause is not None:
             found.lines = find_cause_lines(self._runner.command, found.explained)[:_MOST_LINES]
             self._find_outside()
-        if self._gone:
-            found.left = self._runner.files.describe(first_alone=True)
         ledgers = [ledger for run in self._runner.made for ledger in run.fits.values()]
         ledgers += (run.ledger for run in between or ())
         found.varying_ops = list_varying_ops(*(ledger.header for ledger in ledgers))
@@ -509,7 +503,6 @@ class Search:
             self._probes = dict(settings)
             return pair
         runs = pluralize(made + 1, "run")
-        self._gone |= not missed and stage != WHOLE
         outcome = "nothing differs" if stage == WHOLE else "the divergence did not occur again"
         elsewhere = f", {missed} of {made} pairs differ elsewhere" if missed else ""
         self._found.looks.append(f"{stage}: {outcome} in {runs}{elsewhere}")

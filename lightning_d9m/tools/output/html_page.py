@@ -1,29 +1,23 @@
-"""The page that ``d9m report`` writes: the text of ``d9m compare``, tables, and heat maps.
+"""The page that ``d9m report`` writes: the text of ``d9m compare``, and tables.
 
 Jinja escapes every value. The filter ``untrusted`` also cuts a text of a ledger and isolates its
-direction. The rows of heat maps are SVG. They hold numbers and no names of a ledger: the page shows
-the names beside them, and has a color for each class.
+direction.
 """
 
 import math
 import re
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from hashlib import sha256
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_call
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.format.records import Header, Scalar
-from lightning_d9m.engine.ledger.kinds import ROOT
+from lightning_d9m.engine.ledger.format.records import Digests, Header, Scalar
+from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.text import describe_pair, printable, quote
 from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import Comparison
-from lightning_d9m.tools.comparison.timeline import StepTable, Timeline, ValuePair, module_of
-from lightning_d9m.tools.history.bundle import find_excerpt
 from lightning_d9m.tools.output.columns import list_cells, short
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.repeat_text import RepeatReport, list_run_columns
@@ -36,11 +30,10 @@ if TYPE_CHECKING:
 
 # `d9m report` replaces a file only if it finds this in its first bytes.
 GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
-_MAX_RANKS = 64
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
+_MAX_SERIES = 24
 _MAX_LINES = 1_000
-_MAX_MODULES = 1_500
-_MAX_EXCERPT = 20  # lines
+_LONGEST = 400
 # What ran, by its name on the page.
 # Lambdas, because a field of a stack is missing where it does not apply.
 _FACTS: dict[str, Callable[[Header], object]] = {
@@ -57,10 +50,39 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "Python": lambda header: header.stack.get("python.version"),
     "lightning_d9m": lambda header: header.package,
 }
-_DARKEST = 4
-_WORDS = {"same": "equal", "alone": "in one run only"}
+_ValuePair: TypeAlias = tuple[int, float | None, float | None]
 # Where a narrow window breaks a long name: before a word, and not within it or a number.
 _WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
+
+
+@dataclass(slots=True)
+class LoggedValues:
+    """Collects the values at the ends of epochs; pass ``watch`` to ``compare_ledgers``.
+
+    Attributes:
+        pairs: The loss and the logged values of the first rank by name, at most ``_MAX_SERIES``:
+            (step, the reference's value, this run's value), None where a run has no such record.
+        rank: The rank whose values are kept; None before.
+        left_out: The names of its other values.
+    """
+
+    pairs: dict[str, list[_ValuePair]] = field(default_factory=dict)
+    rank: int | None = None
+    left_out: set[str] = field(default_factory=set)
+
+    def watch(self, rank: int, one: Item | None, other: Item | None, _: Divergence | None) -> None:
+        """Keep the values of a pair of records; a ``RecordObserver``."""
+        self.rank = rank if self.rank is None else self.rank
+        both = [own for own in (one, other) if isinstance(own, Digests) and own.moment == "epoch"]
+        if not both or rank != self.rank:
+            return
+        values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
+        for name in values[0] | values[1]:
+            if name in self.pairs or len(self.pairs) < _MAX_SERIES:
+                pair = (values[0].get(name), values[1].get(name))
+                self.pairs.setdefault(name, []).append((both[-1].step, *pair))
+            else:
+                self.left_out.add(name)
 
 
 @dataclass(frozen=True)
@@ -69,17 +91,17 @@ class ComparedRuns:
 
     Attributes:
         comparison: How they compare.
-        timeline: What differs when.
+        values: What they have logged.
         ledgers: Their ledgers.
         report: The comparison of all runs, if they are of a `d9m repeat`.
-        located: What `d9m locate` found between the two, as its JSON, and its report.
+        located: The report of `d9m locate` on the two, as far as it compared them.
     """
 
     comparison: Comparison
-    timeline: Timeline
+    values: LoggedValues
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
-    located: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
+    located: Sequence[str] = ()
 
     @property
     def verdict(self) -> str:
@@ -91,12 +113,11 @@ def render_page(compared: ComparedRuns) -> str:
     """Return the whole page."""
     from importlib.resources import files
 
-    comparison, timeline, report = compared.comparison, compared.timeline, compared.report
+    comparison, values, report = compared.comparison, compared.values, compared.report
     ledgers = compared.ledgers
     # With the folder of a logger's version, as all runs may be named alike below it.
     names = ("/".join(path.parts[-3:]) for path in (comparison.expected, comparison.actual))
-    folder = files("lightning_d9m.tools.output") / "templates"
-    style, script = ((folder / name).read_text() for name in ("style.css", "script.js"))
+    style = files("lightning_d9m.tools.output") / "templates" / "style.css"
     found = comparison.divergences
     # Only equal runs have one digest of their final weights.
     final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
@@ -106,7 +127,6 @@ def render_page(compared: ComparedRuns) -> str:
         for number, entry in enumerate(found)
         for row in _list_places(entry, _MAX_ROWS_OTHERS // len(found) if number else None)
     ]
-    excerpt = find_excerpt(compared.located[1])
     return _make_environment().get_template("report.html.j2").render(
         comparison=comparison,
         report=report,
@@ -117,22 +137,17 @@ def render_page(compared: ComparedRuns) -> str:
         weights="" if final is None else final.totals.get("weights", ""),
         facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
         command=find_command(ledgers),
-        located=_list_located(compared.located[0]),
-        excerpt=[printable(line[:200]) for line in excerpt[:_MAX_EXCERPT]],
+        located=[printable(line[:_LONGEST]) for line in compared.located[:_MAX_LINES]],
         first=found[0] if found else None,
         evidence=evidence[:_MAX_LINES],
         evidence_left=len(evidence) - _MAX_LINES,
         places=places,
         places_left=sum(entry.count for entry in found) - len(places),
-        heat=None if comparison.equal else _make_heat_map(timeline, comparison),
         runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
-        values=list(_list_values(timeline.values)),
-        values_rank=timeline.rank,
-        values_left=len(timeline.left_out),
-        style=style,
-        script=script,
-        # The page's content security policy allows this script, and no other.
-        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        values=list(_list_values(values.pairs)),
+        values_rank=values.rank,
+        values_left=len(values.left_out),
+        style=style.read_text(),
     )  # fmt: skip
 
 
@@ -145,31 +160,13 @@ def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]
             yield name, ["" if value is None else str(value) for value in values]
 
 
-def _list_located(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what `d9m locate` found, as pairs of a label and a text.
-
-    In a bundle the facts may come from anybody, so that a value may have any type.
-    """
-    lines, op = facts.get("lines"), facts.get("op")
-    line = lines[0] if isinstance(lines, list) and lines else None
-    found: dict[str, object] = {}
-    if isinstance(line, dict):
-        found["Line"] = f"{line.get('file')}:{line.get('line')}: {line.get('code')}"
-        found |= {"Reason": line.get("reason"), "Fix": line.get("fix")}
-    if isinstance(op, dict):
-        found["Op"] = f"{op.get('op')}, called at {op.get('source') or 'no line of the program'}"
-    if found and not found.get("Fix"):
-        found["Advice"] = facts.get("advice")
-    return [(label, str(text)) for label, text in found.items() if text]
-
-
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
     commit = str(program.get("git.commit") or "")
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
 
 
 # A table, not a chart: runs that differ by ulps have one curve, and loggers draw curves already.
-def _list_values(values: Mapping[str, Sequence[ValuePair]]) -> Iterator[tuple[object, ...]]:
+def _list_values(values: Mapping[str, Sequence[_ValuePair]]) -> Iterator[tuple[object, ...]]:
     """Yield a row for each logged value: where it differs, and how much.
 
     A row has its name; the first step at which it differs, and both values there; the greatest
@@ -228,72 +225,3 @@ def _list_places(found: Divergence, most: int | None) -> Iterator[tuple[object, 
     for place in found.places[: _MAX_ROWS_FIRST if most is None else most]:
         values = ("missing" if own is None else own for own in (place.expected, place.actual))
         yield place.position, place.kind, name_call(place.name, place.call), *describe_pair(*values)
-
-
-def _make_heat_map(timeline: Timeline, comparison: Comparison) -> Mapping[str, object] | None:
-    """Return the differences of ranks and modules by step, layer 10 after layer 9.
-
-    Returns:
-        ``rows`` with (label, state, number of differences, the first one, cells), ``most``
-        differences in a cell, the ``steps`` at both ends, and ``left_out`` with a number; None if
-        nothing has steps.
-    """
-    table, found = timeline.steps, comparison.divergences
-    if not table.rows:
-        return None
-    first = [module_of(entry.kind, entry.name) for entry in found[:1]]
-    # If there are many, the ranks that diverge and the modules that differ are shown.
-    diverging = {entry.rank for entry in found}
-    ranks = sorted((r for r in table.rows if isinstance(r, int)), key=lambda r: r not in diverging)
-    paths = sorted(
-        (row for row in table.rows if isinstance(row, str)), key=lambda p: p not in timeline.firsts
-    )
-    left_out = max(0, len(ranks) - _MAX_RANKS) + max(0, len(paths) - _MAX_MODULES)
-
-    def order(path: str) -> list[str]:
-        return [part.zfill(9) if part.isdecimal() else part for part in path.split(".")]
-
-    # One scale for all rows, so that shades can be compared.
-    most = max(cell[0] for cells in table.rows.values() for cell in cells.values())
-    rows: list[tuple[object, ...]] = [
-        (f"rank {rank}", "", 0, None, draw_row(table.rows[rank], table, most))
-        for rank in sorted(ranks[:_MAX_RANKS])
-    ]
-    for path in sorted(paths[:_MAX_MODULES], key=order):
-        cells, where = table.rows[path], timeline.firsts.get(path)
-        state = "differs first" if [path] == first else "differs" if where else "same"
-        differing = sum(cell[0] for cell in cells.values())
-        rows.append((path or ROOT, state, differing, where, draw_row(cells, table, most)))
-    return {"rows": rows, "most": most, "steps": (table.first, table.last), "left_out": left_out}
-
-
-def draw_row(cells: Mapping[int, Sequence[int]], table: StepTable, most: int) -> str:
-    """Draw the cells of a row of a table; neighbors of one shade are one rectangle.
-
-    The shade grows with the logarithm of the number of digests that differ, up to ``most``.
-    """
-
-    def choose_class(column: int) -> str:
-        if column not in cells:
-            return ""
-        differing, alone = cells[column]
-        if not differing:
-            return "alone" if alone else "same"
-        return f"heat-{round(_DARKEST * math.log(differing) / math.log(most)) if most > 1 else 4}"
-
-    parts, titles = [], []
-    for kind, group in groupby(table.columns, choose_class):
-        columns = list(group)
-        if not kind:
-            continue
-        count = sum(cells[column][0] for column in columns)
-        first = max(columns[0] * table.width, table.first)
-        last = min((columns[-1] + 1) * table.width - 1, table.last)
-        steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-        titles.append(f"{steps}: {f'{count:,} differ' if count else _WORDS[kind]}")
-        place = f'x="{columns[0] - table.columns[0]}" width="{len(columns)}" height="1"'
-        parts.append(f'<rect class="{kind}" {place}><title>{titles[-1]}</title></rect>')
-    # The page stretches the row.
-    shape = f'viewBox="0 0 {len(table.columns)} 1" preserveAspectRatio="none"'
-    shape += f' role="img" aria-label="{"; ".join(titles)}"'
-    return f"<svg {shape}>{''.join(parts)}</svg>" if parts else ""

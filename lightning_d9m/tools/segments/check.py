@@ -320,7 +320,6 @@ def _compare(
 ) -> tuple[CheckedSegment, Comparison | None]:
     """Compare a run of a segment; return the comparison, too, if a second run must explain it."""
     ledger = find_first_fit(run)
-    assert ledger is not None, "run_segment raises without one"
     checked = replace(checked, ledgers=(*checked.ledgers, str(ledger.path)))
     resumed = find_resume(ledger)
     own = recorded.ledger.files[min(recorded.ledger.files)]

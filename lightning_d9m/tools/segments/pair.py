@@ -4,6 +4,7 @@ Numbers that a program logs, such as measured times, may differ without an effec
 """
 
 from contextlib import AbstractContextManager, suppress
+from itertools import chain, islice
 from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import find_difference
@@ -31,23 +32,23 @@ class PairWatch(AbstractContextManager["PairWatch"]):
 
     def __init__(self, folders: tuple[Path, Path]) -> None:
         self._folders = folders
-        self._files: dict[str, tuple[_GrowingFile, _GrowingFile]] = {}
+        # By name, for each run, what reads its file and the record that was not compared yet.
+        self._files: dict[str, list[tuple[RankReader, list[Item]]]] = {}
         self._differs = False
         self._begun: dict[str, int] = {}  # how many records follow such a difference
 
     def differs(self) -> bool:
         """Read what both have written since the last call; return whether the runs differ."""
         self._open_new()
-        headers = [one.reader.header for one, _ in self._files.values()]
+        headers = [one.header for (one, _), _ in self._files.values()]
         fits = [header.fit for header in headers if header.rank == 0]
         if len({*fits}) == len(fits):
             self._differs = self._differs or any(map(self._compare, self._files))
         return self._differs
 
     def __exit__(self, *_: object) -> None:
-        for pair in self._files.values():
-            for file in pair:
-                file.reader.close()
+        for reader, _waiting in chain(*self._files.values()):
+            reader.close()
 
     def _open_new(self) -> None:
         """Open the files that both runs have by now, with a whole header in each."""
@@ -57,42 +58,25 @@ class PairWatch(AbstractContextManager["PairWatch"]):
         )
         for name in sorted(one & other - self._files.keys()):
             with suppress(LedgerError):
-                first, second = (_GrowingFile(folder / name) for folder in self._folders)
-                self._files[name] = first, second
+                self._files[name] = [(RankReader(own / name), []) for own in self._folders]
 
     def _compare(self, name: str) -> bool:
-        one, other = self._files[name]
-        while one.fill() and other.fill():
+        files = self._files[name]
+        while True:
+            for reader, waiting in files:
+                if not waiting:
+                    waiting.extend(islice(filter(_counts, reader.records()), 1))
+            if not all(waiting for _, waiting in files):
+                return False
+            item, counterpart = (waiting.pop() for _, waiting in files)
             if name in self._begun:
                 self._begun[name] += 1
-            item, counterpart = one.take(), other.take()
             if item != counterpart and _differ(item, counterpart):
                 if name not in self._begun and not _begins(item):
                     return True
                 self._begun.setdefault(name, 0)
             if self._begun.get(name, 0) >= _SETTLED:
                 return True
-        return False
-
-
-class _GrowingFile:
-    """A file that grows."""
-
-    def __init__(self, path: Path) -> None:
-        self.reader = RankReader(path)
-        self._next: Item | None = None
-
-    def fill(self) -> bool:
-        """Return whether a record is there that was not taken yet."""
-        if self._next is None:
-            self._next = next(filter(_counts, self.reader.records()), None)
-        return self._next is not None
-
-    def take(self) -> Item:
-        """Return the next record."""
-        assert self._next is not None, "fill() comes first"
-        item, self._next = self._next, None
-        return item
 
 
 def _counts(item: Item) -> bool:

@@ -45,16 +45,12 @@ class SavedPoint:
 
     Attributes:
         path: Where its ledger says that it is.
-        epoch: The epoch that was under way, counted from 0.
         step: The global step.
-        batch: How many batches of the epoch were trained.
         is_replaced: Whether the run has saved a later checkpoint at the same path.
     """
 
     path: Path
-    epoch: int
     step: int
-    batch: int
     is_replaced: bool = False
 
     @property
@@ -152,7 +148,7 @@ class RecordedRun:
         if isinstance(record, Checkpoint):
             # The folder of the ledger and of its checkpoints may have been moved.
             path = (file.parent / record.path).resolve()
-            self.saved.append(SavedPoint(path, record.epoch, record.step, record.batch))
+            self.saved.append(SavedPoint(path, record.step))
         elif isinstance(record, Resume):
             # The run has left what the one before did after this step.
             self.last_step, self._ends_within = record.step, False
@@ -244,16 +240,19 @@ class RecordedRun:
         Raises:
             CommandError: If it has no ledger of a first fit.
         """
-        ledger = find_first_fit(run)
-        if ledger is None:
-            raise run.failure or CommandError("The command wrote no ledger of a fit.")
-        return compare_ledgers(self.ledger, ledger, watch=watch)
+        return compare_ledgers(self.ledger, find_first_fit(run), watch=watch)
 
 
-def find_first_fit(run: Run) -> Ledger | None:
-    """Return the ledger of the first fit of a run; None without one."""
-    fits = (fit for name, fit in run.fits.items() if name.startswith("fit-"))
-    return next((fit for fit in fits if fit.header.fit == 0), None)
+def find_first_fit(run: Run) -> Ledger:
+    """Return the ledger of the first fit of a run.
+
+    Raises:
+        CommandError: If it has none.
+    """
+    for name, fit in run.fits.items():
+        if name.startswith("fit-") and fit.header.fit == 0:
+            return fit
+    raise run.failure or CommandError("The command wrote no ledger of a fit.")
 
 
 def run_segment(
@@ -288,15 +287,11 @@ def run_segment(
     if several.exists():
         raise CommandError(SEVERAL_FITS)
     ledger = find_first_fit(run)
-    if not mark.exists():
-        ends = () if ledger is None else (ledger.outcome(rank).end for rank in ledger.files)
-        if not any(end is not None and (may_fail or is_drift(end)) for end in ends):
-            raise run.failure or CommandError(
-                f"The command ended well, and its first fit did not reach {segment.end}, "
-                f"as the run that it should repeat. Log: {folder.parent / 'output.log'}."
-            )
-    if ledger is None:
-        raise CommandError(f"The command wrote no ledger. Log: {folder.parent / 'output.log'}.")
+    if not (mark.exists() or any(may_fail or is_drift(end) for end in list_ends(ledger))):
+        raise run.failure or CommandError(
+            f"The command ended well, and its first fit did not reach {segment.end}, "
+            f"as the run that it should repeat. Log: {folder.parent / 'output.log'}."
+        )
     # A run up to an epoch is compared with one that begins in the same way.
     if segment.start is None and segment.kind != "epoch" and find_resume(ledger) is not None:
         raise CommandError(
@@ -311,6 +306,12 @@ def run_segment(
             f"saved with DeterminismCallback. Log: {folder.parent / 'output.log'}."
         )
     return replace(run, failure=None) if mark.exists() else run
+
+
+def list_ends(*ledgers: Ledger) -> list[End]:
+    """Return the records that end the files of ledgers; a run that was killed has none."""
+    ends = (ledger.outcome(rank).end for ledger in ledgers for rank in ledger.files)
+    return [end for end in ends if end is not None]
 
 
 def is_drift(end: End) -> bool:

@@ -527,7 +527,8 @@ class ResumableFit(Fit):
         text = (
             f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
             "To resume anyway, with a break that the ledger records, pass "
-            'DeterminismCallback(on_inexact_resume="warn").'
+            'DeterminismCallback(on_inexact_resume="warn") or set '
+            "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
         )
         if not self.accepts_breaks:
             raise InexactResumeError(text, reasons=problems)
