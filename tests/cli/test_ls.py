@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from lightning_d9m.engine.ledger.format.records import Resume
-
 WEIGHTS = "92b5bf6594ae602d"  # 16 digits
 PROGRAM = {"command": "python src/train.py --lr 0.1", "git.commit": "1a2b" * 10, "git.dirty": True}
 
@@ -94,47 +92,6 @@ def test_an_unfinished_run_and_one_that_is_damaged(folder, ls):
     assert "1 no end" in text
     assert "invalid" in text
     assert "not fit its check" in text
-
-
-@pytest.fixture
-def aged(tmp_path, runs):
-    """Return a folder with ledgers of all kinds: the last of them continues the third."""
-    runs.write(2)
-    (runs.write(2) / "notes.txt").write_text("mine")
-    first = runs.write(1)
-    check = json.loads((first / "rank-0.jsonl").read_text().splitlines()[3])["check"]
-    runs.write(1, edit=lambda _, records: records.pop())  # killed, or still running
-    (runs.write(1) / "rank-0.jsonl").write_text("{}")
-    resume = Resume(parent=f"../{first.name}", parent_check=check, epoch=1, step=23, batch=0)
-    runs.write(3, edit=lambda _, records: records.insert(1, resume.as_record()))
-    return tmp_path
-
-
-def list_files(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def test_old_ledgers_are_removed_on_request_alone(aged, ls):
-    before = list_files(aged)
-    words = ("-n", 1, aged, "--clean", "--json")
-    facts = json.loads(ls(*words))
-    assert list_files(aged) == before
-    assert not facts["removed"]
-    assert [path.rpartition("/")[2] for path in facts["ledgers"]] == ["fit-000", "fit-001"]
-    said = ls(*words[:-1]).splitlines()[-1]
-    assert said == f"2 ledgers of 6, {facts['bytes'] / 1000:.1f} kB, can be removed: add --force."
-    assert json.loads(ls(*words, "--force"))["removed"]
-    stay = {"fit-001/notes.txt", *(f"fit-{number:03d}/rank-0.jsonl" for number in (2, 3, 4, 5))}
-    assert set(list_files(aged)) == stay
-    assert not (aged / "fit-000").exists()
-    assert ls(*words[:-1]).startswith("0 ledgers of 5, 0 bytes, can be removed")
-
-
-@pytest.mark.parametrize("words", [("--clean",), ("-n", "3", "--force")])
-def test_what_is_removed_is_said_in_full(aged, d9m, words):
-    status, _, err = d9m("ls", aged, *words)
-    assert status == 2
-    assert "d9m ls -n 10 --clean --force" in err
 
 
 def test_nothing_is_an_error(tmp_path, d9m):

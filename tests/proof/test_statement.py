@@ -32,9 +32,9 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
     (tmp_path / "model_signing.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
-        write("key --private_key key.pem")
+        write(["key", "--private_key", "key.pem"])
     (tmp_path / "proof.json.sig").write_text("{}")
-    files, facts, problems = read("key --public_key key.pem")
+    files, facts, problems = read(["key", "--public_key", "key.pem"])
     assert (files, facts) == ({"a": "0" * 64}, Facts(3))
     assert "has no valid signature by key" in problems[0]
 
@@ -43,7 +43,7 @@ def test_the_package_that_signs_is_absent(monkeypatch, sign):
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     monkeypatch.setattr(sys, "executable", sys._base_executable)
     with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
-        sign[0]("sigstore")
+        sign[0](["sigstore"])
 
 
 def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
@@ -55,8 +55,8 @@ def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
 
     monkeypatch.setattr(subprocess, "run", run)
     file, (write, read) = tmp_path / "proof.json", sign
-    assert (write(None), write("sigstore")) == (None, f"{file}.sig")
-    assert read("sigstore --identity 'my job'")[2] == read(None)[2] == []
+    assert (write(None), write(["sigstore"])) == (None, f"{file}.sig")
+    assert read(["sigstore", "--identity", "my job"])[2] == read(None)[2] == []
     files = ["--signature", f"{file}.sig", str(file)]
     assert used == [
         ["sign", "sigstore", *files],

@@ -1,17 +1,15 @@
-"""``d9m ls``: list the ledgers under a folder, and remove old ones."""
+"""``d9m ls``: list the ledgers under a folder."""
 
 import argparse
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from lightning_d9m.engine.ledger.folder import FoundLedger, Ledger, search_ledgers
-from lightning_d9m.engine.ledger.format.reader import list_continued
-from lightning_d9m.errors import LedgerError, SettingError, file_errors
-from lightning_d9m.text import cut_digests, escape, pluralize, printable
+from lightning_d9m.engine.ledger.folder import FoundLedger, search_ledgers
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.text import cut_digests, escape, printable
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
@@ -21,10 +19,7 @@ from lightning_d9m.tools.output.terminal import terminal_width
 _COMMIT = 6
 ARGUMENTS = """
 folder:FOLDER?  folder to search (default: the working folder)
--n, --last N  list only the last N ledgers; with --clean, the number of those that stay
---clean  list what --clean --force would remove: all ledgers but the last N (-n), those that these
-    continue, and those that cannot be read or have no end, because a run may still write them
---force  with --clean, remove them; checkpoints and other files stay
+-n, --last N  list only the last N ledgers
 --json  print a JSON list instead of a table
 """
 EXAMPLE = "d9m ls lightning_logs"
@@ -34,8 +29,6 @@ SETTINGS = {"folder": {"default": Path()}}
 def run(arguments: argparse.Namespace) -> int:
     """List the ledgers, oldest first, and return 0."""
     found = search_ledgers(arguments.folder)
-    if arguments.clean or arguments.force:
-        return _clean(arguments, found)
     first = 0 if arguments.last is None else max(0, len(found) - arguments.last)
     rows = []
     with show_progress("ledgers read") as progress:
@@ -46,46 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
                 progress(len(rows))
     print_result(arguments.format, rows, _format_rows(rows, terminal_width()))
     return 0
-
-
-def _clean(arguments: argparse.Namespace, found: Sequence[FoundLedger]) -> int:
-    """Remove all ledgers but the last ones, or list them without ``--force``; return 0."""
-    from rich.filesize import decimal
-
-    if not arguments.clean or arguments.last is None:
-        raise SettingError(
-            "Old ledgers are removed by three options together: how many stay, --clean and "
-            "--force, such as d9m ls -n 10 --clean --force; without --force they are listed."
-        )
-    ledgers = [entry.ledger for entry in found[: -arguments.last] if entry.ledger]
-    ended = {ledger.path.resolve(): ledger for ledger in ledgers if _has_ended(ledger)}
-    stay = [one.ledger for one in found if one.ledger and one.path.resolve() not in ended]
-    for file in chain.from_iterable(ledger.files.values() for ledger in stay):
-        for continued in list_continued(file):
-            ended.pop(continued.parent.resolve(), None)
-    old = list(ended.values())
-    size = sum(file.stat().st_size for ledger in old for file in ledger.files.values())
-    for ledger in old if arguments.force else ():
-        with file_errors(LedgerError, f"The ledger {ledger.path} cannot be removed"):
-            for file in ledger.files.values():
-                file.unlink()
-        with suppress(OSError):  # it holds files that are not ours
-            ledger.path.rmdir()
-    names = [str(ledger.path) for ledger in old]
-    said = f"{pluralize(len(old), 'ledger')} of {len(found)}, {decimal(size)}"
-    end = "removed." if arguments.force else "can be removed: add --force."
-    lines = [*map(printable, names), f"{said}, {end}"]
-    facts = {"ledgers": names, "bytes": size, "removed": arguments.force}
-    print_result(arguments.format, facts, lines)
-    return 0
-
-
-def _has_ended(ledger: Ledger) -> bool:
-    """Return whether each rank's file can be read and has an end."""
-    try:
-        return all(ledger.outcome(rank).end for rank in ledger.files)
-    except LedgerError:
-        return False
 
 
 def _make_row(entry: FoundLedger, before: FoundLedger | None) -> RunRow:
@@ -135,12 +88,8 @@ def _name_program(command: str) -> str:
     >>> _name_program("python src/train.py --lr 1"), _name_program("python -m package.train")
     ('train.py', 'package.train')
     """
-    try:
-        words = shlex.split(command)[1:]
-    except ValueError:  # it was cut within quotes
-        words = command.split()[1:]
-    if words[:1] == ["-m"]:
-        return words[1] if words[1:] else ""
+    words = command.split()[1:]
+    words = words[words[:1] == ["-m"] :]
     return PurePath(words[0]).name if words else ""
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import check_new_file
 from lightning_d9m.tools.output.columns import print_result
@@ -41,13 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     output: Path = arguments.output
     check_new_file(output)
-    recorded, folder = RecordedRun(arguments.ledger), output.absolute().parent
-    names, proof = make_proof(recorded, arguments.model, folder)
-    files = {name: hash_file(folder / name) for name in names}
+    recorded = RecordedRun(arguments.ledger)
+    files, proof = make_proof(recorded, arguments.model, output.absolute().parent)
     signature = write_statement(output, TRAINING, files, proof, arguments.sign)
     program = proof.run["sources"]["program"]
     lines = [
-        f"files that it is about: {len(names)}",
+        f"files that it is about: {len(files)}",
         f"files of the program: {len(program)}; packages: {len(proof.packages)}",
         "It does not commit to:",
         *(f"  {what}: {why}" for what, why in proof.uncommitted.items()),

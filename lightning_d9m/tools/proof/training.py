@@ -1,14 +1,15 @@
 """A proof: one file that commits to everything that decides the result of a training.
 
 It is a statement about files: the ledger, the checkpoints, and models with the final weights.
-docs/proof.md describes what it says. All but the hashes of packages follows from these files, so a
-check makes it again, and compares.
+docs/proof.md describes what it says. All of it follows from these files and from the packages that
+are installed, so a check makes it again, and compares.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import Distribution, packages_distributions
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from lightning_d9m.engine.hashing.files import hash_file
-from lightning_d9m.engine.ledger.format.reader import list_continued
+from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
 from lightning_d9m.engine.ledger.format.records import (
     DIGEST_DIGITS,
     Checkpoint,
@@ -25,21 +26,25 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import COMMITTED, DATA, FINAL, WEIGHTS_HASH
-from lightning_d9m.errors import SettingError
+from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.text import describe_names, escape, pluralize
+from lightning_d9m.tools.proof.statement import Method, read_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 TRAINING = "urn:lightning-d9m:training:1"
+UNSIGNED = "Nobody's signature was verified: give --signer."
 # What pip writes beside the files of a package: it names the installer and where it came from, so
 # two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
-NOT_HERE = "it is a package that is not installed here"
+_ABSENT = "it is a package that is not installed here"
 _NEVER = {
     "validation data": "only the batches of training are hashed",
     "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
     "its command names",
 }
+# A session sets them, and a process without one has others.
+_OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.", "package.")
 
 
 # What a reader would take for proven although nothing checks it is refused.
@@ -47,12 +52,14 @@ class Training(Struct, forbid_unknown_fields=True):
     """The content of a proof: facts on its files.
 
     Attributes:
-        run: What follows from the ledger: its header, the ``sources``, and the ``final`` digests.
+        ledger: The folder of the ledger.
+        run: What follows from it: its header, the ``sources``, and the ``final`` digests.
         models: The files with the final weights.
         packages: SHA-256 of the content of each package that the training has loaded.
         uncommitted: What the proof does not commit to, such as other packages, and why.
     """
 
+    ledger: str
     run: dict[str, Any]
     models: list[str]
     packages: dict[str, str]
@@ -61,8 +68,8 @@ class Training(Struct, forbid_unknown_fields=True):
 
 def make_proof(
     recorded: RecordedRun, models: Sequence[Path], folder: Path
-) -> tuple[list[str], Training]:
-    """Return the paths of a run's files from a folder, and what is said of them.
+) -> tuple[dict[str, str], Training]:
+    """Return the SHA-256 of a run's files by their paths from a folder, and what is said of them.
 
     Args:
         recorded: The run, which has finished.
@@ -96,16 +103,16 @@ def make_proof(
         "sources": sources.as_record(),
         "steps": recorded.last_step,
         "checkpoints": [point.step for point in points],
-        "segments": [own.number for own in recorded.list_segments()],
         "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
     }
-    # Relative, so that the folder can be published as a whole.
-    files, named = (
-        [os.path.relpath(path.resolve(), folder.resolve()) for path in paths]
-        for paths in (_list_files(recorded), models)
+    place, files, named = (
+        # Relative, so that the folder can be published as a whole.
+        {os.path.relpath(path.resolve(), folder.resolve()): path for path in paths}
+        for paths in ([ledger.path], _list_files(recorded), models)
     )
     packages, unread = _hash_packages(sources)
-    return [*dict.fromkeys(files + named)], Training(run, named, packages, uncommitted | unread)
+    said = Training(*place, run, [*named], packages, uncommitted | unread)
+    return {name: hash_file(path) for name, path in (files | named).items()}, said
 
 
 def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
@@ -114,22 +121,24 @@ def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
     Raises:
         SettingError: If a state that ends a segment has no SHA-256.
     """
-    # Each rank: who has forged the XXH3 of one shard has forged the model.
     sources, finals, is_committed = None, dict[int, Digests](), True
-    for rank in recorded.ledger.files:
-        follows = False  # a checkpoint, whose state the next record of a step shows
-        with recorded.ledger.open(rank) as reader:
-            for record in reader.read_lines():
-                if isinstance(record, Sources):
-                    sources = record
-                elif isinstance(record, Checkpoint):
-                    follows = True
-                elif isinstance(record, StepDigests):
-                    is_committed &= not follows or record.totals.keys() >= {*COMMITTED}
-                    follows = False
-                elif isinstance(record, Digests) and record.moment == FINAL:
-                    finals[rank] = record
-        is_committed &= rank in finals and finals[rank].totals.keys() >= {*COMMITTED}
+    # Each rank: who has forged the XXH3 of one shard has forged the model.
+    for rank, last in recorded.ledger.files.items():
+        states = list[Checkpoint | StepDigests]()
+        for file in (*list_continued(last), last):
+            with RankReader(file) as reader:
+                for record in reader.read_lines():
+                    if isinstance(record, Sources):
+                        sources = record
+                    elif isinstance(record, Checkpoint | StepDigests):
+                        states.append(record)
+                    elif isinstance(record, Digests) and record.moment == FINAL:
+                        finals[rank] = record
+        # The first step after a checkpoint shows its state, and ends the segment before it.
+        ends = [after for own, after in pairwise(states) if isinstance(own, Checkpoint)]
+        known = [own.totals for own in ends if isinstance(own, StepDigests)]
+        known.append(finals[rank].totals if rank in finals else {})
+        is_committed &= all(totals.keys() >= {*COMMITTED} for totals in known)
     if sources is None or not is_committed:
         raise SettingError(
             f"{recorded.ledger.path} was not recorded for a proof throughout: its digests are "
@@ -171,7 +180,7 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     for name, version in sorted(sources.packages.items()):
         here = next((own for own in Distribution.discover(name=name) if own.version), None)
         if here is None:
-            unread[name] = NOT_HERE
+            unread[name] = _ABSENT
         elif name not in used:
             continue  # an environment has hundreds; what was not loaded computed nothing
         elif here.version != version:
@@ -185,7 +194,6 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
 
 def hash_package(package: Distribution) -> str:
     """Return the SHA-256 of the files of a package; empty if it does not list them."""
-    hasher = sha256()
     content = [
         file
         for file in sorted(package.files or (), key=str)
@@ -195,11 +203,79 @@ def hash_package(package: Distribution) -> str:
     has_code = any(file.suffix in (".py", ".so", ".pyd") for file in content)
     if not has_code or "editable" in (package.read_text("direct_url.json") or ""):
         return ""  # its code is elsewhere
-    for file in content:
-        path = Path(str(file.locate()))
-        own = hash_file(path) if path.is_file() else "missing"
-        hasher.update(f"{file} {own}\n".encode())
-    return hasher.hexdigest()
+    paths = {file: Path(str(file.locate())) for file in content}
+    hashes = {file: hash_file(own) if own.is_file() else "missing" for file, own in paths.items()}
+    return sha256("".join(f"{file} {own}\n" for file, own in hashes.items()).encode()).hexdigest()
+
+
+def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, list[str], list[str]]:
+    """Read a proof, and compare it with its files and with program, packages and stack here.
+
+    Returns:
+        The run that it is about, sentences on what contradicts it, and on what limits a check.
+
+    Raises:
+        LedgerError: If it is not a proof, or its ledger is not where it says.
+    """
+    files, said, problems = read_statement(path, TRAINING, Training, signer)
+    folder = path.absolute().parent.resolve()
+    recorded = RecordedRun(folder / said.ledger)
+    left_out = "; ".join(map(escape, said.uncommitted))
+    notes = [*([] if signer else [UNSIGNED]), f"The proof does not commit to: {left_out}."]
+    if not problems:
+        try:
+            found, own = make_proof(recorded, [folder / name for name in said.models], folder)
+        except D9mError as error:
+            problems = [str(error)]
+        else:
+            problems, differing = _compare(files, said, found, own)
+            if differing:
+                shown = describe_names(differing[:4], len(differing))
+                notes.insert(0, f"Results here may differ, as the stack does: {shown}.")
+    return recorded, problems, notes
+
+
+def _compare(
+    files: Mapping[str, str], said: Training, found: Mapping[str, str], own: Training
+) -> tuple[list[str], list[str]]:
+    """Compare a proof with the one that is made here, and with the program, without training.
+
+    Returns:
+        What contradicts the proof, such as other content of the same version of a package; and what
+        may let results differ here, such as another stack.
+    """
+    names = sorted(own.run.keys() | said.run.keys())
+    named = [name for name in names if said.run.get(name) != own.run.get(name)]
+    shown = describe_names(named, len(named))
+    problems = [f"The ledger is that of another run: {shown} differ."] if named else []
+    sources, differing = own.run["sources"], list[str]()
+    program = {**sources["program"], **sources["named"]}
+    here = {name: hash_file(Path(name)) for name in program if Path(name).is_file()}
+    stack = [*_compare_stack(own.run["stack"])]
+    # For another Python or platform, the same version of a package has other files.
+    is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
+    parts = (  # in the order of what a contradiction means for all that follows
+        ("file", files, found),
+        ("program's file", program, here),
+        ("package", said.packages, own.packages),
+    )
+    for what, expected, actual in parts:
+        for name in sorted(expected.keys() | (actual.keys() - said.uncommitted.keys())):
+            text = f"The {what} {escape(name, 200)}"
+            if name not in expected:
+                problems.append(f"{text} is not in the proof.")
+            elif what == "package" and (is_other or name not in actual):
+                why = own.uncommitted.get(name, "it has other content, or was not loaded")
+                differing += [f"{name}: {why}"] * (actual.get(name) != expected[name])
+            elif name not in actual:
+                problems.append(f"{text} is not here.")
+            elif actual[name] != expected[name]:
+                problems.append(f"{text} has other content than the proof says.")
+    # What the maker of the proof has installed and never loaded is not missed here.
+    gaps = {what for what, why in own.uncommitted.items() if why != _ABSENT}
+    left_out = sorted(gaps - said.uncommitted.keys() - said.packages.keys())
+    problems += [f"The proof does not say that it does not commit to: {own}." for own in left_out]
+    return problems, differing + stack
 
 
 def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) -> list[int]:
@@ -207,3 +283,11 @@ def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) 
     # Both must be fixed before: who makes a proof would choose a number, and a checker a proof.
     seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
     return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated
+
+
+def _compare_stack(expected: Mapping[str, Any]) -> Iterator[str]:
+    from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
+
+    for name, there, here in stack_differences(expected, capture_stack({})):
+        if not name.startswith(_OF_SESSION):
+            yield f"{name}: {escape(there)} there, {escape(here)} here"
