@@ -78,14 +78,12 @@ def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
 
 
 def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
-    (tmp_path / "job-007.log").write_text("no space")
-    monkeypatch.setattr(module, "_make_job", lambda *_: [])
-    monkeypatch.setattr(module, "run_jobs", lambda jobs, _, note: note(*jobs, 3))
+    monkeypatch.setattr(module, "_make_job", lambda *_: ["no-such-command"])
     report = CheckReport(str(tmp_path))
     module._run_jobs(SimpleNamespace(jobs=2), [7], report)
     (found,) = report.checked
     assert (found.number, found.verdict, report.verdict) == (7, "failed", "incomplete")
-    assert "exit status 3. no space Log:" in found.reason
+    assert "exit status 2. d9m: error: 'no-such-command' is not a command" in found.reason
 
 
 def test_segments_are_printed_for_a_scheduler(check, tmp_path):

@@ -150,7 +150,7 @@ def test_linked_data_is_found_from_a_folder_below_the_top_and_the_commit_is_prin
     assert status == 1
     assert "first commit that differs: " in text
     assert "Change 2 (Ann, " in text
-    assert re.search(r"^  git show \w{10} ", text, re.MULTILINE)
+    assert re.search(r"^  git show \w{10}$", text, re.MULTILINE)
     assert "Rank 0, epoch 0" in text
     assert "trained: 4 times for 2 commits" in text
     assert (folder / "data/n").read_text() == "7"

@@ -35,7 +35,6 @@ from lightning_d9m.tools.segments.segment import RecordedRun
 
 _OPEN = "open"
 _PAIR = 2
-_SHOWN = 20
 _COLUMNS = (
     Column[tuple[str, int]]("file", lambda row: escape(row[0])),
     Column[tuple[str, int]]("size", lambda row: decimal(row[1]), is_number=True),
@@ -135,8 +134,6 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
 def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:
     """Return a table of files and their sizes, the largest first, and what was removed."""
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))
-    if left := rows[_SHOWN:]:
-        rows[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
     removed = f"{pluralize(secrets, 'secret')} removed."
     advice = wrap(f"{removed} Look through the bundle before you publish it.")
     return [*format_table(_COLUMNS, rows).splitlines(), *advice]

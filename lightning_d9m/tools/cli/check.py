@@ -3,11 +3,14 @@
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
+from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
@@ -21,14 +24,12 @@ from lightning_d9m.tools.cli.arguments import (
     refuse_options,
     whole_number,
 )
-from lightning_d9m.tools.launch.processes import run_jobs
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.statement import write_verdict
 from lightning_d9m.tools.proof.training import choose_segments, open_proof
 from lightning_d9m.tools.segments.check import (
-    REPORT,
     CheckedSegment,
     CheckReport,
     check_part,
@@ -140,8 +141,8 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
     """
     arguments.proof, path = None, arguments.ledger
     if arguments.follow:
-        names, why = ("jobs", "print_commands"), "--follow runs one segment at a time"
-        refuse_options(arguments, names, why)
+        why = "--follow runs one segment at a time"
+        refuse_options(arguments, ["jobs", "print_commands"], why)
     if arguments.follow or arguments.print_commands:
         refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
     if arguments.verdict is None:
@@ -193,24 +194,32 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 
 
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
-    """Check each segment in its own process."""
-    output, python = Path(report.output), [sys.executable, "-m", "lightning_d9m"]
-    jobs = {output / f"job-{n:03d}.log": _make_job(arguments, n, output) for n in numbers}
+    """Check each segment in its own process; a signal to this process ends all of them."""
+    jobs = list[subprocess.Popen[str]]()
 
-    def note(log: Path, status: int) -> None:
+    def run_job(number: int) -> CheckedSegment:
+        words = _make_job(arguments, number, Path(report.output))
+        # In its own session, so that Ctrl-C reaches it once, by the signal below.
+        options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
+        options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        job = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words], **options)
+        jobs.append(job)
+        out, errors = job.communicate()
         try:
-            found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
-            (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
-        except (OSError, ValueError):  # none, or a part of it
-            said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            said = said or "It could not write its log: check the space on its disk."
-            # The other jobs run on: each is a segment that is checked or not.
-            reason = f"Its job ended with exit status {status}. {said} Log: {log}."
-            number = numbers[[*jobs].index(log)]
-            checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
-        report.checked.append(checked)
-        done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
-        print(f"{done}: {checked.verdict}", file=sys.stderr)
+            return CheckedSegment(**json.loads(out)["checked"][0])
+        except ValueError:  # the other jobs run on: each is a segment that is checked or not
+            said = errors.strip().rpartition("\n")[2]
+            reason = f"Its job ended with exit status {job.returncode}. {said}"
+            return CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
 
-    run_jobs({log: [*python, *words] for log, words in jobs.items()}, arguments.jobs, note)
-    report.checked.sort(key=lambda own: own.number)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        try:
+            for checked in pool.map(run_job, numbers):
+                report.checked.append(checked)
+                done = f"segment {checked.number} ({len(report.checked)} of {len(numbers)})"
+                print(f"{done}: {checked.verdict}", file=sys.stderr)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for job in jobs:
+                job.terminate()
+            raise

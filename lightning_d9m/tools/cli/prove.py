@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_new_file(output)
     recorded = RecordedRun(arguments.ledger)
     files, proof = make_proof(recorded, arguments.model, output.absolute().parent)
-    signature = write_statement(output, TRAINING, files, proof, arguments.sign)
+    write_statement(output, TRAINING, files, proof, arguments.sign)
+    signature = f"{output}.sig" if arguments.sign else None
     program = proof.run["sources"]["program"]
     lines = [
         f"files that it is about: {len(files)}",

@@ -488,36 +488,6 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
     return status
 
 
-def run_jobs(
-    commands: Mapping[Path, Sequence[str]], jobs: int, note: Callable[[Path, int], object]
-) -> None:
-    """Run commands, each in its own session, at most ``jobs`` at once, until all have ended.
-
-    A signal to this process ends all of them, with the processes that they have started.
-
-    Args:
-        commands: The commands by their logs, in the order in which they start.
-        jobs: How many run at once.
-        note: Called with the log and the exit status of each command that has ended; what it raises
-            ends the others.
-
-    Raises:
-        LedgerError: If a log cannot be made.
-    """
-    waiting = list(commands)
-    running: dict[Path, subprocess.Popen[bytes]] = {}
-    with running_processes() as tree:
-        while (waiting or running) and not tree.received:
-            while waiting and len(running) < jobs:
-                log = waiting.pop(0)
-                running[log] = tree.start(commands[log], None, log)
-            time.sleep(_TICK_SECONDS)
-            for log, job in list(running.items()):
-                if job.poll() is not None:
-                    del running[log]
-                    note(log, job.returncode)
-
-
 def _find_failure(
     tree: ProcessTree, statuses: Sequence[int | None], logs: Sequence[Path]
 ) -> tuple[int, int | None]:

@@ -56,8 +56,10 @@ class _Statement(Struct, rename={"form": "_type", "kind": "predicateType"}):
 
 def write_statement(
     path: Path, kind: str, files: Mapping[str, str], predicate: Any, method: Method
-) -> str | None:
-    """Write a statement and sign it; ``path`` stays as it was if it cannot be written.
+) -> None:
+    """Write a statement, and its signature beside it.
+
+    If it cannot be written, ``path`` stays as it was.
 
     Args:
         path: Its file.
@@ -65,9 +67,6 @@ def write_statement(
         files: The SHA-256 of each file that it is about, by the path from the folder of ``path``.
         predicate: What it says, JSON types or structs of them.
         method: How it is signed; None for not at all.
-
-    Returns:
-        The path of the signature, beside the file; None without one.
 
     Raises:
         LedgerError: If it cannot be written.
@@ -83,7 +82,6 @@ def write_statement(
             "Install 'lightning-d9m[proof]', and give the words of model_signing sign, such as "
             "sigstore, or with a private key of an elliptic curve: key --private_key FILE."
         )
-    return None if method is None else f"{path}.sig"
 
 
 def read_statement(

@@ -37,11 +37,11 @@ UNSIGNED = "Nobody's signature was verified: give --signer."
 # two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
-_ABSENT = "it is a package that is not installed here"
 _NEVER = {
     "validation data": "only the batches of training are hashed",
     "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
     "its command names",
+    "other packages": "of those that were not loaded, the ledger has the versions alone",
 }
 # A session sets them, and a process without one has others.
 _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.", "package.")
@@ -56,7 +56,7 @@ class Training(Struct, forbid_unknown_fields=True):
         run: What follows from it: its header, the ``sources``, and the ``final`` digests.
         models: The files with the final weights.
         packages: SHA-256 of the content of each package that the training has loaded.
-        uncommitted: What the proof does not commit to, such as other packages, and why.
+        uncommitted: What the proof does not commit to, and why.
     """
 
     ledger: str
@@ -77,8 +77,8 @@ def make_proof(
         folder: The folder that has the proof.
 
     Raises:
-        SettingError: If the run has not finished, or was not recorded for a proof, or a model has
-            other weights.
+        SettingError: If the run has not finished, or was not recorded for a proof, a model has
+            other weights, or the program in the working folder is not that of the run.
     """
     ledger, points, uncommitted = recorded.ledger, recorded.points, dict(_NEVER)
     if not recorded.is_finished:
@@ -87,6 +87,12 @@ def make_proof(
             "training that ended."
         )
     sources, finals = _read_ledger(recorded)
+    for name, known in {**sources.program, **sources.named}.items():
+        if not Path(name).is_file() or hash_file(Path(name)) != known:
+            raise SettingError(
+                f"The program's file {escape(name, 200)} is not here as it was when the training "
+                "ran. Use the working folder and the code of the run."
+            )
     for model in models:
         _check_model(finals[min(finals)], model)
     if recorded.last_step and any(own.totals[DATA] == _NO_DATA for own in finals.values()):
@@ -105,13 +111,13 @@ def make_proof(
         "checkpoints": [point.step for point in points],
         "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
     }
-    place, files, named = (
+    (place,), files, named = (
         # Relative, so that the folder can be published as a whole.
         {os.path.relpath(path.resolve(), folder.resolve()): path for path in paths}
         for paths in ([ledger.path], _list_files(recorded), models)
     )
     packages, unread = _hash_packages(sources)
-    said = Training(*place, run, [*named], packages, uncommitted | unread)
+    said = Training(place, run, [*named], packages, uncommitted | unread)
     return {name: hash_file(path) for name, path in (files | named).items()}, said
 
 
@@ -159,7 +165,7 @@ def _check_model(final: Digests, model: Path) -> None:
     found = hash_named({name: weights.get(name) for name in names})
     if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
         raise SettingError(
-            f"{escape(str(model))} does not hold the final weights of the run. Name a file that "
+            f"{escape(str(model), 400)} does not hold the final weights of the run. Name a file that "
             "the training has saved at its end, with whole weights."
         )
 
@@ -175,15 +181,12 @@ def _list_files(recorded: RecordedRun) -> Iterator[Path]:
 def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     """Return the hash of each package that a run has used, and which have none, and why."""
     hashes, unread = dict[str, str](), dict[str, str]()
+    # An environment has hundreds; what was not loaded computed nothing.
     of_module = packages_distributions()
     used = {name for module in sources.used for name in of_module.get(module, ())}
-    for name, version in sorted(sources.packages.items()):
-        here = next((own for own in Distribution.discover(name=name) if own.version), None)
-        if here is None:
-            unread[name] = _ABSENT
-        elif name not in used:
-            continue  # an environment has hundreds; what was not loaded computed nothing
-        elif here.version != version:
+    for name in sorted(used & sources.packages.keys()):
+        here, version = Distribution.from_name(name), sources.packages[name]
+        if here.version != version:
             unread[name] = f"the training used {version}, and here is {here.version}"
         elif digest := hash_package(here):
             hashes[name] = digest
@@ -238,43 +241,44 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, list[str], list
 def _compare(
     files: Mapping[str, str], said: Training, found: Mapping[str, str], own: Training
 ) -> tuple[list[str], list[str]]:
-    """Compare a proof with the one that is made here, and with the program, without training.
+    """Compare a proof with the one that is made here.
 
     Returns:
         What contradicts the proof, such as other content of the same version of a package; and what
         may let results differ here, such as another stack.
     """
-    names = sorted(own.run.keys() | said.run.keys())
-    named = [name for name in names if said.run.get(name) != own.run.get(name)]
-    shown = describe_names(named, len(named))
-    problems = [f"The ledger is that of another run: {shown} differ."] if named else []
-    sources, differing = own.run["sources"], list[str]()
-    program = {**sources["program"], **sources["named"]}
-    here = {name: hash_file(Path(name)) for name in program if Path(name).is_file()}
-    stack = [*_compare_stack(own.run["stack"])]
+    from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
+
+    stack = [
+        f"{name}: {escape(there)} there, {escape(here)} here"
+        for name, there, here in stack_differences(own.run["stack"], capture_stack({}))
+        if not name.startswith(_OF_SESSION)
+    ]
     # For another Python or platform, the same version of a package has other files.
     is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
-    parts = (  # in the order of what a contradiction means for all that follows
+    gaps = own.uncommitted.keys() - said.uncommitted.keys() - said.packages.keys()
+    problems = [
+        f"The proof does not say that it does not commit to: {gap}." for gap in sorted(gaps)
+    ]
+    differing = list[str]()
+    parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("ledger's field", said.run, own.run),
         ("file", files, found),
-        ("program's file", program, here),
         ("package", said.packages, own.packages),
-    )
+    ]
     for what, expected, actual in parts:
         for name in sorted(expected.keys() | (actual.keys() - said.uncommitted.keys())):
             text = f"The {what} {escape(name, 200)}"
             if name not in expected:
                 problems.append(f"{text} is not in the proof.")
+            elif actual.get(name) == expected[name]:
+                continue
             elif what == "package" and (is_other or name not in actual):
                 why = own.uncommitted.get(name, "it has other content, or was not loaded")
-                differing += [f"{name}: {why}"] * (actual.get(name) != expected[name])
-            elif name not in actual:
-                problems.append(f"{text} is not here.")
-            elif actual[name] != expected[name]:
-                problems.append(f"{text} has other content than the proof says.")
-    # What the maker of the proof has installed and never loaded is not missed here.
-    gaps = {what for what, why in own.uncommitted.items() if why != _ABSENT}
-    left_out = sorted(gaps - said.uncommitted.keys() - said.packages.keys())
-    problems += [f"The proof does not say that it does not commit to: {own}." for own in left_out]
+                differing.append(f"{name}: {why}")
+            else:
+                is_there = name in actual
+                problems.append(f"{text} is {'not that of the proof' if is_there else 'not here'}.")
     return problems, differing + stack
 
 
@@ -283,11 +287,3 @@ def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) 
     # Both must be fixed before: who makes a proof would choose a number, and a checker a proof.
     seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
     return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated
-
-
-def _compare_stack(expected: Mapping[str, Any]) -> Iterator[str]:
-    from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
-
-    for name, there, here in stack_differences(expected, capture_stack({})):
-        if not name.startswith(_OF_SESSION):
-            yield f"{name}: {escape(there)} there, {escape(here)} here"

@@ -35,9 +35,6 @@ from lightning_d9m.tools.segments.segment import (
     run_segment,
 )
 
-REPORT = "check.json"
-"""The file, in the folder of a check, with its result."""
-
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _REASONS = {
@@ -189,14 +186,12 @@ class CheckReport:
                 folder.rmdir()
             if names:
                 self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
-            self._write()  # before it is printed: the terminal may have been closed
+            file = Path(self.output, "check.json")
+            # Before it is printed: the terminal may have been closed.
+            with file_errors(LedgerError, f"{file} cannot be written"):
+                file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
             if self.checked or self.problems:
                 show()
-
-    def _write(self) -> None:
-        file = Path(self.output, REPORT)
-        with file_errors(LedgerError, f"{file} cannot be written"):
-            file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON types."""
