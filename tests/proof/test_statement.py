@@ -50,7 +50,7 @@ def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
     used = []
 
     def run(words, **_):
-        used.append(words[3:])
+        used.append(words[4:])
         return subprocess.CompletedProcess(words, 0, b"succeeded")
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -47,7 +47,7 @@ def test_a_package_is_hashed_by_its_content(package):
     (installed._path / "direct_url.json").write_text('{"dir_info": {"editable": true}}')
     assert not hash_package(installed)
     (installed._path / "direct_url.json").unlink()
-    (installed._path / "RECORD").write_text("own.pth,,\n")
+    (installed._path / "RECORD").write_text("own-1.0.dist-info/RECORD,,\n")
     assert not hash_package(installed)
 
 

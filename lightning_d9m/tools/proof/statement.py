@@ -30,12 +30,6 @@ _EQUAL = re.compile(r"LIGHTNING_D9M_SEGMENTS_EQUAL_\d+_OF_\d+(?:_CHOSEN_BY_(\d+)
 
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
 _MOST_BYTES = 64 * 2**20
-# Without the working folder, whose modules Python would import first: it may be the publisher's.
-_COMMAND = """
-import runpy, sys
-sys.path[:] = filter(None, sys.path)
-runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
-"""
 Method: TypeAlias = Sequence[str] | None
 Predicate = TypeVar("Predicate")
 
@@ -117,7 +111,10 @@ def _call_signer(verb: str, path: Path, method: Method) -> str:
         return ""
     # The command, not the functions below it: what a method means stays that package's affair, and
     # anybody can verify with the same words and without this package.
-    words = [sys.executable, "-c", _COMMAND, verb, *method, "--signature", f"{path}.sig", str(path)]
+    # Isolated (-I), because Python would import the modules of the working folder first, and it may
+    # be the publisher's.
+    words = [sys.executable, "-I", "-m", "model_signing", verb, *method]
+    words += ["--signature", f"{path}.sig", str(path)]
     # Without keys, it may open a browser or ask for a code, so that its words must be seen.
     if verb == "sign" and sys.stdin.isatty():
         return f"exit status {status}" if (status := subprocess.call(words, stdout=2)) else ""

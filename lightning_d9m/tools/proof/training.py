@@ -104,13 +104,8 @@ def make_proof(
     if missing := [f"step {point.step}" for point in points if not point.is_there]:
         why = f"removed or replaced since: {describe_names(missing, len(missing))}"
         uncommitted[pluralize(len(missing), "checkpoint")] = why
-    run = {
-        **ledger.header.as_record(),
-        "sources": sources.as_record(),
-        "steps": recorded.last_step,
-        "checkpoints": [point.step for point in points],
-        "final": {str(rank): dict(own.totals) for rank, own in finals.items()},
-    }
+    final = {str(rank): dict(own.totals) for rank, own in finals.items()}
+    run = {**ledger.header.as_record(), "sources": sources.as_record(), "final": final}
     (place,), files, named = (
         # Relative, so that the folder can be published as a whole.
         {os.path.relpath(path.resolve(), folder.resolve()): path for path in paths}
@@ -165,8 +160,8 @@ def _check_model(final: Digests, model: Path) -> None:
     found = hash_named({name: weights.get(name) for name in names})
     if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
         raise SettingError(
-            f"{escape(str(model), 400)} does not hold the final weights of the run. Name a file that "
-            "the training has saved at its end, with whole weights."
+            f"{escape(str(model), 400)} does not hold the final weights of the run. Name a file "
+            "that the training has saved at its end, with whole weights."
         )
 
 
@@ -203,8 +198,7 @@ def hash_package(package: Distribution) -> str:
         # Scripts, which are outside, name the path of the interpreter.
         if file.name not in _NOT_CONTENT and file.suffix != ".pyc" and ".." not in file.parts
     ]
-    has_code = any(file.suffix in (".py", ".so", ".pyd") for file in content)
-    if not has_code or "editable" in (package.read_text("direct_url.json") or ""):
+    if not content or "editable" in (package.read_text("direct_url.json") or ""):
         return ""  # its code is elsewhere
     paths = {file: Path(str(file.locate())) for file in content}
     hashes = {file: hash_file(own) if own.is_file() else "missing" for file, own in paths.items()}
