@@ -7,7 +7,7 @@ import pytest
 from msgspec import Struct
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.statement import read_statement, write_statement
+from lightning_d9m.tools.proof.training import read_statement, write_statement
 
 
 class Facts(Struct):

@@ -27,8 +27,7 @@ from lightning_d9m.tools.cli.arguments import (
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.statement import write_verdict
-from lightning_d9m.tools.proof.training import choose_segments, open_proof
+from lightning_d9m.tools.proof.training import choose_segments, open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
     CheckedSegment,
     CheckReport,

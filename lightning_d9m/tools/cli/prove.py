@@ -9,8 +9,7 @@ from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import check_new_file
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.statement import write_statement
-from lightning_d9m.tools.proof.training import TRAINING, make_proof
+from lightning_d9m.tools.proof.training import TRAINING, make_proof, write_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
