@@ -67,7 +67,7 @@ def test_an_unfinished_run_and_one_that_is_damaged(folder, ls):
     assert "does not fit its check" in rows[2]["problem"]
     text = ls()
     assert "incomplete  none" in text
-    assert "runs/fit-002: " in text
+    assert "\nruns/fit-002/rank-0.jsonl, line " in text
     assert "not fit its check" in text
 
 

@@ -4,14 +4,16 @@ import subprocess
 import sys
 
 import pytest
-from msgspec import Struct
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.training import read_statement, write_statement
+from lightning_d9m.tools.proof.training import (
+    Proof,
+    Training,
+    read_statement,
+    write_statement,
+)
 
-
-class Facts(Struct):
-    found: int
+PROOF = Proof(subject=[], predicate=Training("run", {}, [], {"a": "0" * 64}, {}))
 
 
 @pytest.fixture
@@ -20,9 +22,9 @@ def sign(tmp_path):
     file = tmp_path / "proof.json"
 
     def write(method):
-        return write_statement(file, "urn:x", {"a": "0" * 64}, Facts(3), method)
+        return write_statement(file, PROOF, method)
 
-    return write, lambda method: read_statement(file, "urn:x", Facts, method)
+    return write, lambda method: read_statement(file, Proof, method)
 
 
 def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
@@ -34,8 +36,8 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
     with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
         write(["key", "--private_key", "key.pem"])
     (tmp_path / "proof.json.sig").write_text("{}")
-    files, facts, problems = read(["key", "--public_key", "key.pem"])
-    assert (files, facts) == ({"a": "0" * 64}, Facts(3))
+    found, problems = read(["key", "--public_key", "key.pem"])
+    assert found == PROOF
     assert "has no valid signature by key" in problems[0]
 
 
@@ -57,7 +59,7 @@ def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
     file, (write, read) = tmp_path / "proof.json", sign
     write(None)
     write(["sigstore"])
-    assert read(["sigstore", "--identity", "my job"])[2] == read(None)[2] == []
+    assert read(["sigstore", "--identity", "my job"])[1] == read(None)[1] == []
     files = ["--signature", f"{file}.sig", str(file)]
     assert used == [
         ["sign", "sigstore", *files],

@@ -272,7 +272,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     refuses("nested too deeply", *check())
     statement = {"_type": "https://in-toto.io/Statement/v1", "subject": [], "predicate": {}}
     edit({**statement, "predicateType": "other"})
-    refuses("is a statement of other, not of urn:lightning-d9m:training:1", *check())
+    refuses("Invalid value 'other' - at `$.predicateType`", *check())
     statement["predicateType"] = "urn:lightning-d9m:training:1"
     edit(statement)
     refuses("missing required field `ledger`", *check())
@@ -291,7 +291,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     refuses("is not a verdict", "verify", "run/saved/step=60.ckpt", "--choose", "1")
     refuses("--verdict is not given", *check("--sign", "sigstore"))
     refuses("Name the proof", "verify", "verdict.json")
-    refuses("is a statement of other", "verify", "verdict.json", "proof.json")
+    refuses("Invalid value 'other'", "verify", "verdict.json", "proof.json")
 
 
 def test_two_who_disagree_find_the_first_operation(prove, d9m, forking_python, monkeypatch):

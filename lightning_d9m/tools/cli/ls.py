@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lightning_d9m.engine.ledger.folder import FoundLedger, search_ledgers
 from lightning_d9m.errors import LedgerError
@@ -44,8 +45,8 @@ def _make_row(number: int, entry: FoundLedger, before: FoundLedger | None) -> Ru
     Its ``problem`` says why the ledger cannot be read. Its ``end`` is ``"finished"``, ``"failed"``,
     or ``"none"`` for a run that was killed or still runs.
     """
-    facts = {"ledger": str(entry.path), "created": entry.created, "before": None, "end": ""}
-    facts |= {"command": "", "commit": None, "problem": entry.problem or None}
+    facts: dict[str, Any] = {"ledger": str(entry.path), "created": entry.created, "end": ""}
+    facts |= {"command": "", "commit": None, "before": None, "problem": entry.problem or None}
     if entry.ledger is not None:
         program = entry.ledger.header.program
         facts |= {"command": program.get("command", ""), "commit": program.get("git.commit")}
@@ -56,7 +57,7 @@ def _make_row(number: int, entry: FoundLedger, before: FoundLedger | None) -> Ru
                 with suppress(LedgerError):  # the line of the one before says why
                     verdict = compare_ledgers(before.ledger, entry.ledger).verdict
                     facts["before"] = str(before.path)
-            return make_run_row(number + 1, entry.kind, entry.ledger, verdict, **facts)
+            return {**make_run_row(number + 1, entry.kind, entry.ledger, verdict), **facts}
         except LedgerError as error:
             facts["problem"] = str(error)
     empty = dict.fromkeys(("seed", "weights", "loss", "loss_hex"), "") | {"processes": None}
@@ -71,11 +72,4 @@ def _format_rows(rows: Sequence[RunRow]) -> list[str]:
         Column("end", lambda row: row["end"].removeprefix("finished")),
     ]
     table = format_table(columns, rows, terminal_width(), plain=False).splitlines()
-    return [
-        *table,
-        *(
-            f"{escape(row['ledger'], 400)}: {escape(row['problem'], 400)}"
-            for row in rows
-            if row["problem"]
-        ),
-    ]
+    return [*table, *(escape(row["problem"], 400) for row in rows if row["problem"])]

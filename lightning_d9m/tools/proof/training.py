@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from msgspec import Struct, convert, json
+from msgspec import Struct, json
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
@@ -42,8 +42,6 @@ from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun
 from lightning_d9m.version import __version__
 
-TRAINING = "urn:lightning-d9m:training:1"
-_VERDICT = "https://in-toto.io/attestation/svr/v0.1"
 _EQUAL = "LIGHTNING_D9M_SEGMENTS_EQUAL_"
 UNSIGNED = "Nobody's signature was verified: give --signer."
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
@@ -63,7 +61,6 @@ _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horo
 
 
 Method: TypeAlias = Sequence[str] | None
-Predicate = TypeVar("Predicate")
 
 
 # Not the classes of in-toto's packages: they need protobuf, and a proof can be written, read and
@@ -73,86 +70,14 @@ class _Subject(Struct):
     digest: dict[Literal["sha256"], str]
 
 
-class _Statement(Struct, rename={"form": "_type", "kind": "predicateType"}):
+class _Statement(Struct, kw_only=True, tag_field="predicateType", rename={"form": "_type"}):
+    form: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
     subject: list[_Subject]
-    kind: str
-    predicate: Any  # its own form is decoded when the kind is known
-    form: Literal["https://in-toto.io/Statement/v1"]
 
-
-def write_statement(
-    path: Path, kind: str, files: Mapping[str, str], predicate: Any, method: Method
-) -> None:
-    """Write a statement, and its signature beside it.
-
-    If it cannot be written, ``path`` stays as it was.
-
-    Args:
-        path: Its file.
-        kind: The type of the predicate, a URI.
-        files: The SHA-256 of each file that it is about, by the path from the folder of ``path``.
-        predicate: What it says, JSON types or structs of them.
-        method: How it is signed; None for not at all.
-
-    Raises:
-        LedgerError: If it cannot be written.
-        SettingError: If ``model-signing`` is not installed, or the method cannot be used.
-    """
-    subjects = [_Subject(name, {"sha256": own}) for name, own in files.items()]
-    statement = _Statement(subjects, kind, predicate, "https://in-toto.io/Statement/v1")
-    with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
-        part.write_bytes(json.format(json.encode(statement), indent=1) + b"\n")
-    if problem := _call_signer("sign", path, method):
-        raise SettingError(
-            f"{path} is written and cannot be signed with {' '.join(method or ())}: {problem}. "
-            "Install 'lightning-d9m[proof]', and give the words of model_signing sign, such as "
-            "sigstore, or with a private key of an elliptic curve: key --private_key FILE."
-        )
-
-
-def read_statement(
-    path: Path, kind: str, form: type[Predicate], method: Method = None
-) -> tuple[dict[str, str], Predicate, list[str]]:
-    """Read a statement of a kind, whose predicate has a form, and verify its signature.
-
-    Returns:
-        The SHA-256 of each file that it is about, the predicate, and why the signature is not
-        valid: nothing if it is, or without a method.
-
-    Raises:
-        LedgerError: If the file cannot be read, or is not a statement of this kind.
-    """
-    with file_errors(LedgerError, f"{path} cannot be read"):
-        try:
-            text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
-            found = json.decode(text, type=_Statement)
-            if found.kind != kind:
-                raise LedgerError(f"{path} is a statement of {escape(found.kind)}, not of {kind}.")
-            predicate = convert(found.predicate, form)
-        except RecursionError as error:
-            raise ValueError("its values are nested too deeply") from error
-    problem = _call_signer("verify", path, method)
-    said = f"{path}, as it is now, has no valid signature by {' '.join(method or ())}: {problem}."
-    files = {own.name: own.digest.get("sha256", "") for own in found.subject}
-    return files, predicate, [said] if problem else []
-
-
-def _call_signer(verb: str, path: Path, method: Method) -> str:
-    """Run the command, if there is a method; return the last line that it prints if it fails."""
-    if method is None:
-        return ""
-    # The command, not the functions below it: what a method means stays that package's affair, and
-    # anybody can verify with the same words and without this package.
-    # Isolated (-I), because Python would import the modules of the working folder first, and it may
-    # be the publisher's.
-    words = [sys.executable, "-I", "-m", "model_signing", verb, *method]
-    words += ["--signature", f"{path}.sig", str(path)]
-    # Without keys, it may open a browser or ask for a code, so that its words must be seen.
-    if verb == "sign" and sys.stdin.isatty():
-        return f"exit status {status}" if (status := subprocess.call(words, stdout=2)) else ""
-    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
-    return text.rpartition("\n")[2] if done.returncode else ""
+    @property
+    def files(self) -> dict[str, str]:
+        """The SHA-256 of each file that it is about, by the path from its folder."""
+        return {own.name: own.digest.get("sha256", "") for own in self.subject}
 
 
 # What a reader would take for proven although nothing checks it is refused.
@@ -174,10 +99,82 @@ class Training(Struct, forbid_unknown_fields=True):
     uncommitted: dict[str, str]
 
 
-def make_proof(
-    recorded: RecordedRun, models: Sequence[Path], folder: Path
-) -> tuple[dict[str, str], Training]:
-    """Return the SHA-256 of a run's files by their paths from a folder, and what is said of them.
+class Proof(_Statement, tag="urn:lightning-d9m:training:1"):
+    """A proof."""
+
+    predicate: Training
+
+
+class _Result(Struct, rename={"time": "timeCreated", "check": "urn:lightning-d9m:check:1"}):
+    verifier: dict[str, str]
+    time: str
+    properties: list[str]
+    check: dict[str, Any]
+
+
+class _Verdict(_Statement, tag="https://in-toto.io/attestation/svr/v0.1"):
+    predicate: _Result
+
+
+Statement = TypeVar("Statement", Proof, _Verdict)
+
+
+def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> None:
+    """Write a statement, and its signature beside it; without a method, it is not signed.
+
+    Raises:
+        LedgerError: If it cannot be written; ``path`` stays as it was.
+        SettingError: If ``model-signing`` is not installed, or the method cannot be used.
+    """
+    with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
+        part.write_bytes(json.format(json.encode(statement), indent=1) + b"\n")
+    if problem := _call_signer("sign", path, method):
+        raise SettingError(
+            f"{path} is written and cannot be signed with {' '.join(method or ())}: {problem}. "
+            "Install 'lightning-d9m[proof]', and give the words of model_signing sign, such as "
+            "sigstore, or with a private key of an elliptic curve: key --private_key FILE."
+        )
+
+
+def read_statement(
+    path: Path, kind: type[Statement], method: Method
+) -> tuple[Statement, list[str]]:
+    """Read a statement; return why its signature is not valid, too: nothing without a method.
+
+    Raises:
+        LedgerError: If the file cannot be read, or is not a statement of this kind.
+    """
+    with file_errors(LedgerError, f"{path} cannot be read"):
+        try:
+            text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
+            found = json.decode(text, type=kind)
+        except RecursionError as error:
+            raise ValueError("its values are nested too deeply") from error
+    problem = _call_signer("verify", path, method)
+    said = f"{path}, as it is now, has no valid signature by {' '.join(method or ())}: {problem}."
+    return found, [said] if problem else []
+
+
+def _call_signer(verb: str, path: Path, method: Method) -> str:
+    """Run the command, if there is a method; return the last line that it prints if it fails."""
+    if method is None:
+        return ""
+    # The command, not the functions below it: what a method means stays that package's affair, and
+    # anybody can verify with the same words and without this package.
+    # Isolated (-I), because Python would import the modules of the working folder first, and it may
+    # be the publisher's.
+    words = [sys.executable, "-I", "-m", "model_signing", verb, *method]
+    words += ["--signature", f"{path}.sig", str(path)]
+    # Without keys, it may open a browser or ask for a code, so that its words must be seen.
+    if verb == "sign" and sys.stdin.isatty():
+        return f"exit status {status}" if (status := subprocess.call(words, stdout=2)) else ""
+    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
+    return text.rpartition("\n")[2] if done.returncode else ""
+
+
+def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> Proof:
+    """Make the proof of a run.
 
     Args:
         recorded: The run, which has finished.
@@ -221,7 +218,11 @@ def make_proof(
     )
     packages, unread = _hash_packages(sources)
     said = Training(place, run, [*named], packages, uncommitted | unread)
-    return {name: hash_file(path) for name, path in (files | named).items()}, said
+    return Proof(subject=_hash_subjects(files | named), predicate=said)
+
+
+def _hash_subjects(files: Mapping[str, Path]) -> list[_Subject]:
+    return [_Subject(name, {"sha256": hash_file(path)}) for name, path in files.items()]
 
 
 def _read_ledger(recorded: RecordedRun) -> tuple[Sources, dict[int, Digests]]:
@@ -322,27 +323,25 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, list[str], list
     Raises:
         LedgerError: If it is not a proof, or its ledger is not where it says.
     """
-    files, said, problems = read_statement(path, TRAINING, Training, signer)
-    folder = path.absolute().parent.resolve()
+    proof, problems = read_statement(path, Proof, signer)
+    said, folder = proof.predicate, path.absolute().parent.resolve()
     recorded = RecordedRun(folder / said.ledger)
     left_out = "; ".join(map(escape, said.uncommitted))
     notes = [*([] if signer else [UNSIGNED]), f"The proof does not commit to: {left_out}."]
     if not problems:
         try:
-            found, own = make_proof(recorded, [folder / name for name in said.models], folder)
+            own = make_proof(recorded, [folder / name for name in said.models], folder)
         except D9mError as error:
             problems = [str(error)]
         else:
-            problems, differing = _compare(files, said, found, own)
+            problems, differing = _compare(proof, own)
             if differing:
                 shown = describe_names(differing[:4], len(differing))
                 notes.insert(0, f"Results here may differ, as the stack does: {shown}.")
     return recorded, problems, notes
 
 
-def _compare(
-    files: Mapping[str, str], said: Training, found: Mapping[str, str], own: Training
-) -> tuple[list[str], list[str]]:
+def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
     """Compare a proof with the one that is made here.
 
     Returns:
@@ -351,9 +350,10 @@ def _compare(
     """
     from lightning_d9m.engine.ledger.stack import capture_stack, stack_differences
 
+    said, own = proof.predicate, here.predicate
     stack = [
-        f"{name}: {escape(there)} there, {escape(here)} here"
-        for name, there, here in stack_differences(own.run["stack"], capture_stack({}))
+        f"{name}: {escape(expected)} there, {escape(actual)} here"
+        for name, expected, actual in stack_differences(own.run["stack"], capture_stack({}))
         if not name.startswith(_OF_SESSION)
     ]
     # For another Python or platform, the same version of a package has other files.
@@ -365,7 +365,7 @@ def _compare(
     differing = list[str]()
     parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
         ("ledger's field", said.run, own.run),
-        ("file", files, found),
+        ("file", proof.files, here.files),
         ("package", said.packages, own.packages),
     ]
     for what, expected, actual in parts:
@@ -390,22 +390,16 @@ def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) 
     return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated
 
 
-class _Verdict(Struct):
-    properties: list[str]
-
-
 def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) -> None:
-    """Write the verdict of a check on a proof; the rest is as for ``write_statement``."""
+    """Write and sign the verdict of a check on a proof, as ``write_statement`` does."""
     # What a third party compares, so that it cannot pass for the verdict of another check.
     found = f"{_EQUAL}{len(report.equal)}_OF_{len(report.there)}"
     found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
-    predicate = {
-        "verifier": {"id": f"urn:lightning-d9m:{__version__}"},
-        "timeCreated": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "properties": [found] * (report.verdict == "equal"),
-        "urn:lightning-d9m:check:1": report.as_json(),
-    }
-    write_statement(path, _VERDICT, {proof.name: hash_file(proof)}, predicate, method)
+    verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
+    properties = [found] * (report.verdict == "equal")
+    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, report.as_json())
+    verdict = _Verdict(subject=_hash_subjects({proof.name: proof}), predicate=result)
+    write_statement(path, verdict, method)
 
 
 def check_verdict(path: Path, proof: Path, signer: Method, number: int | None) -> list[str]:
@@ -420,11 +414,11 @@ def check_verdict(path: Path, proof: Path, signer: Method, number: int | None) -
     Raises:
         LedgerError: If a file cannot be read, or is not a verdict.
     """
-    files, verdict, problems = read_statement(path, _VERDICT, _Verdict, signer)
+    verdict, problems = read_statement(path, _Verdict, signer)
     # By content, because a stranger may have renamed it.
-    if [*files.values()] != [hash_file(proof)]:
+    if [*verdict.files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another file than {proof}.")
-    said = " ".join(verdict.properties)
+    said = " ".join(verdict.predicate.properties)
     if not said.startswith(_EQUAL):
         problems.append("It does not say that the run is equal.")
     elif number is not None and not said.endswith(f"_CHOSEN_BY_{number}"):
