@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.history.bundle import SIDES
 
 ROOT = Path(__file__).parents[1]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -98,7 +100,8 @@ def test_different_runs_fail_and_the_summary_is_a_comment_of_the_pull_request(us
     assert "\n```\n\nThe artifact `d9m` has this as a page: `report.html`.\n\n" in summary
     assert f"\nNext: `d9m locate -- {COMMAND}` finds the step" in summary
     assert "<h1>Different</h1>" in (tmp_path / "d9m/report.html").read_text()
-    assert main(["bundle", "open", str(tmp_path / "d9m/bundle.zip")]) == 1
+    shutil.unpack_archive(tmp_path / "d9m/bundle.zip", tmp_path / "packed")
+    assert main(["compare", *(str(tmp_path / "packed" / side) for side in SIDES)]) == 1
     first, second, comment = (tmp_path / "comments").read_text().split("\n", 2)
     assert first == f"ann/project pr comment 7 --edit-last --body-file {tmp_path}/d9m.md"
     assert second == f"ann/project pr comment 7 --body-file {tmp_path}/d9m.md"

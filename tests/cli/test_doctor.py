@@ -43,8 +43,8 @@ def test_the_command_prints_problems_first_and_their_fixes(d9m, monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     status, out, _ = d9m("doctor")
     assert status == 1
-    assert out.startswith("1 problem found.\n\n✗  NCCL_ALGO: NVLS\n")
-    assert "\n   Fix: " in out
+    assert out.startswith("1 problem found.\n\nproblem  NCCL_ALGO: NVLS\n")
+    assert "\n         Fix: " in out
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
     status, out, _ = d9m("doctor", "--json")
     statuses = [finding["status"] for finding in json.loads(out)["findings"]]

@@ -72,7 +72,6 @@ def test_the_guilty_one_of_twenty_commits_is_named_though_three_do_not_run(tmp_p
     status, facts, _ = bisect(f"{names[0]}..{names[-1]}")
     assert status == 1
     assert [commit["sha"] for commit in facts["candidates"]] == [names[13]]
-    assert "+VALUES = [1, 9, 8]" in facts["patch"]
     first = facts["comparison"]["ranks"][0]["divergence"]
     assert (first["moment"], first["epoch"], first["name"]) == ("epoch", 1, "w")
     assert facts["commits"] == 19
@@ -97,7 +96,6 @@ def test_commits_that_do_not_run_hide_the_guilty_one_and_are_all_named(tmp_path,
     status, facts, _ = bisect(f"{names[0]}..{names[-1]}")
     assert status == 1
     assert {commit["sha"] for commit in facts["candidates"]} == set(names[2:])
-    assert facts["patch"] == ""
     assert any("exit status 3" in trial["reason"] for trial in facts["trials"])
 
 
@@ -152,7 +150,7 @@ def test_linked_data_is_found_from_a_folder_below_the_top_and_the_commit_is_prin
     assert status == 1
     assert "first commit that differs: " in text
     assert "Change 2 (Ann, " in text
-    assert "* 5" in text
+    assert re.search(r"^  git show \w{10}$", text, re.MULTILINE)
     assert "Rank 0, epoch 0" in text
     assert "trained: 4 times for 2 commits" in text
     assert (folder / "data/n").read_text() == "7"

@@ -3,7 +3,7 @@
 import errno
 import json
 import re
-import stat
+import shutil
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from lightning_d9m.engine.ledger.format.records import Resume
 from lightning_d9m.tools.cli import locate as locate_module
 from lightning_d9m.tools.comparison.causes import Cause
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
-from lightning_d9m.tools.history.bundle import SecretFilter, open_bundle, write_bundle
+from lightning_d9m.tools.history.bundle import SIDES, SecretFilter
 from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.locate.runner import RunPair
 from lightning_d9m.tools.locate.search import SearchResult
@@ -74,31 +74,37 @@ def bundle(d9m):
     return partial(d9m, "bundle")
 
 
-def test_a_bundle_shows_on_another_machine_what_it_shows_here(located, bundle, monkeypatch):
-    status, written, _ = bundle("runs")
-    assert status == 1
-    other = located / "elsewhere"
-    other.mkdir()
-    (located / "d9m-bundle.zip").rename(other / "b.zip")
+@pytest.fixture
+def unpacked(bundle, tmp_path):
+    """Return a function that writes a bundle and unpacks it elsewhere: the folder, the output."""
+
+    def write(*words):
+        status, out, errors = bundle(*words)
+        assert status in (0, 1), errors
+        shutil.unpack_archive("d9m-bundle.zip", tmp_path / "elsewhere")
+        return tmp_path / "elsewhere", out
+
+    return write
+
+
+def test_commands_read_a_bundle_as_the_folder_that_locate_left(located, unpacked, d9m, monkeypatch):
+    other, written = unpacked("runs")
+    assert written.startswith("different: ")
+    assert "d9m locate:\ndifferent: data. The batch differs.\n" in written
+    assert re.search(r"^reference/rank-0\.jsonl +\d", written, re.MULTILINE)
+    assert max(map(len, written.splitlines())) <= 80
     monkeypatch.chdir(other)
-    status, shown, _ = bundle("open", "b.zip")
+    # Another file of this name is not that of the run.
+    Path("train.py").write_text("another\n" * 9)
+    status, shown, _ = d9m("compare", *SIDES)
     assert status == 1
-    assert written.startswith(shown.rstrip())
-    assert shown.startswith("different: ")
     assert "d9m locate:\ndifferent: data. The batch differs.\n" in shown
     assert ">     4 rng = numpy.random.default_rng()\n      5 print(rng)\n" in shown
-    assert "reference: reference\nthis run:  this-run\n" in shown
-    assert "command:" in shown
-    assert "--hf-token [removed]" in shown
-    assert "reference/rank-0.jsonl" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    status, page, _ = bundle("open", "b.zip", "-o", "report.html", "--json")
-    assert json.loads(page)["comparison"]["verdict"] == "different"
-    page = (other / "report.html").read_text()
+    assert "another" not in shown
+    assert d9m("report", ".")[0] == 1
+    page = Path("report.html").read_text()
     assert "<h1>Different</h1>" in page
     assert all(text in page for text in NAMED)
-    # Only what was asked for is left on the disk.
-    assert sorted(path.name for path in other.iterdir()) == ["b.zip", "report.html"]
 
 
 # What `d9m report` shows at the top: the line, the fix, and the lines around it.
@@ -146,22 +152,25 @@ def test_what_cannot_be_written_whole_is_not_written(located, d9m, bundle, monke
     assert {path: path.stat().st_size for path in located.rglob("*")} == before
 
 
-def test_no_secret_is_in_any_file(located, bundle, monkeypatch):
+def test_no_secret_is_in_any_file(located, unpacked, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "0.default")
-    _, out, _ = bundle("runs", "--json")
-    facts = json.loads(out)
-    with zipfile.ZipFile("d9m-bundle.zip") as archive:
-        texts = [archive.read(name) for name in archive.namelist()]
+    folder, out = unpacked("runs", "--json")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert sorted(json.loads(out)["sizes"]) == sorted(str(p.relative_to(folder)) for p in files)
+    texts = [path.read_bytes() for path in files]
     assert not [text for text in texts if SECRET.encode() in text or b"hunter2" in text]
-    assert facts["secrets"] >= 3  # a command in each ledger, a line of the program
-    assert "      3 password = [removed]" in facts["report"]
+    assert json.loads(out)["secrets"] >= 3  # a command in each ledger, a line of the program
+    report = json.loads((folder / "locate.json").read_text())["report"]
+    assert "      3 password = [removed]" in report
     # The names of tensors and their digests are not secrets.
-    with open_bundle(Path("d9m-bundle.zip")) as (_, (reference, _)):
-        groups = [getattr(record, "groups", {}) for record in reference.line_records(0)]
+    groups = [
+        getattr(record, "groups", {})
+        for record in read_ledger(folder / "reference").line_records(0)
+    ]
     assert {"weights": {"key": "0" * 32}} in groups
 
 
-def test_a_resumed_run_becomes_one_ledger(here, runs):
+def test_a_resumed_run_becomes_one_ledger(here, runs, unpacked):
     whole = runs.write(3)
     first = runs.write(1, edit=lambda _, records: records.pop())
     check = json.loads((first / "rank-0.jsonl").read_text().splitlines()[3])["check"]
@@ -172,35 +181,21 @@ def test_a_resumed_run_becomes_one_ledger(here, runs):
         records.insert(1, resume.as_record())
 
     resumed = runs.write(3, edit=continue_run)
-    ledgers = [read_ledger(whole), read_ledger(resumed)]
-    assert compare_ledgers(*ledgers).equal
-    write_bundle(Path("b.zip"), ledgers, {}, [])
-    with open_bundle(Path("b.zip")) as (_, copies):
-        assert compare_ledgers(*copies).equal
-
-
-def test_files_are_added_when_asked_for(here, bundle):
-    (here / "weights").mkdir()
-    (here / "weights/last.ckpt").write_bytes(bytes(3 * 2**20))
-    (here / "notes.txt").write_text("notes")
-    status, out, _ = bundle("runs", "--add", "weights", "--add", "notes.txt")
-    assert status == 1
-    assert re.search(r"^added/weights/last\.ckpt +3\.1 MB$", out, re.MULTILINE)
-    assert zipfile.ZipFile("d9m-bundle.zip").read("added/notes.txt") == b"notes"
-    assert Path("d9m-bundle.zip").stat().st_size < 2**20
+    assert compare_ledgers(*map(read_ledger, (whole, resumed))).equal
+    folder, _ = unpacked(str(whole), str(resumed))
+    assert compare_ledgers(*(read_ledger(folder / side) for side in SIDES)).equal
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["a", "b", "c"], "3 paths were given: a b c. Give two ledgers"),
-        (["open"], "takes one bundle and nothing to add"),
-        (["open", "no.zip"], "The bundle no.zip cannot be opened: No such file"),
-        (["open", "train.py"], "train.py is not a bundle, or is damaged: File is not a zip file"),
-        (["open", "other.zip"], "is not a bundle, or is damaged: it does not hold bundle.json"),
+        (["open"], "takes one capsule"),
+        (["open", "train.py", "-o", "a.zip"], "--output has no effect here"),
+        (["open", "train.py"], "train.py is not a capsule, or is damaged: File is not a zip"),
+        (["open", "other.zip"], 'is not a capsule, or is damaged: "There is no item named'),
         (["runs", "-o", "train.py"], "train.py exists already, so nothing can be written"),
         (["runs", "-o", "none/b.zip"], "none/b.zip is in no folder"),
-        (["runs", "--add", "none"], "There is nothing at none to add."),
     ],
 )
 def test_wrong_words_are_one_clear_error(here, bundle, words, message):
@@ -219,80 +214,6 @@ def test_a_result_of_locate_that_was_edited_is_an_error(located, bundle):
     status, _, errors = bundle("runs")
     assert status == 2
     assert "The result of d9m locate in runs cannot be used" in errors
-
-
-def write_archive(path, members):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-
-
-@pytest.fixture
-def members(here):
-    write_bundle(Path("b.zip"), [read_ledger(here / "runs/run-001")] * 2, {}, [])
-    with zipfile.ZipFile("b.zip") as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def test_nothing_is_written_outside_of_the_temporary_folder(here, members, bundle, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(here / "temporary"))
-    (here / "temporary").mkdir()
-    link = zipfile.ZipInfo("this-run/rank-7.jsonl")
-    link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    evil = {"../evil": b"x", "/tmp/d9m-evil": b"x", "reference/../../evil": b"x", "added/e": b"x"}  # noqa: S108
-    before = sorted(here.rglob("*"))
-    manifest = json.loads(members["bundle.json"]) | {"report": ["\x1b[2Jcleared", "\x1b]0;title"]}
-    write_archive("evil.zip", {**members, **evil, "bundle.json": json.dumps(manifest)})
-    status, out, _ = bundle("open", "evil.zip")
-    assert (status, "cleared" in out, "\x1b" in out) == (0, True, False)
-    # A link is unpacked as a file that holds its target, which is not a ledger.
-    write_archive("link.zip", {**members, link: b"/etc/passwd"})
-    status, _, errors = bundle("open", "link.zip")
-    assert status == 2
-    assert "is not a ledger" in errors
-    assert sorted(here.rglob("*")) == sorted([*before, here / "evil.zip", here / "link.zip"])
-    assert not Path("/tmp/d9m-evil").exists()  # noqa: S108
-
-
-def test_a_bomb_is_not_unpacked(members, bundle, monkeypatch):
-    monkeypatch.setattr("lightning_d9m.tools.history.bundle.MOST_BYTES", 100_000)
-    write_archive("bomb.zip", {**members, "this-run/rank-1.jsonl": bytes(2**20)})
-    status, _, errors = bundle("open", "bomb.zip")
-    assert status == 2
-    assert re.search(r"have 1,0.* bytes, and at most 100,000 are unpacked", errors)
-    large = b'{"package":"' + b" " * 65 * 2**20 + b'"}'
-    write_archive("manifest.zip", {**members, "bundle.json": large})
-    status, _, errors = bundle("open", "manifest.zip")
-    assert status == 2
-    assert "its bundle.json has 68,157," in errors
-
-
-def test_damage_is_an_error(here, members, bundle):
-    data = bytearray(Path("b.zip").read_bytes())
-    data[len(data) // 2] ^= 1
-    Path("b.zip").write_bytes(data)
-    write_archive("types.zip", {**members, "bundle.json": b'{"package": 3}'})
-    lines = members["reference/rank-0.jsonl"].replace(b'"seed":42', b'"seed":43')
-    write_archive("edited.zip", {**members, "reference/rank-0.jsonl": lines})
-    with zipfile.ZipFile("lzma.zip", "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("bundle.json", members["bundle.json"])
-        offset = archive.getinfo("bundle.json").header_offset
-    data = bytearray(Path("lzma.zip").read_bytes())
-    data[offset + 30 + len("bundle.json") + 4] ^= 0xFF  # of the properties
-    Path("lzma.zip").write_bytes(data)
-    deep = b'{"package":' + b"[" * 100_000
-    write_archive("deep.zip", {**members, "bundle.json": deep})
-    for name, said in (
-        ("lzma.zip", "is not a bundle, or is damaged"),
-        ("deep.zip", "is not a bundle, or is damaged"),
-        ("/dev/zero", "it is not a regular file"),
-        ("b.zip", "is not a bundle, or is damaged"),
-        ("types.zip", "Expected `str`, got `int`"),
-        ("edited.zip", "rank-0.jsonl"),
-    ):
-        status, _, errors = bundle("open", name)
-        assert status == 2
-        assert said in errors
 
 
 @pytest.mark.parametrize(

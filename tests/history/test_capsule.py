@@ -19,8 +19,13 @@ from lightning_d9m.engine.ledger.stack import capture_stack
 from lightning_d9m.engine.probes.step_tape import StepTape
 from lightning_d9m.engine.recording.interruption import STEP_FILE
 from lightning_d9m.errors import CommandError, SettingError
-from lightning_d9m.tools.history.bundle import CAPSULE_FACTS
-from lightning_d9m.tools.history.capsule import CapsuleFacts, find_step, run_step, write_capsule
+from lightning_d9m.tools.history.capsule import (
+    CAPSULE_FACTS,
+    CapsuleFacts,
+    find_step,
+    run_step,
+    write_capsule,
+)
 
 PROGRAM = str(ROOT / "tests/support/goto_training.py")
 
@@ -184,7 +189,7 @@ def test_only_operations_on_tensors_run(capsule, tmp_path, name):
     ("words", "message"),
     [
         (["--step", "16"], "has no step 16; allowed: 0 to 15."),
-        (["--step", "3", "--add", PROGRAM], "--step takes one ledger"),
+        ([PROGRAM, "--step", "3"], "--step takes one ledger"),
         (["--with-data"], "--with-data, --timeout and a command are for --step"),
         (["--step", "3", "-o", PROGRAM], "exists already, so nothing can be written to it"),
     ],
@@ -205,7 +210,7 @@ def test_a_damaged_capsule(capsule, d9m, tmp_path):
             for name in old.namelist():
                 new.writestr(name, replaced.get(name, old.read(name)))
         status, _, errors = d9m("bundle", "open", path)
-        assert (status, "is damaged" in errors) == (2, True), errors
+        assert (status, "or is damaged" in errors) == (2, True), errors
 
 
 def test_what_has_no_capsule(tmp_path):

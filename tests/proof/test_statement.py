@@ -4,14 +4,16 @@ import subprocess
 import sys
 
 import pytest
-from msgspec import Struct
 
 from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.statement import read_statement, write_statement
+from lightning_d9m.tools.proof.training import (
+    Proof,
+    Training,
+    read_statement,
+    write_statement,
+)
 
-
-class Facts(Struct):
-    found: int
+PROOF = Proof(subject=[], predicate=Training("run", {}, [], {"a": "0" * 64}, {}))
 
 
 @pytest.fixture
@@ -20,9 +22,9 @@ def sign(tmp_path):
     file = tmp_path / "proof.json"
 
     def write(method):
-        return write_statement(file, "urn:x", {"a": "0" * 64}, Facts(3), method)
+        return write_statement(file, PROOF, method)
 
-    return write, lambda method: read_statement(file, "urn:x", Facts, method)
+    return write, lambda method: read_statement(file, Proof, method)
 
 
 def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
@@ -32,10 +34,10 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
     (tmp_path / "model_signing.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
-        write("key --private_key key.pem")
+        write(["key", "--private_key", "key.pem"])
     (tmp_path / "proof.json.sig").write_text("{}")
-    files, facts, problems = read("key --public_key key.pem")
-    assert (files, facts) == ({"a": "0" * 64}, Facts(3))
+    found, problems = read(["key", "--public_key", "key.pem"])
+    assert found == PROOF
     assert "has no valid signature by key" in problems[0]
 
 
@@ -43,20 +45,21 @@ def test_the_package_that_signs_is_absent(monkeypatch, sign):
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     monkeypatch.setattr(sys, "executable", sys._base_executable)
     with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
-        sign[0]("sigstore")
+        sign[0](["sigstore"])
 
 
 def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
     used = []
 
     def run(words, **_):
-        used.append(words[3:])
+        used.append(words[4:])
         return subprocess.CompletedProcess(words, 0, b"succeeded")
 
     monkeypatch.setattr(subprocess, "run", run)
     file, (write, read) = tmp_path / "proof.json", sign
-    assert (write(None), write("sigstore")) == (None, f"{file}.sig")
-    assert read("sigstore --identity 'my job'")[2] == read(None)[2] == []
+    write(None)
+    write(["sigstore"])
+    assert read(["sigstore", "--identity", "my job"])[1] == read(None)[1] == []
     files = ["--signature", f"{file}.sig", str(file)]
     assert used == [
         ["sign", "sigstore", *files],

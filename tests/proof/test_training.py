@@ -1,6 +1,7 @@
 """What a proof commits to: hashes that hashlib makes from the files, and choices that follow."""
 
 import hashlib
+import json
 import sys
 from importlib.metadata import PathDistribution
 from random import Random
@@ -12,6 +13,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
     Digests,
     End,
+    Resume,
     Sources,
     StepDigests,
     encode_record,
@@ -45,7 +47,7 @@ def test_a_package_is_hashed_by_its_content(package):
     (installed._path / "direct_url.json").write_text('{"dir_info": {"editable": true}}')
     assert not hash_package(installed)
     (installed._path / "direct_url.json").unlink()
-    (installed._path / "RECORD").write_text("own.pth,,\n")
+    (installed._path / "RECORD").write_text("own-1.0.dist-info/RECORD,,\n")
     assert not hash_package(installed)
 
 
@@ -58,9 +60,10 @@ def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number(tmp_path):
     assert drawn[0] == sorted(Random(int(known, 16)).sample(range(1000), 10)) != drawn[1]
 
 
-def write_run(folder, *records, **end):
+def write_run(folder, *records, first=None, **end):
     folder.mkdir()
-    known = [make_header(), make_facts(), *records, End(**{"status": "finished", **end})]
+    known = [make_header(), *([first] if first else []), make_facts(), *records]
+    known.append(End(**{"status": "finished", **end}))
     (folder / "rank-0.jsonl").write_bytes(chain_lines(map(encode_record, known)))
     return RecordedRun(folder)
 
@@ -74,16 +77,22 @@ def make_final(**totals):
 
 
 def test_the_first_state_after_a_checkpoint_needs_a_hash_and_the_last_one(tmp_path):
-    """They end a segment; later steps are only compared."""
+    """They end a segment, also of a run that another one continues; later steps are compared."""
     saved = Checkpoint(path="a.ckpt", epoch=0, step=3, batch=3)
     first = StepDigests(step=4, totals=TOTALS, epoch=0, entries={})
     second = StepDigests(step=5, totals={}, epoch=0, entries={})
-    wrong = [(second, first, make_final(**TOTALS)), (first, second, make_final(data="0" * 32))]
-    for number, records in enumerate([*wrong, (first, second)]):
-        run = write_run(tmp_path / f"fit-00{number}", saved, *records, PROGRAM)
+    final = make_final(**TOTALS)
+    wrong = [(saved, second, first, final), (saved, first, make_final(data="0" * 32))]
+    for number, records in enumerate(wrong):
+        run = write_run(tmp_path / f"fit-00{number}", *records, PROGRAM)
         with pytest.raises(SettingError, match="was not recorded for a proof throughout"):
             make_proof(run, [], tmp_path)
-    right = write_run(tmp_path / "fit-009", saved, first, second, make_final(**TOTALS), PROGRAM)
+    check = json.loads((tmp_path / "fit-000/rank-0.jsonl").read_text().splitlines()[-1])["check"]
+    resume = Resume(parent="../fit-000", parent_check=check, epoch=0, step=5, batch=5)
+    resumed = write_run(tmp_path / "fit-008", final, PROGRAM, first=resume)
+    with pytest.raises(SettingError, match="was not recorded for a proof throughout"):
+        make_proof(resumed, [], tmp_path)
+    right = write_run(tmp_path / "fit-009", saved, first, second, final, PROGRAM)
     uncommitted = make_proof(right, [], tmp_path)[1].uncommitted
     assert uncommitted["1 checkpoint"] == "removed or replaced since: step 3"
     assert uncommitted["program"] == "it is not in a file"
@@ -93,11 +102,9 @@ def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_name
     failed = write_run(tmp_path / "fit-000", status="failed")
     with pytest.raises(SettingError, match="has not finished"):
         make_proof(failed, [], tmp_path)
-    packages = {"absent": "1.0", "numpy": "0.1"}
-    changed = Sources(program={}, named={}, packages=packages, used=("absent", "numpy"))
+    changed = Sources(program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",))
     run = write_run(tmp_path / "fit-001", make_final(**TOTALS), changed)
     said = make_proof(run, [], tmp_path)[1].uncommitted
-    assert said["absent"] == "it is a package that is not installed here"
     assert "the training used 0.1, and here is" in said["numpy"]
 
 

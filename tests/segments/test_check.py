@@ -3,7 +3,6 @@
 The programs are processes; ``benchmarks/segments/`` has more kinds of wrong runs.
 """
 
-import glob
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from ledger_runs import chain_lines, make_facts, make_header
 from lightning_d9m.engine.ledger.folder import rank_path
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
+    End,
     Resume,
     StepDigests,
     encode_record,
@@ -25,9 +25,10 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.segments.check import (
     CheckedSegment,
+    CheckReport,
     _link,
     check_segment,
-    remove_checkpoints,
+    follow_run,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, Segment
 
@@ -149,6 +150,39 @@ def test_a_training_is_followed_while_it_runs(wrong, forking_python, d9m, tmp_pa
     assert bool(list(tmp_path.glob("d9m-runs/*/checkpoints"))) == bool(wrong)
 
 
+def test_no_step_is_left_out_if_a_checkpoint_cannot_be_linked(tmp_path, monkeypatch):
+    """That of step 30 is there at first, and the run removes it later."""
+    saved = [tmp_path / f"{step}.ckpt" for step in (15, 30, 45)]
+    found = []
+
+    def write(paths, *end):
+        records = [make_header(), make_facts()]
+        for path in paths:
+            place = {"epoch": 0, "step": int(path.stem)}
+            records.append(Checkpoint(path=f"../{path.name}", batch=place["step"], **place))
+            records.append(StepDigests(epoch=0, step=place["step"] + 1, totals={}, entries={}))
+            path.touch()
+        lines = chain_lines(map(encode_record, [*records, *end]))
+        rank_path(tmp_path / "fit-000", 0).write_bytes(lines)
+
+    def grow(*_):
+        write(saved, End(status="finished"))
+        saved[1].unlink()
+
+    def check(_, segment):
+        found.append((segment.first, segment.stop))
+        if segment.first == 15:
+            grow()
+        return CheckedSegment(segment.number, 0, 0)
+
+    (tmp_path / "fit-000").mkdir()
+    write(saved[:2])
+    os.utime(saved[1], (2**33, 2**33))  # as if it were written again
+    monkeypatch.setattr("time.sleep", grow)
+    follow_run(tmp_path / "fit-000", tmp_path / "links", check, None)
+    assert found == [(0, 16), (15, 46), (45, 46)]
+
+
 @pytest.mark.parametrize("error", [CommandError, LedgerError])
 def test_what_ends_one_segment_is_its_result(monkeypatch, error):
     def fail(*_, **__):
@@ -161,19 +195,20 @@ def test_what_ends_one_segment_is_its_result(monkeypatch, error):
     assert found.reason == "No space left on device."
 
 
-def test_checkpoints_are_removed_but_for_those_that_are_kept(tmp_path):
+def test_checkpoints_before_a_difference_are_kept_and_others_removed(tmp_path):
     """Each is a file or a folder; a folder that nothing is left in goes, too."""
-    for name in ("links/15-last.ckpt", "links/30-step=[30].ckpt", "links/45-last.ckpt/rank-0"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
     folder = tmp_path / "links"
-    remove_checkpoints(folder, pattern=glob.escape("15-last.ckpt"))
-    assert len([*folder.iterdir()]) == 2
-    remove_checkpoints(folder, ["30-step=[30].ckpt"])
-    assert [path.name for path in folder.iterdir()] == ["30-step=[30].ckpt"]
-    remove_checkpoints(folder)
+    for name in ("15-last.ckpt", "30-step=[30].ckpt", "45-last.ckpt/rank-0"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    report = CheckReport(str(tmp_path))
+    for verdict, left in (("persistent", ["30-step=[30].ckpt"]), ("equal", [])):
+        place = str(folder / "30-step=[30].ckpt")
+        report.checked = [CheckedSegment(1, 30, 45, verdict, checkpoint=place)]
+        with report.kept(folder, lambda: None):
+            pass
+        assert [path.name for path in folder.glob("*")] == left
     assert not folder.exists()
-    remove_checkpoints(folder)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -184,10 +219,10 @@ def test_a_file_that_may_be_of_a_later_checkpoint_is_not_linked(tmp_path, is_fol
     file.parent.mkdir(exist_ok=True)
     file.touch()
     os.utime(file, ns=(2000, 2000))
-    assert _link(path, target, 1999) is None
+    assert not _link(path, target, 1999)
     assert not target.exists()
     for before in (2000, None):
-        assert _link(path, target, before) == target
+        assert _link(path, target, before)
         assert (target / "rank-0" if is_folder else target).samefile(file)
         shutil.rmtree(tmp_path / "links")
 

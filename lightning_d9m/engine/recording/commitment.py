@@ -22,7 +22,11 @@ from lightning_d9m.program import PACKAGE_FOLDERS, is_of_framework
 
 # A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
-_STANDARD = Path(os.__file__).resolve().parent
+# Parts of the paths of files that are not the program's: of Python, and of packages.
+_INSTALLED = (
+    f"{Path(os.__file__).parent}{os.sep}",
+    *(f"{os.sep}{own}{os.sep}" for own in PACKAGE_FOLDERS),
+)
 
 
 def chain_batch(before: str, batch: object) -> str:
@@ -51,22 +55,23 @@ def find_sources(before: Sources | None = None) -> Sources:
         before: What was found when the run began, since when files may have been edited: these
             count as they were then. A file that the command names counts if it is the same.
     """
-    # A list first, as another thread may import meanwhile. An entry may be None.
-    loaded = [*sys.modules.values()]
-    modules = [module for module in loaded if not is_of_framework(getattr(module, "__name__", ""))]
-    files = {getattr(module, "__file__", None) or "" for module in modules}
+    loaded = dict(sys.modules)  # a copy, as another thread may import meanwhile
+    # Several modules may have one file, and hashing a file takes the most time.
+    files = {
+        getattr(module, "__file__", None) or ""
+        for module in loaded.values()
+        if not is_of_framework(getattr(module, "__name__", ""))
+    }
     program = _hash_files(file for file in files if file.endswith((".py", ".so", ".pyd")))
     named = _hash_files(word.rpartition("=")[2] for word in sys.argv[1:])
     if before is not None:
         program |= before.program
-        named = {path: digest for path, digest in named.items() if before.named.get(path) == digest}
+        named = dict(named.items() & before.named.items())
     return Sources(
         program=program,
         named={path: digest for path, digest in named.items() if path not in program},
         packages=_list_packages(),
-        used=tuple(
-            sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names)
-        ),
+        used=tuple(sorted({name.partition(".")[0] for name in loaded} - sys.stdlib_module_names)),
     )
 
 
@@ -91,21 +96,12 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
     A name may be that of no file, such as a word of a command.
     """
     found = {}
-    # A set, because several modules may have one file, and hashing a file takes the most time.
-    # Names are texts here: a Path for each of thousands of modules takes most of the rest, and
+    # Names are texts here: a Path for each of thousands of modules takes most of the time, and
     # raises an error for a word that is too long for a name.
-    for name in {os.path.abspath(name) for name in names if os.path.isfile(name)}:  # noqa: PTH100, PTH113 - as above
-        folder = _find_program_folder(os.path.dirname(name))  # noqa: PTH120 - as above
-        if folder is not None and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202 - as above
-            path = folder / os.path.basename(name)  # noqa: PTH119 - as above
+    for name in filter(os.path.isfile, names):
+        # A package that is installed from its folder (pip install -e) is the program's.
+        is_installed = any(part in name for part in _INSTALLED)
+        if not is_installed and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202 - as above
+            path = Path(name).resolve()
             found[os.path.relpath(path)] = hash_file(path)
     return found
-
-
-@cache  # for a few hundred folders of thousands of modules, at the beginning and the end of a fit
-def _find_program_folder(name: str) -> Path | None:
-    """Return the folder that a path leads to; None if it is of Python or of a package."""
-    folder = Path(name).resolve()
-    # A package that is installed from its folder (pip install -e) is the program's.
-    is_installed = _STANDARD in (folder, *folder.parents) or PACKAGE_FOLDERS & {*folder.parts}
-    return None if is_installed else folder

@@ -53,19 +53,12 @@ def positive_seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: more than 0 seconds.")
 
 
-def signing_words(text: str) -> str:
-    """Parse words of ``model_signing``, quoted as in a shell; an argparse ``type``.
-
-    >>> signing_words("key --public_key 'my key.pem'")
-    "key --public_key 'my key.pem'"
-    """
+def signing_words(text: str) -> list[str]:
+    """Parse words of ``model_signing``, quoted as in a shell; an argparse ``type``."""
     with suppress(ValueError):  # a quote is open
-        if shlex.split(text):
-            return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not valid; allowed: words of model_signing, each quote closed, such as "
-        "key --private_key FILE."
-    )
+        if words := shlex.split(text):
+            return words
+    raise argparse.ArgumentTypeError(f"{text!r} is not valid; close each quote.")
 
 
 _PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|REFERENCE|THIS_RUN")

@@ -14,8 +14,6 @@ from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence
 from lightning_d9m.tools.output.terminal import format_next_steps, wrap
 
-_PATCH_LINES = 40
-
 ARGUMENTS = f"""
 commits:GOOD..BAD  a commit with the right bits and a later one with others; GOOD.. ends at HEAD
 --until EPOCH  end each training after this epoch of its first fit, counted from 0 (default: train
@@ -23,7 +21,7 @@ commits:GOOD..BAD  a commit with the right bits and a later one with others; GOO
 --link PATH ...  a path below the repository's top that git does not track and the training needs,
     such as a folder of data; may be given several times
 -o, --output DIR  new folder for ledgers and logs
--v, --verbose  show the whole patch, and bits of numbers
+-v, --verbose  show whole digests and the bits of numbers
 {COMMAND}"""
 EXAMPLE = "d9m bisect v1.0..HEAD --until 0 -- python train.py"
 SETTINGS: dict[str, dict[str, object]] = {"link": {"default": [], "type": str}}
@@ -69,7 +67,6 @@ def _list_facts(found: Bisection) -> dict[str, object]:
         "candidates": [asdict(commit) for commit in found.candidates],
         "commits": found.commits,
         "comparison": comparison.as_json() if comparison else None,
-        "patch": found.patch,
         "trials": [
             {"commit": trial.commit.sha, **{name: getattr(trial, name) for name in named}}
             for trial in found.trials
@@ -78,8 +75,8 @@ def _list_facts(found: Bisection) -> dict[str, object]:
 
 
 def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
-    """Return the lines of the result: the commit, what it changed, and what differs first."""
-    candidates = list(map(_describe, found.candidates))
+    """Return the lines of the result: the commit, and what differs first."""
+    candidates = [f"{own.short} {escape(own.title, 200)}" for own in found.candidates]
     lines = wrap(f"first commit that differs: {candidates[0]}")
     if candidates[1:]:
         lines = wrap(
@@ -89,15 +86,8 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
         lines += [f"  {commit}" for commit in candidates]
     lines.append("")
     steps = []
-    if found.patch:
-        whole = found.patch.strip("\n").splitlines()
-        shown = whole if verbose else whole[:_PATCH_LINES]
-        lines += [f"  {printable(line)}".rstrip() for line in shown]
-        if left := len(whole) - len(shown):
-            lines.append(f"  ... and {pluralize(left, 'more line')}; -v shows all")
-        lines.append("")
-        steps.append((f"git show {found.candidates[0].short}", "shows the whole commit"))
     if (guilty := found.guilty) is not None:
+        steps.append((f"git show {guilty.commit.short}", "shows what it changes"))
         if (compared := guilty.comparison) is None:
             lines += [*wrap("It trains another number of fits than the good one."), ""]
         else:
@@ -110,7 +100,3 @@ def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
     if skipped:
         said += f", {skipped} skipped because {'it' if skipped == 1 else 'they'} did not train"
     return [*lines, said, *format_next_steps(steps)]
-
-
-def _describe(commit: Commit) -> str:
-    return f"{commit.short} {escape(commit.subject)} ({escape(commit.author)}, {commit.date})"

@@ -1,16 +1,16 @@
-"""``d9m bundle``: pack two ledgers and what is known of their difference, and open such a file."""
+"""``d9m bundle``: pack two ledgers and what is known of their difference, or one step of a run."""
 
 import argparse
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.filesize import decimal
 
-from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.recording.interruption import STEP_FILE
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
@@ -23,28 +23,18 @@ from lightning_d9m.tools.cli.arguments import (
     refuse_options,
     whole_number,
 )
-from lightning_d9m.tools.cli.report import check_output, compare_chosen, compare_pair, write_page
-from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.tools.history.bundle import (
-    SIDES,
-    Manifest,
-    find_located,
-    is_capsule,
-    open_bundle,
-    write_bundle,
-)
+from lightning_d9m.tools.cli.report import compare_chosen
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+from lightning_d9m.tools.history.bundle import SecretFilter, read_located, write_bundle
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
-from lightning_d9m.tools.output.html_page import list_run_facts, render_page
 from lightning_d9m.tools.output.terminal import find_command, wrap
 from lightning_d9m.tools.segments.goto import trace_step
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 _OPEN = "open"
 _PAIR = 2
-_LONGEST = 1_024
-_SHOWN = 20
 _COLUMNS = (
     Column[tuple[str, int]]("file", lambda row: escape(row[0])),
     Column[tuple[str, int]]("size", lambda row: decimal(row[1]), is_number=True),
@@ -53,23 +43,19 @@ _COLUMNS = (
 ARGUMENTS = f"""
 paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (default: the last two
     ledgers in the working folder); with --step, the ledger of one run; or the word open and a
-    bundle
+    capsule, whose step runs again
 --step STEP  write a capsule instead: the operations of this global step, counted from 0, and the
     state that they need, so that the step runs again elsewhere
 --with-data  with --step: put the batch in, too. Without it, the operations that need the batch
     cannot run from the capsule
--o, --output FILE  the bundle to write (default: d9m-bundle.zip). After open: an HTML file for the
-    report of its ledgers
---add PATH ...  a file or folder, such as a checkpoint or a log, that is added as it is; may be
-    given several times
+-o, --output FILE  the bundle to write (default: d9m-bundle.zip, or d9m-capsule.zip)
 {FORMAT}{TIMEOUT}
 -v, --verbose  show whole digests and the bits of numbers
 -- COMMAND  with --step: the training of the run, such as: python train.py
 """
-EXAMPLE = "d9m bundle d9m-runs/000 --add train.py"
+EXAMPLE = "d9m bundle d9m-runs/000"
 SETTINGS: dict[str, dict[str, object]] = {
     "paths": {"type": str},
-    "add": {"default": []},
     "step": {"type": whole_number(0)},
 }
 
@@ -81,35 +67,26 @@ def run(arguments: argparse.Namespace) -> int:
         0 if its ledgers are equal, or its step has the bits of the run; else 1, or 3 if operations
         of the step could not run.
     """
-    paths = [Path(path) for path in arguments.paths]
+    paths, output = [Path(path) for path in arguments.paths], arguments.output
     if arguments.step is not None:
-        return _write_capsule(arguments, paths)
+        return _write_capsule(arguments, paths, output or Path("d9m-capsule.zip"))
     if arguments.with_data or arguments.argv or arguments.timeout is not None:
         raise SettingError("--with-data, --timeout and a command are for --step. Add --step STEP.")
     if arguments.paths[:1] != [_OPEN]:
-        output = arguments.output or Path("d9m-bundle.zip")
-        _write(arguments, paths, output)
-        # From the archive: what is shown is what others see.
-        return _show(arguments, output, is_new=True)
-    if len(paths) != _PAIR or arguments.add:
-        raise SettingError(
-            "d9m bundle open takes one bundle and nothing to add to it: d9m bundle open FILE"
-        )
-    if is_capsule(paths[1]):
-        refuse_options(arguments, ["output"], "a capsule has no page")
-        return _run_capsule(arguments, paths[1])
-    if arguments.output is not None:
-        check_output(arguments.output, force=False)
-    return _show(arguments, paths[1], page=arguments.output)
+        return _write(arguments, paths, output or Path("d9m-bundle.zip"))
+    if len(paths) != _PAIR:
+        raise SettingError("d9m bundle open takes one capsule: d9m bundle open FILE")
+    refuse_options(arguments, ["output"], "nothing is written")
+    return _run_capsule(arguments, paths[1])
 
 
-def _write_capsule(arguments: argparse.Namespace, paths: list[Path]) -> int:
+def _write_capsule(arguments: argparse.Namespace, paths: list[Path], output: Path) -> int:
     """Run to the step, write its capsule, and run the step from it."""
     from lightning_d9m.tools.history import capsule  # loads torch
 
-    command, output = get_command(arguments), arguments.output or Path("d9m-capsule.zip")
-    if len(paths) != 1 or arguments.add:
-        raise SettingError("--step takes one ledger, and nothing to add to it: d9m bundle RUN")
+    command = get_command(arguments)
+    if len(paths) != 1:
+        raise SettingError("--step takes one ledger: d9m bundle RUN --step STEP -- COMMAND")
     check_new_file(output)
     recorded = RecordedRun(paths[0])
     segment = capsule.find_step(recorded, arguments.step)
@@ -157,64 +134,33 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
 def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:
     """Return a table of files and their sizes, the largest first, and what was removed."""
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))
-    if left := rows[_SHOWN:]:
-        rows[_SHOWN:] = [(f"{len(left)} more", sum(size for _, size in left))]
     removed = f"{pluralize(secrets, 'secret')} removed."
     advice = wrap(f"{removed} Look through the bundle before you publish it.")
     return [*format_table(_COLUMNS, rows).splitlines(), *advice]
 
 
-def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> None:
+def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> int:
     if len(paths) > _PAIR:
         raise SettingError(
             f"{len(paths)} paths were given: {shlex.join(map(str, paths))}. Give two ledgers, or "
-            "one folder; add other files with --add."
+            "one folder."
         )
-    located, compared = find_located(paths[-1]) if paths else ({}, [])
-    if len(paths) == 1:
-        paths = compared or paths
-    arguments.expected, arguments.actual = [*paths, None, None][:_PAIR]
-    ledgers = compare_chosen(arguments).ledgers
     check_new_file(output)
-    write_bundle(output, ledgers, located or find_located(ledgers[1].path)[0], arguments.add)
-
-
-def _show(
-    arguments: argparse.Namespace, path: Path, *, page: Path | None = None, is_new: bool = False
-) -> int:
-    """Print a bundle, and write its report."""
-    with open_bundle(path) as (manifest, ledgers):
-        found = compare_pair(*ledgers)
-        comparison = replace(found.comparison, expected=Path(SIDES[0]), actual=Path(SIDES[1]))
-        if page is not None:
-            found = replace(found, comparison=comparison, located=manifest.report)
-            write_page(page, render_page(found))
-        facts = msgspec.to_builtins(manifest)
-        facts |= {"comparison": comparison.as_json(), "bundle": str(path)}
-        lines = _format_bundle(manifest, comparison, ledgers, verbose=arguments.verbose)
-        command = printable(find_command(ledgers) or "COMMAND")
+    arguments.expected, arguments.actual = [*paths, None, None][:_PAIR]
+    found, secrets = compare_chosen(arguments), SecretFilter()
+    located = read_located(found.ledgers)
+    sizes = write_bundle(output, found.ledgers, located, secrets)
+    facts: dict[str, Any] = {"bundle": str(output), "sizes": sizes, "secrets": secrets.count}
+    table = _format_sizes(sizes, secrets.count)
+    # The summary of a CI job may be public, too.
+    facts["comparison"] = secrets.clean_values(found.comparison.as_json())
+    evidence = map(secrets.clean, format_evidence(found.comparison, verbose=arguments.verbose))
+    report = ["", "d9m locate:", *map(secrets.clean_code, located[1])] if located[1] else []
+    lines = [*evidence, *report, "", *table, f"bundle: {shlex.quote(str(output))}"]
     steps = []
-    if arguments.format == "text" and is_new:
-        name = printable(shlex.quote(str(path)))
-        if manifest.locate is None and not comparison.equal:
-            steps = [(f"d9m locate -- {command}", "finds the line, for a new bundle")]
-        steps.append((f"d9m bundle open {name}", "shows this again"))
-        lines += ["", f"bundle: {name}"]
-    print_result(arguments.format, facts, lines, state_verdict(comparison), steps=steps)
-    return 0 if comparison.equal else 1
-
-
-def _format_bundle(
-    manifest: Manifest, comparison: Comparison, ledgers: Sequence[Ledger], *, verbose: bool = False
-) -> list[str]:
-    """Return the lines of a bundle: what ran, what d9m locate found, what differs, the files."""
-    ran = list(list_run_facts(ledgers))
-    width = max(len(name) for name, _ in ran) + 1
-    lines = []
-    for name, values in ran:
-        shown = (escape(value, _LONGEST) or "not recorded" for value in dict.fromkeys(values))
-        lines.append(f"{f'{name}:':{width}} {' / '.join(shown)}")
-    if manifest.report:
-        lines += ["", "d9m locate:", *map(printable, manifest.report)]
-    lines += ["", *format_evidence(comparison, verbose=verbose), ""]
-    return [*lines, *_format_sizes(manifest.sizes, manifest.secrets)]
+    if not (report or found.comparison.equal):
+        command = printable(find_command(found.ledgers) or "COMMAND")
+        steps = [(f"d9m locate -- {command}", "finds the line, for a new bundle")]
+    verdict = state_verdict(found.comparison)
+    print_result(arguments.format, facts, list(map(printable, lines)), verdict, steps=steps)
+    return 0 if found.comparison.equal else 1

@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
+from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
@@ -21,21 +25,19 @@ from lightning_d9m.tools.cli.arguments import (
     refuse_options,
     whole_number,
 )
-from lightning_d9m.tools.launch.processes import run_jobs
+from lightning_d9m.tools.launch.processes import share_cores
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.training import choose_segments
-from lightning_d9m.tools.proof.verification import open_proof, write_verdict
+from lightning_d9m.tools.proof.training import choose_segments, open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
-    REPORT,
     CheckedSegment,
     CheckReport,
-    check_number,
+    check_part,
     follow_run,
     list_limits,
 )
-from lightning_d9m.tools.segments.segment import RecordedRun, name_other_command
+from lightning_d9m.tools.segments.segment import RecordedRun, Segment, name_other_command
 
 _DEFAULT = 3
 ARGUMENTS = f"""
@@ -45,7 +47,7 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
     chosen at random; or all (default: {_DEFAULT})
 | --only NUMBERS  run the segments with these numbers, such as 2,5
 | --follow  run all segments of a training that still runs, as its checkpoints appear
---choose SEED  choose the segments that an earlier check with this seed has chosen
+--choose SEED  a number that chooses the segments of a proof, such as a stranger's
 --jobs N  how many segments run at once, each in its own process (default: 1)
 | --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
 {SIGNER.strip()}
@@ -69,7 +71,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "segments": {"type": _parse_count, "default": _DEFAULT},
     "only": {"type": _parse_numbers},
     "choose": {"type": whole_number(0)},
-    "jobs": {"default": 1},
 }
 
 
@@ -95,11 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
         report.note_run(so_far)
         report.limits = [*list_limits(so_far, follows=arguments.follow)]
 
-    def check(so_far: RecordedRun, number: int, place: str = "", later: int = 0) -> CheckedSegment:
+    def check(
+        so_far: RecordedRun, segment: Segment, place: str = "", later: int = 0
+    ) -> CheckedSegment:
         note_run(so_far)  # that of --follow grows
-        report.checked.append(check_number(so_far, runs, number, f"segment {number}{place}", later))
+        title = f"segment {segment.number}{place}"
+        report.checked.append(check_part(so_far, runs, segment, title, later))
         if arguments.follow:
-            report.there.append(number)
+            report.there.append(segment.number)
         return report.checked[-1]
 
     note_run(recorded)
@@ -109,20 +113,23 @@ def run(arguments: argparse.Namespace) -> int:
             pass  # what follows would say nothing of this proof
         elif arguments.follow:
             note_run(follow_run(arguments.ledger, links, check, arguments.timeout))
-        elif arguments.jobs > 1:
+        elif (arguments.jobs or 1) > 1:
             _run_jobs(arguments, numbers, report)
         else:
-            _run_in_turn(numbers, partial(check, recorded), report)
+            chosen = [own for own in recorded.list_segments() if own.number in numbers]
+            _run_in_turn(chosen, partial(check, recorded), report)
     # A check that was interrupted has no verdict: it leaves out what its choice demands.
     if arguments.verdict is not None:
         write_verdict(arguments.verdict, arguments.proof, report, arguments.sign)
     return STATUS[report.verdict]
 
 
-def _run_in_turn(numbers: list[int], check: Callable[..., object], report: CheckReport) -> None:
-    for place, number in enumerate(numbers, start=1):
-        check(number, f" ({place} of {len(numbers)})", len(numbers) - place)
-        if numbers[place:] and report.checked[0].verdict == "failed":
+def _run_in_turn(
+    segments: list[Segment], check: Callable[..., object], report: CheckReport
+) -> None:
+    for place, segment in enumerate(segments, start=1):
+        check(segment, f" ({place} of {len(segments)})", len(segments) - place)
+        if segments[place:] and report.checked[0].verdict == "failed":
             report.notes.append("The other segments were not run.")  # they would fail, too
             break
 
@@ -131,18 +138,21 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
     """Return the run, and a report with what contradicts its proof and what that limits.
 
     Raises:
-        SettingError: If an option is for a proof, and a ledger is given.
+        SettingError: If an option has no effect beside the others.
     """
     arguments.proof, path = None, arguments.ledger
-    if not path.is_file() or path.suffix == ".jsonl":
-        names = ("signer", "verdict", "sign")
-        refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
-        return RecordedRun(path), CheckReport()
+    if arguments.follow:
+        why = "--follow runs one segment at a time"
+        refuse_options(arguments, ["jobs", "print_commands"], why)
     if arguments.follow or arguments.print_commands:
         refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
     if arguments.verdict is None:
         refuse_options(arguments, ["sign"], "it signs a verdict, and --verdict is not given")
-    else:
+    if not path.is_file() or path.suffix == ".jsonl":
+        names = ("signer", "verdict", "choose")
+        refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
+        return RecordedRun(path), CheckReport()
+    if arguments.verdict is not None:
         check_new_file(arguments.verdict)
     recorded, problems, notes = open_proof(path, arguments.signer)
     for text in (*problems, *notes):
@@ -159,30 +169,21 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun, report: CheckR
     """
     there = [segment.number for segment in recorded.list_segments()]
     report.there = [] if arguments.follow else there
-    count, seed = arguments.segments, arguments.choose
-    if arguments.follow and (arguments.jobs > 1 or arguments.print_commands):
-        raise SettingError(
-            "--follow runs one segment at a time. Leave out --jobs or --print-commands."
-        )
     if unknown := [number for number in arguments.only or () if number not in there]:
         raise SettingError(
             f"The run has no segment {unknown[0]}: no checkpoint of this number is there. "
             f"Segments: {', '.join(map(str, there))}."
         )
-    report.is_drawn = not (
-        arguments.only or arguments.follow or count is None or count >= len(there)
-    )
+    count = arguments.segments or len(there)
+    report.is_drawn = not (arguments.only or arguments.follow or count >= len(there))
     if not report.is_drawn:
         refuse_options(arguments, ["choose"], "nothing is left to choose")
         return arguments.only or there
-    seed = SystemRandom().randrange(10**6) if seed is None else seed
-    if recorded.end is not None:
-        report.choice = seed
-    else:
-        why = "the run may still train, and segments are chosen by its whole ledger; give --only"
-        refuse_options(arguments, ["choose"], why)
-    file = arguments.proof or recorded.ledger.files[min(recorded.ledger.files)]
-    return choose_segments(file, seed, there, count)
+    choice, proof = arguments.choose, arguments.proof
+    if proof is None:  # numbers of segments repeat it
+        return sorted(SystemRandom().sample(there, count))
+    report.choice = SystemRandom().randrange(10**6) if choice is None else choice
+    return choose_segments(proof, report.choice, there, count)
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
@@ -194,24 +195,33 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 
 
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
-    """Check each segment in its own process."""
-    output, python = Path(report.output), [sys.executable, "-m", "lightning_d9m"]
-    jobs = {output / f"job-{n:03d}.log": _make_job(arguments, n, output) for n in numbers}
+    """Check each segment in its own process; a signal to this process ends all of them."""
+    jobs = list[subprocess.Popen[str]]()
 
-    def note(log: Path, status: int) -> None:
+    def run_job(number: int) -> CheckedSegment:
+        words = _make_job(arguments, number, Path(report.output))
+        # In its own session, so that Ctrl-C reaches it once, by the signal below.
+        options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
+        options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        options["env"] = {**os.environ, **share_cores()}
+        job = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words], **options)
+        jobs.append(job)
+        out, errors = job.communicate()
         try:
-            found = json.loads((log.with_suffix("") / REPORT).read_text(encoding="utf-8"))
-            (checked,) = (CheckedSegment(**entry) for entry in found["checked"])
-        except (OSError, ValueError):  # none, or a part of it
-            said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            said = said or "It could not write its log: check the space on its disk."
-            # The other jobs run on: each is a segment that is checked or not.
-            reason = f"Its job ended with exit status {status}. {said} Log: {log}."
-            number = numbers[[*jobs].index(log)]
-            checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
-        report.checked.append(checked)
-        done = f"segment {checked.number} ({len(report.checked)} of {len(jobs)})"
-        print(f"{done}: {checked.verdict}", file=sys.stderr)
+            return CheckedSegment(**json.loads(out)["checked"][0])
+        except ValueError:  # the other jobs run on: each is a segment that is checked or not
+            said = errors.strip().rpartition("\n")[2]
+            reason = f"Its job ended with exit status {job.returncode}. {said}"
+            return CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
 
-    run_jobs({log: [*python, *words] for log, words in jobs.items()}, arguments.jobs, note)
-    report.checked.sort(key=lambda own: own.number)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        try:
+            for checked in pool.map(run_job, numbers):
+                report.checked.append(checked)
+                done = f"segment {checked.number} ({len(report.checked)} of {len(numbers)})"
+                print(f"{done}: {checked.verdict}", file=sys.stderr)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for job in jobs:
+                job.terminate()
+            raise

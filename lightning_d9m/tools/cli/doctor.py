@@ -1,9 +1,9 @@
 """``d9m doctor``: settings of this machine that make runs nondeterministic, and their fixes."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from lightning_d9m.text import pluralize, printable
@@ -17,10 +17,7 @@ ARGUMENTS = """
 --json  print findings and the whole stack as one JSON object
 """
 EXAMPLE = "d9m doctor"
-# The marks of the three statuses, in the order of findings, and what stands for them where they
-# cannot be printed.
-_MARKS = {"problem": "✗", "note": "!", "ok": "✓"}
-_ASCII_MARKS = {"problem": "x", "note": "!", "ok": "+"}
+_STATUSES = ("problem", "note", "ok")  # in the order of findings
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     findings = [*find_problems(), *check_installation()]
     findings += [try_device(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
-    findings.sort(key=lambda finding: [*_MARKS].index(finding.status))
+    findings.sort(key=lambda finding: _STATUSES.index(finding.status))
     facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}
     statuses = [finding.status for finding in findings]
     found = "No problems found"
@@ -48,11 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list_lines(findings: Sequence["CheckResult"]) -> list[str]:
-    """Return a table of findings: a mark, then what was found, why it matters and the fix."""
-    encoding = sys.stdout.encoding or "ascii"
-    marks = _MARKS if "✓".encode(encoding, "ignore") else _ASCII_MARKS
+    """Return a table of findings: the status, then what was found, why it matters and the fix."""
+    status = attrgetter("status")
     columns = (
-        Column["CheckResult"]("", lambda own: marks[own.status], meaning=lambda own: own.status),
+        Column["CheckResult"]("", status, meaning=status),
         Column["CheckResult"]("", _describe),
     )
     width = terminal_width()

@@ -3,10 +3,9 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from lightning_d9m.errors import CheckpointError, SettingError
+from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.cli.arguments import TRAINING, get_command, whole_number
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     _say(name_other_command(recorded, command))
     found: dict[str, Any] = {}
     if segment is None:
-        start, found = find_nonfinite(recorded, runs, _holds_finite)
+        start, found = find_nonfinite(recorded, runs)
         since = "the beginning"
         if start is not None:
             since = f"the checkpoint of step {start.step} (the last one with finite weights)"
@@ -105,17 +104,6 @@ def _check_arguments(arguments: argparse.Namespace, recorded: RecordedRun) -> No
             f"{arguments.debugger} reads from the terminal, and the standard input is not one. Run "
             "d9m goto in a terminal, or record the step with --trace."
         )
-
-
-def _holds_finite(path: Path) -> bool:
-    """Return whether the weights of a checkpoint are finite; False if it cannot be read."""
-    from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
-
-    try:
-        weights = find_weights(load_checkpoint(path)).values()
-    except (CheckpointError, SettingError):
-        return False
-    return bool(weights) and all(bool(own.isfinite().all()) for own in weights)
 
 
 def _describe_start(recorded: RecordedRun, segment: Segment) -> str:

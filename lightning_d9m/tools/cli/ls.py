@@ -1,30 +1,23 @@
-"""``d9m ls``: list the ledgers under a folder, and remove old ones."""
+"""``d9m ls``: list the ledgers under a folder."""
 
 import argparse
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from lightning_d9m.engine.ledger.folder import FoundLedger, Ledger, search_ledgers
-from lightning_d9m.engine.ledger.format.reader import list_continued
-from lightning_d9m.errors import LedgerError, SettingError, file_errors
-from lightning_d9m.text import cut_digests, escape, pluralize, printable
+from lightning_d9m.engine.ledger.folder import FoundLedger, search_ledgers
+from lightning_d9m.errors import LedgerError
+from lightning_d9m.text import escape
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
-from lightning_d9m.tools.output.repeat_text import RunRow
+from lightning_d9m.tools.output.repeat_text import RunRow, list_run_columns, make_run_row
 from lightning_d9m.tools.output.terminal import terminal_width
 
-_COMMIT = 6
 ARGUMENTS = """
 folder:FOLDER?  folder to search (default: the working folder)
--n, --last N  list only the last N ledgers; with --clean, the number of those that stay
---clean  list what --clean --force would remove: all ledgers but the last N (-n), those that these
-    continue, and those that cannot be read or have no end, because a run may still write them
---force  with --clean, remove them; checkpoints and other files stay
+-n, --last N  list only the last N ledgers
 --json  print a JSON list instead of a table
 """
 EXAMPLE = "d9m ls lightning_logs"
@@ -34,161 +27,49 @@ SETTINGS = {"folder": {"default": Path()}}
 def run(arguments: argparse.Namespace) -> int:
     """List the ledgers, oldest first, and return 0."""
     found = search_ledgers(arguments.folder)
-    if arguments.clean or arguments.force:
-        return _clean(arguments, found)
     first = 0 if arguments.last is None else max(0, len(found) - arguments.last)
     rows = []
     with show_progress("ledgers read") as progress:
         for number, entry in enumerate(found[first:], start=first):
             before = [other for other in found[:number] if other.precedes(entry)]
-            rows.append(_make_row(entry, before[-1] if before else None))
+            rows.append(_make_row(number, entry, before[-1] if before else None))
             if progress is not None:
                 progress(len(rows))
-    print_result(arguments.format, rows, _format_rows(rows, terminal_width()))
+    print_result(arguments.format, rows, _format_rows(rows))
     return 0
 
 
-def _clean(arguments: argparse.Namespace, found: Sequence[FoundLedger]) -> int:
-    """Remove all ledgers but the last ones, or list them without ``--force``; return 0."""
-    from rich.filesize import decimal
+def _make_row(number: int, entry: FoundLedger, before: FoundLedger | None) -> RunRow:
+    """Return the row of a ledger, whose verdict is that of a comparison with the one before.
 
-    if not arguments.clean or arguments.last is None:
-        raise SettingError(
-            "Old ledgers are removed by three options together: how many stay, --clean and "
-            "--force, such as d9m ls -n 10 --clean --force; without --force they are listed."
-        )
-    ledgers = [entry.ledger for entry in found[: -arguments.last] if entry.ledger]
-    ended = {ledger.path.resolve(): ledger for ledger in ledgers if _has_ended(ledger)}
-    stay = [one.ledger for one in found if one.ledger and one.path.resolve() not in ended]
-    for file in chain.from_iterable(ledger.files.values() for ledger in stay):
-        for continued in list_continued(file):
-            ended.pop(continued.parent.resolve(), None)
-    old = list(ended.values())
-    size = sum(file.stat().st_size for ledger in old for file in ledger.files.values())
-    for ledger in old if arguments.force else ():
-        with file_errors(LedgerError, f"The ledger {ledger.path} cannot be removed"):
-            for file in ledger.files.values():
-                file.unlink()
-        with suppress(OSError):  # it holds files that are not ours
-            ledger.path.rmdir()
-    names = [str(ledger.path) for ledger in old]
-    said = f"{pluralize(len(old), 'ledger')} of {len(found)}, {decimal(size)}"
-    end = "removed." if arguments.force else "can be removed: add --force."
-    lines = [*map(printable, names), f"{said}, {end}"]
-    facts = {"ledgers": names, "bytes": size, "removed": arguments.force}
-    print_result(arguments.format, facts, lines)
-    return 0
-
-
-def _has_ended(ledger: Ledger) -> bool:
-    """Return whether each rank's file can be read and has an end."""
-    try:
-        return all(ledger.outcome(rank).end for rank in ledger.files)
-    except LedgerError:
-        return False
-
-
-def _make_row(entry: FoundLedger, before: FoundLedger | None) -> RunRow:
-    """Read a ledger and compare it with the one before.
-
-    The row says under ``problem`` why the ledger cannot be read; its ``status`` is ``"finished"``,
-    ``"failed"``, or ``"no end"`` for a run that was killed or still runs.
+    Its ``problem`` says why the ledger cannot be read. Its ``end`` is ``"finished"``, ``"failed"``,
+    or ``"none"`` for a run that was killed or still runs.
     """
-    row: dict[str, Any] = {
-        "ledger": str(entry.path),
-        "created": entry.created,
-        **dict.fromkeys(("program", "command", "status", "weights"), ""),
-        **dict.fromkeys(("seed", "epochs", "git_commit", "git_dirty", "before", "verdict")),
-        "problem": entry.problem or None,
-    }
-    if entry.ledger is None:
-        return row
-    header = entry.ledger.header
-    try:
-        outcome = entry.ledger.outcome(min(entry.ledger.files))
-    except LedgerError as error:
-        return row | {"problem": str(error)}
-    last, end, command = outcome.last, outcome.end, str(header.program.get("command") or "")
-    is_initial = last is not None and last.moment == "initial"
-    commit, dirty = header.program.get("git.commit"), header.program.get("git.dirty")
-    row |= {
-        "program": _name_program(command),
-        "command": command,
-        "seed": header.seed,
-        "epochs": 0 if last is None else last.epoch + (last.moment in ("epoch", "final")),
-        "status": "no end" if end is None else end.status,
-        # Initial weights are not a result.
-        "weights": "" if last is None or is_initial else last.totals.get("weights", ""),
-        "git_commit": commit if isinstance(commit, str) else None,
-        "git_dirty": dirty if isinstance(dirty, bool) else None,
-    }
-    if before is not None and before.ledger is not None:
-        with suppress(LedgerError):  # the line of the one before says why
-            verdict = compare_ledgers(before.ledger, entry.ledger).verdict
-            row |= {"before": str(before.path), "verdict": verdict}
-    return row
+    facts: dict[str, Any] = {"ledger": str(entry.path), "created": entry.created, "end": ""}
+    facts |= {"command": "", "commit": None, "before": None, "problem": entry.problem or None}
+    if entry.ledger is not None:
+        program = entry.ledger.header.program
+        facts |= {"command": program.get("command", ""), "commit": program.get("git.commit")}
+        try:
+            end, verdict = entry.ledger.outcome(min(entry.ledger.files)).end, ""
+            facts["end"] = "none" if end is None else end.status
+            if before is not None and before.ledger is not None:
+                with suppress(LedgerError):  # the line of the one before says why
+                    verdict = compare_ledgers(before.ledger, entry.ledger).verdict
+                    facts["before"] = str(before.path)
+            return {**make_run_row(number + 1, entry.kind, entry.ledger, verdict), **facts}
+        except LedgerError as error:
+            facts["problem"] = str(error)
+    empty = dict.fromkeys(("seed", "weights", "loss", "loss_hex"), "") | {"processes": None}
+    return {"run": number + 1, "fit": entry.kind, **empty, "verdict": "invalid", **facts}
 
 
-def _name_program(command: str) -> str:
-    """Return the script or module that a command runs.
-
-    >>> _name_program("python src/train.py --lr 1"), _name_program("python -m package.train")
-    ('train.py', 'package.train')
-    """
-    try:
-        words = shlex.split(command)[1:]
-    except ValueError:  # it was cut within quotes
-        words = command.split()[1:]
-    if words[:1] == ["-m"]:
-        return words[1] if words[1:] else ""
-    return PurePath(words[0]).name if words else ""
-
-
-def _format_rows(rows: Sequence[RunRow], width: int) -> list[str]:
-    """Lay out the rows below their folders, in columns that are as wide in each folder.
-
-    If the width is too small, the least important columns are left out.
-    """
-    optional = ("commit", "seed", "date")
-    columns = _list_columns(rows)
-    lines = format_table(columns, rows, width, plain=False, optional=optional).splitlines()
-    folders: dict[Path, list[str]] = {}
-    for row, line in zip(rows, lines[1:], strict=True):
-        below = folders.setdefault(Path(row["ledger"]).parent, [])
-        below.append(line)
-        if row["problem"] is not None:
-            below.append(f"  {escape(row['problem'], 400)}")
-    shown = (["", printable(f"{folder}/"), *below] for folder, below in folders.items())
-    return [lines[0], *chain.from_iterable(shown)]
-
-
-def _list_columns(rows: Sequence[RunRow]) -> list[Column[RunRow]]:
-    digests = [row["weights"] or "none" for row in rows]
-    cut = dict(zip(digests, cut_digests(digests), strict=True))
-    words = {"different": "differs", "not comparable": "other"}
-
-    def column(
-        title: str, cell: Callable[[RunRow], str], *, is_number: bool = False
-    ) -> Column[RunRow]:
-        return Column(title, lambda row: "" if row["problem"] else cell(row), is_number)
-
-    def describe_verdict(row: RunRow) -> str:
-        return "invalid" if row["problem"] else words.get(row["verdict"], row["verdict"] or "")
-
-    return [
-        Column("ledger", lambda row: escape(Path(row["ledger"]).name)),
-        column("date", lambda row: escape(row["created"][5:16].replace("T", " "))),
-        column("program", lambda row: escape(row["program"])),
-        column("seed", lambda row: str(row["seed"]), is_number=True),
-        column(
-            "epochs",
-            lambda row: f"{row['epochs']} {row['status']}".removesuffix(" finished"),
-            is_number=True,
-        ),
-        column("weights", lambda row: cut[row["weights"] or "none"]),
-        column(
-            "commit",
-            lambda row: escape((row["git_commit"] or "")[:_COMMIT]) + "*" * bool(row["git_dirty"]),
-        ),
-        Column("verdict", describe_verdict, meaning=describe_verdict),
+def _format_rows(rows: Sequence[RunRow]) -> list[str]:
+    columns: list[Column[RunRow]] = [
+        Column("ledger", lambda row: escape(row["ledger"], 400)),
+        Column("date", lambda row: escape(row["created"][5:16].replace("T", " "))),
+        *list_run_columns(rows)[1:],
+        Column("end", lambda row: row["end"].removeprefix("finished")),
     ]
+    table = format_table(columns, rows, terminal_width(), plain=False).splitlines()
+    return [*table, *(escape(row["problem"], 400) for row in rows if row["problem"])]

@@ -5,13 +5,11 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import check_new_file
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.statement import write_statement
-from lightning_d9m.tools.proof.training import TRAINING, make_proof
+from lightning_d9m.tools.proof.training import make_proof, write_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
@@ -41,20 +39,21 @@ def run(arguments: argparse.Namespace) -> int:
     """
     output: Path = arguments.output
     check_new_file(output)
-    recorded, folder = RecordedRun(arguments.ledger), output.absolute().parent
-    names, proof = make_proof(recorded, arguments.model, folder)
-    files = {name: hash_file(folder / name) for name in names}
-    signature = write_statement(output, TRAINING, files, proof, arguments.sign)
-    program = proof.run["sources"]["program"]
+    recorded = RecordedRun(arguments.ledger)
+    proof = make_proof(recorded, arguments.model, output.absolute().parent)
+    write_statement(output, proof, arguments.sign)
+    said = proof.predicate
+    signature = f"{output}.sig" if arguments.sign else None
+    program = said.run["sources"]["program"]
     lines = [
-        f"files that it is about: {len(names)}",
-        f"files of the program: {len(program)}; packages: {len(proof.packages)}",
+        f"files that it is about: {len(proof.files)}",
+        f"files of the program: {len(program)}; packages: {len(said.packages)}",
         "It does not commit to:",
-        *(f"  {what}: {why}" for what, why in proof.uncommitted.items()),
+        *(f"  {what}: {why}" for what, why in said.uncommitted.items()),
         f"signature: {signature}" if signature else "It is not signed: give --sign.",
     ]
     shown = [line for text in lines for line in wrap(printable(text))]
     verdict = f"{output} commits to {recorded.ledger.path} and what decided its result."
     facts = {"proof": str(output), "bytes": output.stat().st_size, "signature": signature}
-    print_result(arguments.format, facts | asdict(proof), shown, verdict)
+    print_result(arguments.format, facts | asdict(said), shown, verdict)
     return 0

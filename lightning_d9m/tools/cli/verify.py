@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify_verdict(arguments: argparse.Namespace) -> int:
-    from lightning_d9m.tools.proof.verification import UNSIGNED, check_verdict
+    from lightning_d9m.tools.proof.training import UNSIGNED, check_verdict
 
     path, proof = arguments.checkpoint, arguments.ledger
     if proof is None:

@@ -23,8 +23,8 @@ from lightning_d9m.tools.segments.segment import Segment, run_segment
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
 # A commit may change packages: its bits decide.
 _ON_STACK = "LIGHTNING_D9M_ON_STACK_DIFFERENCE"
-# A subject and a name may hold any character but a NUL.
-_FORMAT = "%H%x00%s%x00%an%x00%as"
+# The full name, then the subject, the author and the day.
+_FORMAT = "%H %s (%an, %as)"
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,11 @@ class Commit:
 
     Attributes:
         sha: Its full name.
-        subject: The first line of its message.
-        author: The author's name.
-        date: The day on which it was written, as ``YYYY-MM-DD``.
+        title: The first line of its message, its author and the day on which it was written.
     """
 
     sha: str
-    subject: str
-    author: str
-    date: str
+    title: str
 
     @property
     def short(self) -> str:
@@ -82,12 +78,13 @@ class Repository:
         # A revision that begins with a dash is not an option of git.
         words = ("log", "-1", f"--format={_FORMAT}", "--end-of-options", revision)
         try:
-            return Commit(*run_git(self.root, *words).rstrip("\n").split("\0"))
+            sha, _, title = run_git(self.root, *words).rstrip("\n").partition(" ")
         except CommandError:
             raise SettingError(
                 f"{revision!r} does not name a commit of {self.root}. Give a hash, a tag, a branch "
                 "or an expression such as HEAD~20."
             ) from None
+        return Commit(sha, title)
 
     def list_commits(self, last: Commit, *words: str) -> list[str]:
         """Return the names of a commit and its ancestors, as options of ``git rev-list`` say."""
@@ -208,14 +205,6 @@ class Bisection:
         """The training of the commit that was found; None if there are several candidates."""
         found = [trial for trial in self.trials if trial.commit.sha == self.candidates[0].sha]
         return found[-1] if found and len(self.candidates) == 1 else None
-
-    @property
-    def patch(self) -> str:
-        """The changes of the commit, below a list of files; empty with several candidates."""
-        if self.candidates[1:]:
-            return ""
-        words = ("show", "--format=", "--stat", "--patch", "--no-color", self.candidates[0].sha)
-        return run_git(self.repository.root, *words)
 
     def search(self, good: Commit, bad: Commit) -> None:
         """Find the first commit after ``good`` that differs from it.

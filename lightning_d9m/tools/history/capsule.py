@@ -43,13 +43,14 @@ from lightning_d9m.errors import (
     written_whole,
 )
 from lightning_d9m.text import escape, pluralize
-from lightning_d9m.tools.history.bundle import CAPSULE_FACTS, SecretFilter
+from lightning_d9m.tools.history.bundle import SecretFilter
 from lightning_d9m.tools.segments.goto import find_segment
 from lightning_d9m.tools.segments.segment import RecordedRun, Segment
 
 STATE = "weight,buffer,optimizer,gradient"
 """The kinds of probes that tell state from data."""
 
+CAPSULE_FACTS = "capsule.json"
 _DATA = "data"
 _NEEDED = ("op", "args", "kwargs", "rng", "rng_device", "requires_grad")
 
@@ -187,7 +188,7 @@ def open_capsule(path: Path) -> tuple[CapsuleFacts, StepOutcome]:
     arguments, so an archive that was made for it can write to memory outside of its tensors.
 
     Raises:
-        LedgerError: If it is damaged.
+        LedgerError: If it is damaged, or another file.
     """
     try:
         with ZipFile(path) as archive, archive.open(STEP_FILE) as member:
@@ -197,7 +198,8 @@ def open_capsule(path: Path) -> tuple[CapsuleFacts, StepOutcome]:
         raise
     except Exception as error:
         raise LedgerError(
-            f"{path} is damaged: {escape(str(error), 400)}. Give a file that d9m bundle wrote."
+            f"{path} is not a capsule, or is damaged: {escape(str(error), 400)}. Give a file that "
+            "d9m bundle --step wrote. Other bundles are opened by unzip and d9m compare or report."
         ) from error
 
 

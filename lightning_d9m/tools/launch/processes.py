@@ -286,7 +286,7 @@ def run_beside(
     with progress, running_processes() as tree:
 
         def start(number: int) -> None:
-            environment = _make_environment(folders[number]) | _share_cores()
+            environment = _make_environment(folders[number]) | share_cores()
             tree.start(command, None, logs[number], environment | dict(variables[number]))
 
         def tick(passed: float) -> None:
@@ -312,7 +312,7 @@ def run_beside(
     ]
 
 
-def _share_cores() -> dict[str, str]:
+def share_cores() -> dict[str, str]:
     """Return the variable with which programs that run at once share the cores."""
     # If each needs all of them, a thread that waits for others must not keep one busy, as OpenMP's
     # do by default: on two cores, two small models with two threads each took 18 times as long as
@@ -437,37 +437,6 @@ def run_in_terminal(command: Sequence[str], folder: Path, variables: Mapping[str
     if status and pressed:
         raise KeyboardInterrupt
     return status
-
-
-def run_jobs(
-    commands: Mapping[Path, Sequence[str]], jobs: int, note: Callable[[Path, int], object]
-) -> None:
-    """Run commands, each in its own session, at most ``jobs`` at once, until all have ended.
-
-    A signal to this process ends all of them, with the processes that they have started.
-
-    Args:
-        commands: The commands by their logs, in the order in which they start.
-        jobs: How many run at once.
-        note: Called with the log and the exit status of each command that has ended; what it raises
-            ends the others.
-
-    Raises:
-        LedgerError: If a log cannot be made.
-    """
-    waiting = list(commands)
-    running: dict[Path, subprocess.Popen[bytes]] = {}
-    environment = {**os.environ, **_share_cores()}
-    with running_processes() as tree:
-        while (waiting or running) and not tree.received:
-            while waiting and len(running) < jobs:
-                log = waiting.pop(0)
-                running[log] = tree.start(commands[log], None, log, environment)
-            time.sleep(_TICK_SECONDS)
-            for log, job in list(running.items()):
-                if job.poll() is not None:
-                    del running[log]
-                    note(log, job.returncode)
 
 
 def _find_failure(

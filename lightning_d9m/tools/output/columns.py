@@ -37,7 +37,6 @@ def format_table(
     *,
     plain: bool = True,
     wraps: bool = False,
-    optional: Sequence[str] = (),
 ) -> str:
     """Return a table as text, with two spaces between columns; it has no lines.
 
@@ -50,32 +49,27 @@ def format_table(
             cut.
         plain: Whether to leave out colors on a terminal too.
         wraps: Whether cells are wrapped instead where the width is too small.
-        optional: Titles of columns that are left out, in this order, until the table fits.
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # rich would wrap or cut all columns alike.
-    for left_out in range(len(optional) + 1):
-        shown = [column for column in columns if column.title not in optional[:left_out]]
-        has_titles = any(column.title for column in shown)
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=has_titles)
-        for column in shown:
-            justify: Literal["left", "right"] = "right" if column.is_number else "left"
-            table.add_column(column.title, header_style="bold", justify=justify)
-        for row in rows:
-            # rich would take brackets in a str for a style: "weight[bold]".
-            table.add_row(
-                *(
-                    style(own.meaning(row), own.cell(row)) if own.meaning else Text(own.cell(row))
-                    for own in shown
-                )
+    has_titles = any(column.title for column in columns)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=has_titles)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(column.title, header_style="bold", justify=justify)
+    for row in rows:
+        # rich would take brackets in a str for a style: "weight[bold]".
+        table.add_row(
+            *(
+                style(own.meaning(row), own.cell(row)) if own.meaning else Text(own.cell(row))
+                for own in columns
             )
-        # A console of the terminal's width would shrink the table to it.
-        if (needed := Console(width=10_000).measure(table).maximum) <= width:
-            break
-    width = width if wraps else max(width, needed)
+        )
+    # A console of the terminal's width would shrink the table to it, and wrap or cut its cells.
+    if not wraps:
+        width = max(width, Console(width=10_000).measure(table).maximum)
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:
         console.print(table)

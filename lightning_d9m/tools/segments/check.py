@@ -5,12 +5,11 @@ fault or a race in that run, a program that computes different values in each ru
 that says something else than what the program computes.
 """
 
-import glob
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,9 +34,6 @@ from lightning_d9m.tools.segments.segment import (
     find_resume,
     run_segment,
 )
-
-REPORT = "check.json"
-"""The file, in the folder of a check, with its result."""
 
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
@@ -182,18 +178,20 @@ class CheckReport:
             self.interrupted = False
         finally:
             differing = (Path(own.checkpoint) for own in self.checked if own.verdict != "equal")
-            names = {path.name for path in differing if path.parent == folder}
-            remove_checkpoints(folder, names)
+            names = tuple(path.name for path in differing if path.parent == folder)
+            for path in folder.glob("*"):
+                if not path.name.startswith(names):  # ranks may have files beside it
+                    _remove(path)
+            with suppress(OSError):  # it is not empty, or not there
+                folder.rmdir()
             if names:
                 self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
-            self._write()  # before it is printed: the terminal may have been closed
+            file = Path(self.output, "check.json")
+            # Before it is printed: the terminal may have been closed.
+            with file_errors(LedgerError, f"{file} cannot be written"):
+                file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
             if self.checked or self.problems:
                 show()
-
-    def _write(self) -> None:
-        file = Path(self.output, REPORT)
-        with file_errors(LedgerError, f"{file} cannot be written"):
-            file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON types."""
@@ -226,18 +224,14 @@ def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str
         yield f"An exception ended the run after step {recorded.last_step}: {error}"
 
 
-def check_number(
-    recorded: RecordedRun, runs: Runs, number: int, title: str, later: int = 0
+def check_part(
+    recorded: RecordedRun, runs: Runs, segment: Segment, title: str, later: int = 0
 ) -> CheckedSegment:
-    """Check the segment of a number; see ``check_segment``."""
-    there = [own for own in recorded.list_segments() if own.number >= number]
-    if not there or there[0].number != number:
-        reason = "The checkpoint from which it begins was removed meanwhile."
-        return CheckedSegment(number, 0, 0, "failed", reason)
-    segment, *after = there
-    checked = CheckedSegment.of(segment, after[0].first if after else recorded.last_step)
+    """Check one of the segments that ``RecordedRun`` lists; see ``check_segment``."""
+    is_last = segment.stop >= recorded.stop
+    checked = CheckedSegment.of(segment, recorded.last_step if is_last else segment.stop - 1)
     due = min(segment.stop, recorded.last_step)
-    options = {"later": later, "may_fail": not after and recorded.has_failed}
+    options = {"later": later, "may_fail": is_last and recorded.has_failed}
     return check_segment(recorded, runs, segment, checked, due, title, **options)
 
 
@@ -355,14 +349,15 @@ def _compare(
 def follow_run(
     path: Path,
     folder: Path,
-    check: Callable[[RecordedRun, int], CheckedSegment],
+    check: Callable[[RecordedRun, Segment], CheckedSegment],
     patience: float | None,
 ) -> RecordedRun:
     """Check the segments of a run while it trains, as its checkpoints appear.
 
     ``folder`` gets links to checkpoints, because the run may remove its own before they are used.
-    Those before a difference stay there. A ledger that does not grow for ``patience`` seconds
-    counts as that of a killed run. Returns the run at its end.
+    Segments lie between these: a checkpoint that was removed too soon makes one longer, and no step
+    is left out. The checkpoints before a difference stay. A ledger that does not grow for
+    ``patience`` seconds counts as that of a killed run. Returns the run at its end.
     """
     kept: dict[int, Path] = {}
     done: set[int] = set()
@@ -372,28 +367,21 @@ def follow_run(
         # Read before the links are made: a checkpoint that is written after the last record may be
         # a later one at the same path, whose record is still to come.
         before = recorded.ledger.files[min(recorded.ledger.files)].stat().st_mtime_ns
+        limit = before if recorded.end is None else None
         # Not `points`, which has the links once they are made.
         for point in recorded.saved:
-            if point.is_there and point.step not in kept:
-                target = folder / f"{point.step}-{point.path.name}"
-                limit = before if recorded.end is None else None
-                if (linked := _link(point.path, target, limit)) is not None:
-                    kept[point.step] = linked
+            target = folder / f"{point.step}-{point.path.name}"
+            if point.is_there and point.step not in kept and _link(point.path, target, limit):
+                kept[point.step] = target
         segments = recorded.list_segments()
         if recorded.end is None:  # the last segment is not complete
             segments.pop()
-        new = [
-            own
-            for own in segments
-            if own.number not in done and (own.start is None or own.first in kept)
-        ]
-        if new:
-            segment = new[0]
-            done.add(segment.number)
+        if new := [own for own in segments if own.number not in done]:
+            done.add(new[0].number)
             # A link keeps the file on the disk when the run removes it, so that of each segment
             # goes as soon as nothing needs it: a long run would fill the disk.
-            if check(recorded, segment.number).verdict == "equal" and segment.start is not None:
-                remove_checkpoints(folder, pattern=glob.escape(segment.start.path.name))
+            if check(recorded, new[0]).verdict == "equal" and new[0].start is not None:
+                _remove(new[0].start.path)
             continue
         if recorded.last_step != last:
             grown, last = time.monotonic(), recorded.last_step
@@ -403,20 +391,15 @@ def follow_run(
         time.sleep(_FOLLOW_SECONDS)
 
 
-def remove_checkpoints(folder: Path, kept: Collection[str] = (), pattern: str = "*") -> None:
-    """Remove checkpoints but for those whose names begin with one of these, and an empty folder."""
-    for path in folder.glob(pattern):
-        if not path.name.startswith(tuple(kept)):  # ranks may have files beside it
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with suppress(OSError):  # it is not empty, or not there
-        folder.rmdir()
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _link(path: Path, target: Path, before: int | None) -> Path | None:
-    """Make a hard link to a file, or to all files of a folder, or a copy; return its path.
+def _link(path: Path, target: Path, before: int | None) -> bool:
+    """Link to a file, or to all files of a folder, or copy them; return whether that was done.
 
-    None if it was written after ``before``, in nanoseconds: it may be that of a later checkpoint,
-    whose record is still to come.
+    It is not done if one was written after ``before``, in nanoseconds: it may be that of a later
+    checkpoint, whose record is still to come.
     """
     is_folder = path.is_dir()
     try:
@@ -426,10 +409,10 @@ def _link(path: Path, target: Path, before: int | None) -> Path | None:
         with suppress(OSError):
             shutil.copytree(path, target) if is_folder else shutil.copy2(path, target)
         if not target.exists():
-            return None
+            return False
     files = target.rglob("*") if is_folder else [target]
     written = max((file.stat().st_mtime_ns for file in files), default=0)
     if before is None or written <= before:
-        return target
-    shutil.rmtree(target) if is_folder else target.unlink()
-    return None
+        return True
+    _remove(target)
+    return False

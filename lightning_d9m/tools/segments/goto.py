@@ -4,14 +4,14 @@
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
 from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE, WITHIN
-from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.errors import CheckpointError, CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
 from lightning_d9m.tools.launch.run import Runs
 from lightning_d9m.tools.segments.segment import (
@@ -106,12 +106,8 @@ def trace_step(
     return ledger
 
 
-def find_nonfinite(
-    recorded: RecordedRun, runs: Runs, holds_finite: Callable[[Path], bool]
-) -> tuple[SavedPoint | None, dict[str, Any]]:
+def find_nonfinite(recorded: RecordedRun, runs: Runs) -> tuple[SavedPoint | None, dict[str, Any]]:
     """Run from the last checkpoint with finite weights until something is not finite.
-
-    ``holds_finite`` returns whether the weights of a checkpoint are known to be finite.
 
     Returns:
         The checkpoint, None for the beginning; and ``step``, ``kind``, ``name`` and ``rank`` of the
@@ -121,10 +117,21 @@ def find_nonfinite(
         CommandError: As ``run_segment``.
     """
     there = (point for point in reversed(recorded.points) if point.is_there)
-    start = next((point for point in there if holds_finite(point.path)), None)
+    start = next((point for point in there if _holds_finite(point.path)), None)
     stop = NEVER if recorded.end is None else recorded.last_step + 1
     segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
     words: dict[str, Any] = {"variables": recorded.variables, "may_fail": recorded.has_failed}
     run_segment(runs, segment, "nonfinite", title, **words)
     found = runs.output / "nonfinite/segment" / NONFINITE
     return start, json.loads(found.read_text()) if found.exists() else {}
+
+
+def _holds_finite(path: Path) -> bool:
+    """Return whether the weights of a checkpoint are finite; False if it cannot be read."""
+    from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
+
+    try:
+        weights = find_weights(load_checkpoint(path)).values()
+    except (CheckpointError, SettingError):
+        return False
+    return bool(weights) and all(bool(own.isfinite().all()) for own in weights)

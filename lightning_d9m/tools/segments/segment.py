@@ -104,7 +104,7 @@ class RecordedRun:
 
     Args:
         path: Its ledger, see ``read_ledger``.
-        kept: By step, other paths of checkpoints that the run may have removed since.
+        kept: By step, the paths of the checkpoints that count, in place of those in the ledger.
 
     Attributes:
         ledger: The ledger.
@@ -118,7 +118,7 @@ class RecordedRun:
         SettingError: If it is not the first fit of its program, which variables cannot reach.
     """
 
-    def __init__(self, path: Path, kept: Mapping[int, Path] = MappingProxyType({})) -> None:
+    def __init__(self, path: Path, kept: Mapping[int, Path] | None = None) -> None:
         self.ledger = read_ledger(path)
         self._kept = kept
         if fit := self.ledger.header.fit:
@@ -173,8 +173,9 @@ class RecordedRun:
         found: dict[int, SavedPoint] = {}
         for saved in self.saved:
             point = saved
-            if point.step in self._kept:
-                point = replace(point, path=self._kept[point.step], is_replaced=False)
+            if self._kept is not None:
+                path = self._kept.get(point.step, point.path)
+                point = replace(point, path=path, is_replaced=point.step not in self._kept)
             known = found.get(point.step)
             if known is None or point.is_there or not known.is_there:
                 found[point.step] = point
