@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,9 +112,9 @@ def minimum(left: Any, right: Any) -> Tensor:
     return torch.minimum(_as_tensor(left), _as_tensor(right))
 
 
-def max(values: Tensor, axis: int | None = None) -> Tensor:  # noqa: A001 - Triton's name
-    """Return the greatest number of all, or along a dimension."""
-    return values.max() if axis is None else values.amax(axis)
+def max(values: Tensor) -> Tensor:  # noqa: A001 - Triton's name
+    """Return the greatest number of all."""
+    return values.max()
 
 
 def sum(pairs: Tensor, axis: int) -> Tensor:  # noqa: A001 - Triton's name
@@ -140,18 +139,6 @@ def fma(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     nearer = torch.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
     odd = ((error > 0) | (error < 0)) & (bits & 1 == 0)
     return torch.where(odd, nearer, bits).view(float64).float()
-
-
-def sqrt(values: Tensor) -> Tensor:
-    """Return roots, rounded to nearest."""
-    if values.device.type != "cpu":
-        return values.sqrt()
-    # NumPy's are the processor's; those of torch come from MKL, which may be off by one unit.
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))
-
-
-div_rn, sqrt_rn = torch.div, sqrt
 
 
 def load(

@@ -23,18 +23,6 @@ def add_lanes(lanes, AXIS: tl.constexpr, STEPS: tl.constexpr):
     return lanes
 
 
-@jit()
-def divide(left, right):
-    """Return a quotient, rounded to nearest: `/` of float32 numbers is not."""
-    return left / right if left.dtype == tl.float64 else tl.div_rn(left, right)
-
-
-@jit()
-def find_root(values):
-    """Return a root, rounded to nearest."""
-    return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
-
-
 @jit("rows", "columns", "terms")  # one kernel for all sizes
 def multiply_tiles(
     left, right, out,
