@@ -133,6 +133,14 @@ def test_gradients_of_the_last_step_are_added():
     assert torch.equal(model.weight.grad, once)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_compression_rounds_what_is_sent_and_the_sum(name, dtype):
+    steps = [make_gradients(2)]
+    for (found,) in sum_on(2, steps, compression=name):
+        for each, leaves in zip(found, zip(*steps[0], strict=True), strict=True):
+            assert each == bits(average_leaves([leaf.to(dtype) for leaf in leaves]).float())
+
+
 def test_a_gradient_that_another_hook_takes_away_is_an_error():
     """An optimizer inside a backward hook would train one process alone."""
     model = nn.Linear(200, 200)

@@ -26,7 +26,11 @@ from lightning_d9m.integrations.strategies.horovod.environment import (
 from lightning_d9m.integrations.strategies.steps.strategy import DDPDeterministicStrategy
 from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
 from lightning_d9m.integrations.strategies.sums.collectives import send_tensors, watch_function
-from lightning_d9m.integrations.strategies.sums.gradients import BUCKET_BYTES, LogicalGradients
+from lightning_d9m.integrations.strategies.sums.gradients import (
+    BUCKET_BYTES,
+    SENT_AS,
+    LogicalGradients,
+)
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 from lightning_d9m.integrations.trainer.lightning_private import BROADCAST_SIGTERM
@@ -106,6 +110,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         op: ``"average"`` or ``"sum"`` of the ranks' gradients.
         bucket_bytes: Size at which a bucket of gradients is closed, in bytes; the first one at
             1 MiB, to start early. It changes no bit.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they are sent.
         stall_seconds: Time after which a collective that some rank does not join fails.
         accelerator: As for any strategy of Lightning.
         parallel_devices: The same.
@@ -125,6 +130,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         logical_ranks: int | None = None,
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
         stall_seconds: float = 1800.0,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -137,6 +143,10 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             raise SettingError(
                 f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
             )
+        if compression not in SENT_AS:
+            raise SettingError(
+                f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+            )
         super().__init__(
             logical_ranks=logical_ranks,
             cluster_environment=HorovodEnvironment(),
@@ -146,7 +156,12 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._sum_options = {"op": op, "bucket_bytes": bucket_bytes}
+        self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
+        if self.logical_ranks is not None and compression is not None:
+            raise SettingError(
+                f"compression={compression!r} does not go with logical_ranks, whose sums are exact "
+                "for any number of processes: leave out compression, or logical_ranks."
+            )
         self._stall_seconds = stall_seconds
         self._added_variables: list[str] | None = None  # from `setup_environment` to `teardown`
         self._sums: LogicalGradients | None = None

@@ -38,6 +38,7 @@ _FIRST_BYTES = 2**20
 # The sums of a bucket start when its last gradient has arrived, and each start costs a wait: few
 # small buckets waste time, and one large one cannot overlap the backward pass.
 BUCKET_BYTES = 25 * 2**20  # as DDP
+SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 Named = tuple[str, Parameter]
 
 
@@ -147,6 +148,7 @@ class _Bucket:
         members: Sequence[Named],
         exchange: RootExchange,
         divisor: int,
+        sent_as: torch.dtype | None,
     ) -> None:
         members = sorted(members, key=lambda member: not _is_large(member[1]))
         first = members[0][1]
@@ -156,7 +158,7 @@ class _Bucket:
         self._exchange, self._divisor = exchange, divisor
         size = starts[-1] + len(members)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self._make_roots()
+        self._make_roots(sent_as)
         self.slots = [
             _Slot(self, position, name, each, start, _view_like(self.flat, start, each))
             for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
@@ -173,8 +175,11 @@ class _Bucket:
         self.lacking: set[int] | None = None
         self.pending: LocalSum | None = None
 
-    def _make_roots(self) -> None:
+    def _make_roots(self, sent_as: torch.dtype | None) -> None:
         exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
+        is_rounded = sent_as is not None and dtype in (torch.float32, torch.float64)
+        if sent_as is not None and is_rounded:
+            dtype = sent_as
         # Half types can travel as they are if every root is a leaf.
         if is_half(flat) and exchange.blocks.processes < exchange.blocks.logical_ranks:
             dtype = torch.float32
@@ -184,11 +189,12 @@ class _Bucket:
             # So a process with one root needs no second buffer, and the result is where the
             # gradients are read.
             self.roots[-1] = flat
+        self._result = self.roots[-1] if is_rounded else flat
 
     def start(self) -> None:
         """Start the exchange of the packed roots."""
         roots = [as_real(root).view(-1) for root in self.roots]
-        result = as_real(self.flat).view(-1)
+        result = as_real(self._result).view(-1)
         self.pending = self._exchange.start(roots, result, self._divisor)
 
     def finish(self) -> list[tuple[_Slot, Tensor]]:
@@ -200,6 +206,8 @@ class _Bucket:
         assert self.pending is not None, "it has started"
         self.pending.finish()
         self.pending = None
+        if self._result is not self.flat:
+            self.flat.copy_(self._result)
         lacking, self.lacking = self.lacking or set(), None
         for slot in self.slots:
             if slot.position not in lacking:
@@ -287,6 +295,8 @@ class LogicalGradients:
         group: The process group whose ranks are the processes; None is torch's default group.
         op: ``"average"`` divides the sum once by the number of logical ranks.
         bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients of float32 and float64 before they
+            are sent, and their sum. It needs a process for each logical rank.
         on_stray: Called with the name of a parameter that gets a gradient outside `backward`.
     """
 
@@ -299,6 +309,7 @@ class LogicalGradients:
         *,
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
         on_stray: Callable[[str], None] | None = None,
     ) -> None:
         self._block = block = blocks.of(process)
@@ -309,6 +320,7 @@ class LogicalGradients:
         self._merges = dict(zip(block, merges, strict=True))
         self._exchange = RootExchange(blocks, process, group)
         self._divisor = blocks.logical_ranks if op == "average" else 1
+        self._sent_as = SENT_AS[compression]
         self._bucket_bytes = bucket_bytes
         self._on_stray = on_stray
         # A shared parameter has one gradient, and the first of its names.
@@ -425,11 +437,11 @@ class LogicalGradients:
         ]
         self.close()
         members = _lay_out(trained, self._bucket_bytes)
-        buckets = [_Bucket(each, self._exchange, self._divisor) for each in members]
+        buckets = [_Bucket(each, self._exchange, self._divisor, self._sent_as) for each in members]
         slots = [slot for bucket in buckets for slot in bucket.slots]
         # All that decides a bit or a message, so that processes with different options fail here
         # instead of hanging or differing.
-        settings = f"settings {self._divisor} {self._exchange.flushes}"
+        settings = f"settings {self._divisor} {self._sent_as} {self._exchange.flushes}"
         agree(
             ranks_of_group(self._exchange.group),
             f"the sum of the gradients of {len(trained)} parameters",
