@@ -13,7 +13,6 @@ from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
-from lightning_d9m.ops.patches.triton import language
 from lightning_d9m.ops.portability import compiler, definitions, kernels, library
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
 
@@ -63,12 +62,12 @@ def test_one_rounding_of_a_product_and_a_sum():
     """Where float64 rounds to the middle between two float32 numbers, and where a sum is lost."""
     a, b = torch.tensor([1 + 2.0**-23, 3.0, 2.0**-100]), torch.tensor([1 + 2.0**-23, 5.0, 2.0**-40])
     c = torch.tensor([2.0**-75, -15.0, 2.0**-149])
-    found = language.fma(a, b, c).tolist()
+    found = definitions.add_product(a, b, c).tolist()
     assert found == [1 + 2.0**-22, 0.0, 2.0**-140 + 2.0**-149]
     product = kernels.multiply(
         torch.stack([a, b], 1).unsqueeze(1), torch.stack([b, a], 1)[..., None]
     )
-    compare(product[:, 0, 0], language.fma(b, a, a * b))
+    compare(product[:, 0, 0], definitions.add_product(b, a, a * b))
 
 
 @DTYPES

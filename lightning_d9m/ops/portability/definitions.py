@@ -1,8 +1,8 @@
 """Products, sums and formulas in torch operations: what kernels compute, by the same sequences.
 
-Formulas serve without a C compiler and on devices; products and sums only without a compiler, for
-all matrices and blocks at once. Torch operations could run the text of ``triton/kernels.py``, too:
-but they would run one program after the other, which takes up to 100 times as long.
+Formulas serve without a C compiler and on devices; products and sums only without a compiler, and
+where a device's kernel fails. They compute all matrices and blocks at once: to run the text of
+``triton/kernels.py``, one program after the other, took up to 100 times as long.
 """
 
 import operator
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.patches.triton import language
 from lightning_d9m.ops.portability.expressions import Kernel, Number
 from lightning_d9m.ops.portability.formulas import TWO_OVER_PI
 from lightning_d9m.ops.portability.triton.kernels import BLOCK, DEPTH, LANES
@@ -46,8 +45,21 @@ def _add_products(rows: Tensor, columns: Tensor) -> Tensor:
     for k in range(rows.shape[-1]):
         one, other = rows[..., k : k + 1], columns[..., k : k + 1, :]
         is_wide = total.dtype == torch.float64
-        total = one * other + total if is_wide else language.fma(one, other, total)
+        total = one * other + total if is_wide else add_product(one, other, total)
     return total
+
+
+def add_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """Return ``left * right + total`` of float32 numbers, rounded once."""
+    # The product is exact. A last bit of 1 of an inexact sum lets it be rounded again.
+    product, wide = left.double() * right.double(), total.double()
+    result = product + wide
+    given = result - product
+    error = (product - (result - given)) + (wide - given)
+    bits = result.view(torch.int64)
+    nearer = torch.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
+    odd = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+    return torch.where(odd, nearer, bits).view(torch.float64).float()
 
 
 def add(out: Tensor, x: Tensor, *places: Any) -> None:

@@ -124,7 +124,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     strategy_name = "horovod_d9m"
     sums_always = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
         self,
         *,
         logical_ranks: int | None = None,
