@@ -113,10 +113,15 @@ def _as_tensor(number: Any) -> Tensor:
     return torch.tensor(number, dtype=kind, device="cpu")
 
 
+def _choose(mask: Tensor, *given: Any) -> Tensor:
+    chosen, other = map(_as_tensor, given)
+    return torch.where(mask, chosen, other)
+
+
 # The others are operators of Python. No divisor is a number on the CPU, by whose reciprocal CUDA
 # would multiply.
 _OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "where": lambda *given: torch.where(*map(_as_tensor, given)),
+    "where": _choose,
     "copysign": lambda *given: torch.copysign(*map(_as_tensor, given)),
     "to_bits": lambda x: x.view(torch.int64),
     "from_bits": lambda x: x.view(torch.float64),

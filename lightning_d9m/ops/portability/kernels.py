@@ -69,10 +69,10 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     return out
 
 
-def _number(device: torch.device, *shape: int) -> Tensor:
-    """Return float32 numbers between 0 and 1."""
+def _number(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return numbers between 0 and 1, with all digits."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
-    return (numbers * 0.61803398875).frac_().view(shape).to(device, torch.float32)
+    return (numbers * 0.61803398875).frac_().view(shape).to(device, dtype)
 
 
 class Offsets(NamedTuple):
@@ -126,7 +126,7 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
 def _make_product(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a product, with two blocks of terms."""
     shapes = (2, 3, 5), (2, 3, 300), (2, 300, 5)
-    tensors = [_number(device, *shape).double() for shape in shapes]
+    tensors = [_number(device, torch.float64, *shape) for shape in shapes]
     out, left, right = (_place(one.shape, one.stride(), device) for one in tensors)
     return (*tensors, left, right, out)
 
@@ -198,7 +198,7 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
 
 def _make_sums(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
-    x = _number(device, 5000, 3)
+    x = _number(device, torch.float32, 5000, 3)
     return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
 
 

@@ -116,8 +116,8 @@ def cached_taps(device: torch.device, dtype: torch.dtype, size: int, *side: Any)
         )
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
-        *tables, outputs = find_taps(partial(run_side, *side), size, dtype)
-        return Taps(*(table.to(device) for table in tables), outputs)
+        begins, places, weights, outputs = find_taps(partial(run_side, *side), size, dtype)
+        return Taps(begins.to(device), places.to(device), weights.to(device), outputs)
 
 
 def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
