@@ -22,6 +22,9 @@ from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 
 # A send waits for what is being received, so few messages are fast; small ones overlap more.
 MESSAGE_BYTES = 6 * 2**20
+# The roots of a sum that a process sends whole, if they have at most so many bytes: to fold all of
+# it takes less time than to wait for results.
+WHOLE_BYTES = 2**20
 # The tags of messages: those of one tag arrive in their order, however long others take.
 # Any numbers serve that torch does not use for its own messages in the group, whose tag is 0 by
 # default.
@@ -163,7 +166,8 @@ class MessageSum(LocalSum):
 
     A process receives the roots of its shards from the others, and sends them its roots of theirs.
     When the sum is finished it folds its shards, sends the results to all, and receives those of
-    the others in their places: who sends a result has received all roots of that place.
+    the others in their places: who sends a result has received all roots of that place. Of a small
+    sum, each process receives all roots, and folds everything.
     """
 
     # `AllToAllSum` gives the same bits, but Gloo's all-to-all of 25 MiB between two processes takes
@@ -172,10 +176,15 @@ class MessageSum(LocalSum):
     def __post_init__(self) -> None:
         self._works: list[Any] = []
         exchange, result = self.exchange, self.result
-        most = MESSAGE_BYTES * exchange.blocks.processes // result.element_size()
+        processes = exchange.blocks.processes
+        self._is_whole = result.nbytes * (processes - 1) <= WHOLE_BYTES
+        if self._is_whole:
+            shards = [[slice(0, len(result))] * processes]
+        else:
+            most = MESSAGE_BYTES * processes // result.element_size()
+            shards = [exchange.shards(chunk) for chunk in exchange.chunks(len(result), most)]
         # All chunks start at once. Their messages are matched by peer, tag and order, so that no
         # chunk waits for one before it.
-        shards = map(exchange.shards, exchange.chunks(len(result), most))
         self._chunks = [(each, *self._start(each)) for each in shards]
 
     def _start(self, shards: list[slice]) -> tuple[list[Tensor], list[Any]]:
@@ -201,18 +210,21 @@ class MessageSum(LocalSum):
     def fold(self) -> None:
         """Sum this process's shards; send the results, and receive those of the others."""
         exchange = self.exchange
+        peers = [] if self._is_whole else [*exchange.peers]
         for shards, values, waits in self._chunks:
-            for peer in exchange.peers:
+            for peer in peers:
                 if len(result := self.result[shards[peer]]):
                     self._works.append(exchange.group.recv([result], peer, _RESULTS))
             # The receives of results are posted before this wait, so that a faster process need not
             # wait for this one.
             for work in waits:
                 work.wait()
+            if self._is_whole:  # what is being sent is scratch from now on
+                self._wait()
             mine = self.result[shards[exchange.process]]
             if len(mine):
                 exchange.fold(values, mine, self.divisor)
-            for peer in exchange.peers:
+            for peer in peers:
                 self._send(mine, peer, _RESULTS)
         # `finish` calls this again; a second call must not send twice.
         self._chunks.clear()
@@ -220,8 +232,12 @@ class MessageSum(LocalSum):
     def finish(self) -> None:
         """Wait for the results of the others."""
         self.fold()
+        self._wait()
+
+    def _wait(self) -> None:
         for work in self._works:
             work.wait()
+        self._works.clear()  # Gloo's works can be waited for once
 
 
 class AllToAllSum(LocalSum):
