@@ -2,7 +2,7 @@
 
 Process ``q`` receives the ``q``-th part of all roots, folds it, and sends the result to all: by
 messages, and on devices by two all-to-alls. With one root for each process these send as many bytes
-as a ring all-reduce.
+as a ring all-reduce; a small sum on CPUs, whose messages each have all of it, sends more.
 
 The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
 shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
