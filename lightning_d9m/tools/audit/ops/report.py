@@ -115,7 +115,7 @@ _CASES: tuple[Column[Any], ...] = (
 
 
 def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences about one op on one device; none if it gave one output, without an error."""
+    """Return sentences about an op with torch's flag on, or the reason why it was not measured."""
     # Cases of one op differ in shape: one case that varies is enough.
     default, flagged, patched = (
         [row["conditions"][name] for row in rows] for name in CONDITIONS[1:]
