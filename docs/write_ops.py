@@ -41,9 +41,9 @@ On CUDA,
 
 - the first use of a primitive on a device compares its Triton kernel with torch ops on the CPU.
   Torch ops, which run its text, take over with a warning if it differs or cannot run;
-- an exact sum takes one fill and three launches; the gradient of `grid_sample` starts one kernel
-  more, copies inputs that are not contiguous, and fills four new tensors with
-  `fill_uninitialized_memory` (torch itself starts one kernel);
+- taps take one launch for each dimension, and an exact sum one fill and three launches; the
+  gradient of `grid_sample` starts one kernel more, copies inputs that are not contiguous, and fills
+  four new tensors with `fill_uninitialized_memory` (torch itself starts one kernel);
 - the host waits for the device in `bincount` with weights, in `histc` with the default range and in
   the gradient of `CTCLoss` if its lengths are CUDA tensors, as in torch's own kernels;
 - an index out of range is a device-side assertion, which surfaces as an error at a later call;

@@ -41,7 +41,7 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
         ("audit ops -n 2.5", 2, "--runs: 2.5 is not valid; allowed: a whole number from 2 to "),
         ("locate --tries 0", 2, "--tries: 0 is not valid; allowed: a whole number from 1."),
         ("repeat --timeout 0", 2, "--timeout: 0 is not valid; allowed: more than 0 seconds."),
-        ("audit ops --timeout nan", 2, "--timeout: nan is not valid; allowed: more than 0 sec"),
+        ("repeat --timeout nan", 2, "--timeout: nan is not valid; allowed: more than 0 sec"),
         ("repeat --processes 0,1", 2, "0 is not valid; allowed: a whole number from 1 to 1024"),
         ("repeat --processes 1,two", 2, "two is not valid; allowed: a whole number from 1"),
         ("repeat --processes 1,2,1", 2, "1,2,1 is not valid; allowed: two or more different"),

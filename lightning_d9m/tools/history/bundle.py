@@ -209,7 +209,7 @@ def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
     places = [(line.get("file"), line.get("line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
         places.insert(0, (called[1], int(called[2])))
-    if find_excerpt(report):  # in a bundle it has them, and a file here may be another one
+    if any(map(_EXCERPT.fullmatch, report)):  # in a bundle it has them, and a file here may be another one
         places.clear()
     for file, number in dict.fromkeys(places):
         path = Path(str(file))

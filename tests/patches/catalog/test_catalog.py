@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
+from documentation import read_documentation
 from scripts import load_script
 
 from lightning_d9m.errors import SettingError
@@ -19,7 +20,6 @@ from lightning_d9m.ops.patches.catalog.catalog import (
     search_op,
     select_ops,
 )
-from lightning_d9m.tools.audit.ops.cases import read_documentation
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 HERE = Path(__file__).parent

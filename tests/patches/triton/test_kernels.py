@@ -131,11 +131,13 @@ EXECUTIONS = {
         )
         for number in range(7)
     },
-    "taps": Execution(differentiate("bicubic", torch.float32)),
+    "taps": Execution(differentiate("bicubic", torch.float32), launches=2),
     "half taps": Execution(differentiate("linear", torch.float16), capability=80),
-    "long taps": Execution(differentiate("bicubic-antialiased", torch.float64), assembled=False),
+    "long taps": Execution(
+        differentiate("bicubic-antialiased", torch.float64), launches=2, assembled=False
+    ),
     "taps, channels last": Execution(
-        differentiate("avg_pool3d-overlap", torch.float32, last=True), assembled=False
+        differentiate("avg_pool3d-overlap", torch.float32, last=True), launches=3, assembled=False
     ),
     "samples": Execution(sample(2, 0, 0, torch.float16), launches=4),
     "samples with reflections": Execution(
@@ -145,7 +147,9 @@ EXECUTIONS = {
         sample(3, 0, 1, torch.float64), launches=4, capability=100, assembled=False
     ),
     "nearest samples": Execution(sample(3, 1, 2, torch.bfloat16), launches=4, assembled=False),
-    "taps of a padding": Execution(differentiate("replication3d", torch.float32), capability=100),
+    "taps of a padding": Execution(
+        differentiate("replication3d", torch.float32), launches=3, capability=100
+    ),
 }
 
 
@@ -218,10 +222,10 @@ def plan_large(kernel: str, terms: int, places: int) -> tuple[list, int, int, tu
         kinds[4] = torch.int64
         launches = [kernels._prepare_sample.__wrapped__(*shapes, rule)]
         return launches, elements, max(2 * terms, places), sizes, kinds
-    sides, elements = ((1, 1, rows), (1, 1, count)), rows * FEATURES  # a line for each feature
+    elements = rows * FEATURES  # a line for each feature
     sizes = (4 * places, 4 * terms, 4 * rows + 20, 4 * count + 8, 4 * count + 8)
     kinds[2:] = [torch.int32, torch.int32, torch.float32]
-    launches = [kernels._prepare_taps.__wrapped__(elements, count * FEATURES, *sides)]
+    launches = [kernels._prepare_taps.__wrapped__(rows, count, FEATURES, 1)]
     return launches, elements, max(elements, places), sizes, kinds
 
 

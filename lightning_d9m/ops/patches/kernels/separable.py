@@ -3,8 +3,8 @@
 Interpolation, average pooling and padding are linear, and act on one dimension after the other. The
 matrix of one dimension is what torch's own forward pass does to the identity matrix, and the
 gradient multiplies by its transpose. Few elements of a row are not zero: the taps. One thread adds
-the taps of an input in ascending order, so no two threads meet: of the last dimension first, then
-what these sums give along the dimension before it.
+the taps of an input in ascending order, so no two threads meet: along the last dimension first, and
+then what these sums give along the dimension before it.
 
 A row of the identity stands for many here, because outputs read only inputs nearby: it is 1 at
 every ``period``-th input. Which of them an output has read follows from the center of all that it
@@ -13,7 +13,6 @@ reads, which is the forward pass of the positions.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -35,24 +34,19 @@ dimensions sees as many columns as its first argument ends with."""
 
 
 class Taps(NamedTuple):
-    """The outputs that each input of three adjacent dimensions went to, in ascending order.
+    """The outputs that each input of a dimension went to, in ascending order.
 
     Attributes:
-        begins: The position of each input's first tap, and the end of all, for each dimension after
-            the other; int32.
+        begins: The position of each input's first tap, and the end of all; int32.
         places: The outputs of input 0, of input 1, ...; int32.
         weights: Their weights.
-        inputs: The number of inputs of each dimension.
         outputs: The number of outputs.
-        most: The greatest number of taps; 0 for a dimension of one element that changes nothing.
     """
 
     begins: Tensor
     places: Tensor
     weights: Tensor
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    most: tuple[int, ...]
+    outputs: int
 
 
 def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -> Taps:
@@ -83,8 +77,7 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
     # By input, then by output: the order in which a thread adds.
     order = (inputs * len(centers) + outputs).argsort()
     begins = torch.searchsorted(inputs[order], torch.arange(size + 1, device="cpu")).to(torch.int32)
-    sizes = (size,), (len(centers),), (int(begins.diff().max()),)
-    return Taps(begins, outputs[order].to(torch.int32), weights[order], *sizes)
+    return Taps(begins, outputs[order].to(torch.int32), weights[order], len(centers))
 
 
 def _probe(
@@ -105,10 +98,8 @@ def _probe(
 
 
 @cache
-def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...]) -> Taps:
-    """Return the taps of ops of torch along adjacent dimensions, on a device.
-
-    For each dimension its number of inputs and its :data:`Side` are given.
+def cached_taps(device: torch.device, dtype: torch.dtype, size: int, *side: Any) -> Taps:
+    """Return the taps of an op of torch along a dimension of so many inputs, on a device.
 
     Sizes seldom change during a training, so a layer pays for this at its first step only. Nothing
     is evicted: taps are only as long as a side, a CUDA graph reads the memory at each replay, and
@@ -121,22 +112,12 @@ def cached_taps(device: torch.device, dtype: torch.dtype, *sides: tuple[Any, ...
     if device.type == "cuda" and is_capturing():
         raise D9mError(
             "A CUDA graph is being captured, and a deterministic replacement has to copy a table "
-            f"for sides of {[size for size, *_ in sides]} to {device} first. Run the same step "
-            "once before the capture."
+            f"for a side of {size} to {device} first. Run the same step once before the capture."
         )
     # For any later use, whatever the default device is.
     with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
-        one = torch.arange(2, dtype=torch.int32, device="cpu")
-        # The kernel adds along three dimensions; one tap of weight 1 changes nothing.
-        none = Taps(one, one[:1], torch.ones(1, dtype=dtype, device="cpu"), (1,), (1,), (0,))
-        found = [none] * (3 - len(sides)) + [
-            find_taps(partial(run_side, *side), size, dtype) for size, *side in sides
-        ]
-        firsts, places, weights, inputs, outputs, most = zip(*found, strict=True)
-        ends = accumulate(map(len, places), initial=0)
-        begins = [one + end for one, end in zip(firsts, ends, strict=False)]
-        begin, place, weight = (torch.cat(parts).to(device) for parts in (begins, places, weights))
-        return Taps(begin, place, weight, sum(inputs, ()), sum(outputs, ()), sum(most, ()))
+        begins, places, weights, outputs = find_taps(partial(run_side, *side), size, dtype)
+        return Taps(begins.to(device), places.to(device), weights.to(device), outputs)
 
 
 def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
@@ -152,7 +133,7 @@ def run_side(name: str, first: Sequence[int], *rest: Any) -> Tensor:
     return result[:, 0, :, 0]
 
 
-def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
+def apply_taps(gradient: Tensor, taps: Sequence[Taps], shape: Sequence[int]) -> Tensor:
     """Propagate a gradient from outputs to inputs, along the last dimensions.
 
     It is real or complex, of shape ``[..., *outputs]``. The result has the shape ``[..., *inputs]``
@@ -162,18 +143,26 @@ def apply_taps(gradient: Tensor, taps: Taps, shape: Sequence[int]) -> Tensor:
     if gradient.is_complex():
         parts = torch.view_as_real(gradient.resolve_conj()).unbind(-1)
         return torch.complex(*(apply_taps(part, taps, shape) for part in parts))
-    out = gradient.new_empty(shape)
-    if gradient.numel():
-        run_kernel("kernels:add_taps", _make_example, out, gradient.contiguous(), taps)
-    return out
+    found, inner = gradient.contiguous(), 1
+    for axis in range(-1, -len(taps) - 1, -1):
+        one, size = taps[axis], shape[axis]
+        outer = found.numel() // max(one.outputs * inner, 1)
+        # Sums are rounded to a shorter dtype once, after the first dimension, which comes last.
+        dtype = one.weights.dtype if axis > -len(taps) else gradient.dtype
+        out = gradient.new_empty((outer, size, inner), dtype=dtype)
+        if found.numel():
+            source = found.view(outer, one.outputs, inner)
+            run_kernel("kernels:add_taps", _make_example, out, source, one)
+        found, inner = out, inner * size
+    return found.view(shape)
 
 
 def _make_example(device: torch.device) -> tuple[Tensor, Tensor, Taps]:
-    """Return arguments of the kernel: the gradient of a resized image."""
-    side = (7, "upsample_linear1d", (17,), False)
-    source = (torch.arange(3 * 17 * 17, dtype=torch.float32, device="cpu") * 0.37).sin()
-    taps = cached_taps(device, torch.float32, side, side)
-    return torch.zeros(3, 7, 7, device=device), source.to(device), taps
+    """Return arguments of the kernel: the gradient of resized columns."""
+    source = (torch.arange(3 * 17 * 5, dtype=torch.float32, device="cpu") * 0.37).sin()
+    side = 7, "upsample_linear1d", (17,), False
+    taps = cached_taps(device, torch.float32, *side)
+    return torch.zeros(3, 7, 5, device=device), source.view(3, 17, 5).to(device), taps
 
 
 def _differentiate(
@@ -196,11 +185,10 @@ def _differentiate(
         0 not in (*shape[1:], *given[1:]),
     )
     dtype = accumulation_dtype(grad_output.dtype).to_real()
-    whole = [(size, *side) for size, side in zip(shape[-dims:], sides, strict=True)]
-    taps, form = cached_taps(grad_output.device, dtype, *whole), torch.contiguous_format
-    require(taps.outputs[-dims:] == given[-dims:])
-    if format_of is not None:
-        form = suggest_memory_format(format_of)
+    pairs = zip(shape[-dims:], sides, strict=True)
+    taps = [cached_taps(grad_output.device, dtype, size, *side) for size, side in pairs]
+    require(all(one.outputs == size for one, size in zip(taps, given[-dims:], strict=True)))
+    form = torch.contiguous_format if format_of is None else suggest_memory_format(format_of)
 
     def run(grad_output: Tensor, *_: Any, **__: Any) -> Tensor:
         result = apply_taps(grad_output, taps, shape)

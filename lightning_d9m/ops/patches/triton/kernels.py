@@ -236,84 +236,52 @@ def accumulate(out, index, values, weights, layout, pieces, form, include):
         launch(out, values, factors, index, sums)
 
 
-_SIDES = ["depth", "height", "width", "planes", "lines", "columns", "elements"]
-
-
-@jit()
-def read_range(begins, side, mask):
-    """Return the position of an input's first tap, and the number of its taps."""
-    begin = tl.load(begins + side, mask=mask, other=0)
-    return begin, tl.load(begins + side + 1, mask=mask, other=0) - begin
-
-
-@jit(*_SIDES)
+@jit("inputs", "outputs", "inner", "elements")
 def apply_taps(
     source,
     out,
     begins,
     places,
     weights,
-    depth,
-    height,
-    width,
-    planes,
-    lines,
-    columns,
+    inputs,
+    outputs,
+    inner,
     elements,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write into each input the weighted sum of its outputs, along three adjacent dimensions.
-
-    A dimension of one input and one output has one tap, of weight 1. Of the tables those of the
-    dimensions follow each other.
-    """
+    """Write into each input the weighted sum of its outputs, along the second of three axes."""
     first = tl.program_id(0)
     if WIDE:
-        first = first.to(tl.int64)
+        first, inner = first.to(tl.int64), inner.to(tl.int64)
     element = first * BLOCK + tl.arange(0, BLOCK)
     mask = element < elements
-    x = element % width
-    y = element // width % height
-    z = element // width // height % depth
-    outer = element // width // height // depth
-    begin_z, number_z = read_range(begins, z, mask)
-    begin_y, number_y = read_range(begins + depth + 1, y, mask)
-    begin_x, number_x = read_range(begins + depth + height + 2, x, mask)
+    side = element // inner % inputs
+    tap = tl.load(begins + side, mask=mask, other=0)
+    number = tl.load(begins + side + 1, mask=mask, other=0) - tap
+    start = element // inner // inputs * outputs * inner + element % inner
     total = tl.zeros([BLOCK], weights.dtype.element_ty)
-    for turn_z in range(tl.max(number_z)):
-        tap_z = begin_z + turn_z
-        here_z = turn_z < number_z
-        plane = outer * planes + tl.load(places + tap_z, mask=here_z, other=0)
-        plane_sum = tl.zeros([BLOCK], total.dtype)
-        for turn_y in range(tl.max(number_y)):
-            tap_y = begin_y + turn_y
-            here_y = here_z & (turn_y < number_y)
-            line = plane * lines + tl.load(places + tap_y, mask=here_y, other=0)
-            line_sum = tl.zeros([BLOCK], total.dtype)
-            for turn_x in range(tl.max(number_x)):
-                tap_x = begin_x + turn_x
-                here = here_y & (turn_x < number_x)
-                place = line * columns + tl.load(places + tap_x, mask=here, other=0)
-                value = tl.load(source + place, mask=here, other=0.0)
-                weight = tl.load(weights + tap_x, mask=here, other=0.0)
-                line_sum = tl.where(here, line_sum + value.to(total.dtype) * weight, line_sum)
-            weight = tl.load(weights + tap_y, mask=here_y, other=0.0)
-            plane_sum = tl.where(here_y, plane_sum + line_sum * weight, plane_sum)
-        weight = tl.load(weights + tap_z, mask=here_z, other=0.0)
-        total = tl.where(here_z, total + plane_sum * weight, total)
+    for turn in range(tl.max(number)):
+        here = turn < number
+        place = start + tl.load(places + tap + turn, mask=here, other=0) * inner
+        value = tl.load(source + place, mask=here, other=0.0)
+        weight = tl.load(weights + tap + turn, mask=here, other=0.0)
+        total = tl.where(here, total + value.to(total.dtype) * weight, total)
     tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
 
 
 @lru_cache(maxsize=4096)
-def _prepare_taps(elements, given, inputs, outputs, *_dtypes):
-    return prepare_launch(apply_taps, elements, given, *inputs, *outputs, elements)
+def _prepare_taps(inputs, outputs, outer, inner, *_dtypes):
+    elements = outer * inputs * inner
+    offsets = max(elements, outer * outputs * inner)
+    return prepare_launch(apply_taps, elements, offsets, inputs, outputs, inner, elements)
 
 
 def add_taps(out, source, taps):
-    """Write into ``out`` the weighted sums of ``source``, along the dimensions of the taps."""
-    sizes = (out.numel(), source.numel(), taps.inputs, taps.outputs)
-    launch = _prepare_taps(*sizes, source.dtype, out.dtype, taps.weights.dtype)
+    """Write into ``out`` the weighted sums of ``source``, along the second of three dimensions."""
+    outer, inputs, inner = out.shape
+    kinds = (source.dtype, out.dtype, taps.weights.dtype)
+    launch = _prepare_taps(inputs, taps.outputs, outer, inner, *kinds)
     launch(source, out, taps.begins, taps.places, taps.weights)
 
 

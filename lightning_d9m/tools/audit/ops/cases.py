@@ -1,16 +1,11 @@
-"""All cases of ``d9m audit ops``: each is one op on one shape, with its inputs.
+"""All cases of ``d9m audit ops``: each is one op on one shape, with its inputs."""
 
-And what torch says of these ops in the docstring of ``torch.use_deterministic_algorithms``.
-"""
-
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as nnf
@@ -18,7 +13,6 @@ from torch import Tensor
 
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.errors import SettingError
-from lightning_d9m.text import read_stanzas
 
 MeasuredCall: TypeAlias = Callable[[], Tensor | tuple[Tensor, ...]]
 
@@ -33,12 +27,6 @@ SIZES = (
 # Side of an input by its number of dimensions, for --quick and otherwise.
 _SIDES = {1: (256, 4096), 2: (24, 96), 3: (10, 24)}
 _SIDE = -1  # stands for it in a shape
-_NAME = r":\w+:`([\w.]+)`"
-_DOCUMENTED: dict[str, list[str]] = {
-    line: ops[0].split(", ")
-    for stanza in read_stanzas(Path(__file__).with_name("documented.txt"))
-    for line, ops in stanza.items()
-}
 
 
 class Inputs:
@@ -112,11 +100,6 @@ class Case:
     quick: bool = True
     dtypes: tuple[str, ...] = FLOATS
     devices: tuple[str, ...] = ()
-
-    @property
-    def documented(self) -> tuple[str, ...]:
-        """The lines of torch's documentation about it, as ``documented.txt`` names them."""
-        return tuple(line for line, ops in _DOCUMENTED.items() if self.op in ops)
 
     def key(self, dtype: str) -> str:
         """Return the unique name of the case in one dtype."""
@@ -411,64 +394,3 @@ def _resize(given: Tensor) -> Tensor:
     # resize_ leaves new elements uninitialized.
     quantized = torch.quantize_per_tensor(given, 0.1, 0, torch.qint8)
     return quantized.resize_(2_000).int_repr()
-
-
-@dataclass(frozen=True)
-class DocumentedLine:
-    """One op of one line of the docstring of ``torch.use_deterministic_algorithms``.
-
-    Attributes:
-        kind: ``"switches"`` to a deterministic implementation, or ``"raises"``.
-        name: Such as ``"torch.nn.AvgPool3d"``; a line that names several ops becomes several.
-        text: The whole line.
-        devices: The types of device that it is about; empty for all.
-    """
-
-    kind: Literal["switches", "raises"]
-    name: str
-    text: str
-    devices: tuple[str, ...]
-
-
-def read_documentation(docstring: str) -> tuple[DocumentedLine, ...]:
-    """Read both lists of the docstring of ``torch.use_deterministic_algorithms``.
-
-    Raises:
-        SettingError: A list is missing.
-    """
-    lines: list[DocumentedLine] = []
-    kinds: tuple[Literal["switches", "raises"], ...] = ("switches", "raises")
-    # The text before the first list, and both of them.
-    # torch has no list of these ops but this text, and no tag on them.
-    parts = re.split(r"will (?:act|throw)\s[^*]*?when ``mode=True``:", docstring)
-    for kind, part in zip(kinds, parts[1:], strict=False):
-        # A list ends with the first paragraph after it.
-        listed = re.split(r"\n\s*\n(?=\s*[A-Z])", part)[0]
-        for bullet in re.split(r"\n\s*\* ", listed)[1:]:
-            text = " ".join(bullet.split())
-            if head := re.match(rf"{_NAME}(?:(?:, and|,| and) {_NAME})*", text):
-                devices = tuple(
-                    kind for kind in ("cpu", "cuda", "mps", "xpu") if kind.upper() in text
-                )
-                names = re.findall(_NAME, head[0])
-                lines += [DocumentedLine(kind, name, text, devices) for name in names]
-    if {line.kind for line in lines} != {*kinds}:
-        raise SettingError(
-            "The docstring of torch.use_deterministic_algorithms does not have its two lists in "
-            "the expected form, so the ops of this torch cannot be checked. Update "
-            "read_documentation to the new form."
-        )
-    return tuple(lines)
-
-
-def find_documented_lines(
-    lines: Iterable[DocumentedLine], names: Iterable[str], device: str
-) -> tuple[DocumentedLine, ...]:
-    """Return the lines about an op, by its names and words of the line, on a type of device."""
-    wanted = [name.partition(" ") for name in names]
-    return tuple(
-        line
-        for line in lines
-        if (not line.devices or device in line.devices)
-        and any(line.name == name and words in line.text for name, _, words in wanted)
-    )

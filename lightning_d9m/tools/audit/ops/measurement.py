@@ -1,21 +1,16 @@
-"""The measurement of all cases, each in four conditions, in a worker that may crash.
+"""The measurement of all cases, each in four conditions.
 
-A worker process is restarted after a case has crashed it. Each row is appended to a file when it is
-measured, with what it depends on, so that an interrupted audit continues there. The worker is this
-module, run as a program.
+Each row is appended to a file when it is measured, with what it depends on, so that an interrupted
+audit continues there; after a case that ended the process, with the next one.
 """
 
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,39 +21,30 @@ from lightning_d9m.compatibility import synchronize
 from lightning_d9m.engine.control.environment import (
     algorithms_switched,
     capture_flags,
+    threads_pinned,
     wanted_flags,
 )
-from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
+from lightning_d9m.errors import LedgerError, SettingError, file_errors
 from lightning_d9m.ops.patches.registration import patches_applied
-from lightning_d9m.tools.audit.ops.cases import (
-    Case,
-    Inputs,
-    MeasuredCall,
-    find_documented_lines,
-    list_cases,
-    plan_cases,
-    read_documentation,
-)
+from lightning_d9m.tools.audit.ops.cases import Case, Inputs, MeasuredCall, plan_cases
 from lightning_d9m.tools.audit.ops.report import CONDITIONS
 from lightning_d9m.tools.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.tools.launch.progress import StatusLine, describe_left
 
 _FEWEST_RUNS = 3
-# The worker imports torch and creates a CUDA context on a machine that may be busy.
-_START_SECONDS = 300.0
-_WORKER = [sys.executable, "-m", "lightning_d9m.tools.audit.ops.measurement"]
 _REFUSED = "does not have a deterministic implementation"
+_LOST = {"outcome": "lost", "reason": "The process ended."}
 
 
-def plan_rows(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the row of each case without its conditions, and facts about this machine.
+def plan_rows(settings: Mapping[str, Any]) -> tuple[list[tuple[Case, str]], dict[str, Any]]:
+    """Return each case with its dtype, and facts about this machine.
 
     Raises:
         SettingError: torch cannot use the device, or a pattern matches no op.
     """
     device = settings["device"]
     try:
-        kind = torch.zeros(1, device=device).device.type
+        torch.zeros(1, device=device)
     # torch raises AssertionError if it was built without CUDA.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0].rstrip(".")
@@ -66,74 +52,72 @@ def plan_rows(settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[s
             f"--device is {device!r}, on which torch {torch.__version__} cannot create a tensor: "
             f"{first}. Give an available device, such as cpu, cuda or cuda:1."
         ) from error
-    cases = plan_cases(settings["ops"], settings["dtypes"], quick=settings["quick"])
-    lines = read_documentation(torch.use_deterministic_algorithms.__doc__ or "")
-    rows = [
-        {
-            "key": case.key(dtype),
-            "op": case.op,
-            "parameters": dict(case.parameters),
-            "dtype": dtype,
-            "documented": [
-                line.kind for line in find_documented_lines(lines, case.documented, kind)
-            ],
-        }
-        for case, dtype in cases
-    ]
+    cases = [*plan_cases(settings["ops"], settings["dtypes"], quick=settings["quick"])]
     threads = settings["threads"] or torch.get_num_threads()
-    return rows, {"torch": torch.__version__, "threads": threads}
+    return cases, {"torch": torch.__version__, "threads": threads}
 
 
 def measure_rows(
-    folder: Path, plan: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], timeout: float
+    folder: Path, plan: Sequence[tuple[Case, str]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Measure every case that has no row in the folder yet, and return all rows.
 
     Args:
-        folder: The folder of the rows, and of the log with what the worker prints.
-        plan: The row of each case without its conditions.
+        folder: The folder of the rows.
+        plan: The cases, with their dtypes.
         settings: What the rows depend on; rows with other settings are left alone.
-        timeout: Seconds after which a case counts as hanging.
 
     Raises:
-        CommandError: The worker ends before its first case.
         LedgerError: The folder cannot be written.
     """
-    worker: _Worker | None = None
-    done: dict[str, dict[str, Any]] = {}
     what, path = f"The rows of the audit cannot be written to {folder}", folder / "ops.jsonl"
+    with file_errors(LedgerError, what, "Give a different folder with --output."):
+        folder.mkdir(parents=True, exist_ok=True)
+        done = _read_rows(path, settings)
+        start, known = time.monotonic(), len(done)
+        pinned = threads_pinned(settings["threads"])
+        with pinned, StatusLine() as status, path.open("a") as file:
+            for number, (case, dtype) in enumerate(plan, start=1):
+                key = case.key(dtype)
+                if key in done:
+                    continue
+                text = f"[{number} of {len(plan)}] {key}"
+                # Rows of an earlier audit took no time in this one.
+                each = (time.monotonic() - start) / max(1, len(done) - known)
+                left = describe_left(each * (len(plan) - len(done)))
+                status.update(f"{text}{left if len(done) > known else ''}")
+                if not status.live:
+                    print(text, file=sys.stderr, flush=True)
+                done[key] = _measure_row(case, dtype, settings, file)
+    return [done[case.key(dtype)] for case, dtype in plan]
+
+
+def _measure_row(
+    case: Case, dtype: str, settings: Mapping[str, Any], file: IO[str]
+) -> dict[str, Any]:
+    """Measure a case and append its row to a file."""
+    row = {
+        "key": case.key(dtype),
+        "op": case.op,
+        "parameters": dict(case.parameters),
+        "dtype": dtype,
+        "conditions": dict.fromkeys(CONDITIONS, _LOST),
+    }
+
+    def write(found: Mapping[str, Any] | None) -> None:
+        # After a line that an interruption cut, a new one begins.
+        file.write(f"\n{json.dumps({'settings': settings, 'key': row['key'], 'row': found})}")
+        file.flush()
+
+    write(row)  # a case that ends the process is not measured again
     try:
-        with file_errors(LedgerError, what, "Give a different folder with --output."):
-            folder.mkdir(parents=True, exist_ok=True)
-            done |= _read_rows(path, settings)
-            log, rows = (folder / "worker.log").open("ab"), path.open("a")
-            start, known = time.monotonic(), len(done)
-            with StatusLine() as status, log, rows:
-                for number, row in enumerate(plan, start=1):
-                    if row["key"] in done:
-                        continue
-                    text = f"[{number} of {len(plan)}] {row['key']}"
-                    # Rows of an earlier audit took no time in this one.
-                    each = (time.monotonic() - start) / max(1, len(done) - known)
-                    left = describe_left(each * (len(plan) - len(done)))
-                    status.update(f"{text}{left if len(done) > known else ''}")
-                    if not status.live:
-                        print(text, file=sys.stderr, flush=True)
-                    # One worker for many cases, as its start takes seconds; a new one after a case
-                    # has killed it.
-                    worker = worker or _Worker(settings, log)
-                    conditions = worker.ask(row["key"], timeout)
-                    if conditions is None:
-                        entry = {"outcome": "lost", "reason": f"The process was {worker.end()}."}
-                        conditions, worker = dict.fromkeys(CONDITIONS, entry), None
-                    done[row["key"]] = {**row, "conditions": conditions}
-                    # After a line that an interruption cut, a new one begins.
-                    rows.write(f"\n{json.dumps({'settings': settings, 'row': done[row['key']]})}")
-                    rows.flush()
-    finally:  # after an interruption the case is measured again
-        if worker is not None:
-            worker.end()
-    return [done[row["key"]] for row in plan]
+        limits = settings["runs"], settings["seconds"]
+        row["conditions"] = measure_case(case, settings["device"], dtype, *limits)
+    except BaseException:  # after an interruption it is measured again
+        write(None)
+        raise
+    write(row)
+    return row
 
 
 def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -144,75 +128,8 @@ def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, A
             record = json.loads(line)
             # A row of another version of torch, or of more runs, is not one of this audit.
             if record["settings"] == settings:
-                done[record["row"]["key"]] = record["row"]
-    return done
-
-
-class _Worker:
-    """A worker process; it is killed if an answer does not come in time."""
-
-    def __init__(self, settings: Mapping[str, Any], log: IO[bytes]) -> None:
-        self._late = 0.0
-        self._process = subprocess.Popen(
-            _WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        if self.ask(settings, _START_SECONDS) is None:
-            raise CommandError(
-                f"The measuring process was {self.end()} before its first case. Its output is in "
-                f"{log.name}."
-            )
-
-    def ask(self, request: object, seconds: float) -> Any:
-        """Send a request, and return the answer; None if the process has ended without."""
-        assert self._process.stdin is not None, "the pipe was requested"
-        assert self._process.stdout is not None, "the pipe was requested"
-        with suppress(BrokenPipeError):
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        # A kernel that hangs cannot be interrupted from within its process.
-        if not wait([self._process.stdout.fileno()], seconds):
-            self._late = seconds
-            self._process.kill()
-            return None
-        # Half a line was written by a process that died meanwhile.
-        answer = self._process.stdout.readline()
-        return json.loads(answer) if answer.endswith("\n") else None
-
-    def end(self) -> str:
-        """End the process, and return how it ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=1)
-        self._process.kill()
-        with suppress(BrokenPipeError), self._process:  # closes its pipes
-            status = self._process.wait()
-        if self._late:
-            return f"killed because it was still running after {self._late:g} s"
-        if status == -signal.SIGKILL:
-            return "killed, as the system does if it runs out of memory"
-        if status < 0:
-            return f"ended by {signal.Signals(-status).name}"
-        return f"ended with exit status {status}"
-
-
-def main() -> int:
-    """Measure the cases that standard input requests; return 0 after the last one.
-
-    It reads one line of JSON for each case, and writes one line with what it measured. What a
-    library prints goes to standard error.
-    """
-    # A library that prints to descriptor 1 would write between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    settings = json.loads(sys.stdin.readline())
-    if settings["threads"] is not None:
-        torch.set_num_threads(settings["threads"])
-    cases = {case.key(dtype): (case, dtype) for case in list_cases() for dtype in case.dtypes}
-    print("{}", file=answers, flush=True)
-    for line in sys.stdin:
-        case, dtype = cases[json.loads(line)]
-        limits = settings["runs"], settings["seconds"]
-        conditions = measure_case(case, settings["device"], dtype, *limits)
-        print(json.dumps(conditions), file=answers, flush=True)
-    return 0
+                done[record["key"]] = record["row"]
+    return {key: row for key, row in done.items() if row}
 
 
 def measure_case(case: Case, device: str, dtype: str, runs: int, seconds: float) -> dict[str, Any]:
@@ -294,20 +211,14 @@ def _measure(
 @contextmanager
 def _enter(condition: str, kind: str) -> Iterator[None]:
     """Set torch's flag, and nothing else; patched, all that a session does and the op's patch."""
-    flags, threads = capture_flags(), torch.get_num_threads()
+    flags, patched = capture_flags(), condition == "patched"
     # The process may have been started with the flag on.
     flags["torch.deterministic_algorithms"] = condition == "deterministic"
-    patched = condition == "patched"
     if patched:
         flags = wanted_flags(fill_uninitialized_memory=True)
-    with algorithms_switched(flags), patches_applied(kind.upper()) if patched else nullcontext():
-        # On one thread the order of additions is fixed.
-        torch.set_num_threads(1 if condition == "oracle" else threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with (
+        algorithms_switched(flags),
+        patches_applied(kind.upper()) if patched else nullcontext(),
+        threads_pinned(1 if condition == "oracle" else None),  # the order of additions is fixed
+    ):
+        yield

@@ -8,7 +8,6 @@ from lightning_d9m.text import pluralize
 from lightning_d9m.tools.output.columns import Column, format_markdown_table, short
 
 CONDITIONS = ("oracle", "default", "deterministic", "patched")
-_DOCUMENTED = ["As documented."]
 _INTRODUCTION = """\
 Each case ran {runs} times (fewer if its time was over) in four conditions: torch as it is; torch
 with `use_deterministic_algorithms(True)`; patched, which is a session with `patch_ops`; and the
@@ -47,17 +46,17 @@ def render_findings(summary: Mapping[str, Any]) -> str:
     # What varies is what the reader looks for.
     varied = [entry for entry in ops if entry["varied"]["default"]]
     steady = [entry for entry in ops if entry not in varied]
-    odd = [entry for entry in steady if entry["findings"] != _DOCUMENTED]
+    odd = [entry for entry in steady if entry["findings"]]
     verdict = f"{pluralize(len(broken), 'case')} of patched ops" if broken else "No patched op"
     head = (
         f"{verdict} varied. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
-        f"{len(varied)}; neither varied nor documented to vary: {len(steady) - len(odd)}."
+        f"{len(varied)}; neither varied nor refused: {len(steady) - len(odd)}."
     )
     lines = [
         head,
         *(f"the patched op varied: {key}" for key in broken),
         "",
-        *(f"{entry['op']}: varies. {' '.join(entry['findings'])}" for entry in varied),
+        *(" ".join((f"{entry['op']}: varies.", *entry["findings"])) for entry in varied),
         *(f"{entry['op']}: steady. {' '.join(entry['findings'])}" for entry in odd),
     ]
     return "\n".join(lines)
@@ -116,39 +115,25 @@ _CASES: tuple[Column[Any], ...] = (
 
 
 def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences that compare the behavior of one op on one device with its documentation.
-
-    Each of its rows has ``conditions``, and in ``documented`` the kinds of its lines.
-    """
-    # Cases of one op differ in shape, and the documentation does not speak of shapes: one case that
-    # varies is enough.
-    kinds = {kind for row in rows for kind in row["documented"]}
-    default = [row["conditions"]["default"] for row in rows]
-    ran = [entry for entry in default if entry["outcome"] == "ran"]
-    if not ran:
+    """Return sentences about an op with torch's flag on, or the reason why it was not measured."""
+    # Cases of one op differ in shape: one case that varies is enough.
+    default, flagged, patched = (
+        [row["conditions"][name] for row in rows] for name in CONDITIONS[1:]
+    )
+    if not any(entry["outcome"] == "ran" for entry in default):
         reasons = sorted({entry["reason"] for entry in default})
         return [f"Not measured: {'; '.join(reasons)}"]
-    flagged = [row["conditions"]["deterministic"] for row in rows]
-    raised = [row for row in rows if row["conditions"]["deterministic"]["outcome"] == "raised"]
-    varied = any(map(varies, ran))
     findings = []
-    if varied and not kinds:
-        findings.append("Varies, and torch does not document it.")
-    if kinds and not varied:
-        findings.append("Documented as nondeterministic, and did not vary here.")
     if any(map(varies, flagged)):
         findings.append("Varies although deterministic algorithms are on, and does not raise.")
-    if raised and "raises" not in kinds:
-        findings.append("Raises, and torch does not document it.")
-    if "raises" in kinds and any(entry["outcome"] == "ran" for entry in flagged) and not raised:
-        findings.append("Documented as raising, and ran.")
-    patched = [row["conditions"]["patched"] for row in raised]
-    # A replacement that works shows that torch could have one.
-    if any(entry["outcome"] == "ran" and not varies(entry) for entry in patched):
-        findings.append(
-            "Raises, although a deterministic version exists: the patched op gave one output."
-        )
-    return findings or _DOCUMENTED
+    raised = [entry["outcome"] == "raised" for entry in flagged]
+    pairs = zip(raised, patched, strict=True)
+    if any(refused and one["outcome"] == "ran" and not varies(one) for refused, one in pairs):
+        # A replacement that works shows that torch could have one.
+        findings.append("Torch refuses it with the flag on, and the patched op gave one output.")
+    elif any(raised):
+        findings.append("Torch refuses it with the flag on.")
+    return findings
 
 
 def varies(entry: Mapping[str, Any]) -> bool:

@@ -5,5 +5,5 @@ file. Read ``ops.py`` first.
 """
 
 COMMANDS = {
-    "ops": "measure every op that is, or is documented as, nondeterministic",
+    "ops": "measure every op that may be nondeterministic",
 }

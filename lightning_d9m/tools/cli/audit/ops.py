@@ -1,4 +1,4 @@
-"""``d9m audit ops``: measure every op that is, or is documented as, nondeterministic."""
+"""``d9m audit ops``: measure every op that may be nondeterministic."""
 
 import argparse
 import json
@@ -26,7 +26,6 @@ ARGUMENTS = """
     --quick)
 --threads THREADS  intra-op CPU threads (default: torch's)
 -o, --output DIR  folder of the audit; continues one that was interrupted (default: d9m-audit/...)
---timeout SECONDS  kill a case that takes longer, and note it in its row (default: 300)
 --json  print the audit as one JSON object
 """
 EXAMPLE = "d9m audit ops --quick"
@@ -36,7 +35,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "ops": {"default": []},
     "dtypes": {"choices": DTYPES},
     "threads": {"type": whole_number(1)},
-    "timeout": {"default": 300.0},
 }
 
 
@@ -59,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = f"ops-{arguments.device.replace(':', '')}{'-quick' if quick else ''}"
     folder = arguments.output or Path("d9m-audit") / name
     settings |= facts
-    summary = summarize(settings, measure_rows(folder, plan, settings, arguments.timeout))
+    summary = summarize(settings, measure_rows(folder, plan, settings))
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
     broken = find_broken(summary["rows"])
