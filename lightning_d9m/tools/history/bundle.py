@@ -27,6 +27,7 @@ LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 # Lines of source before and after the one that is named.
 _CONTEXT = 5
+_EXCERPT = re.compile(r"\S.*\.py, line \d+:")
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 REMOVED = "[removed]"
 # A name is secret by its last word, so that ``HF_TOKEN`` is and ``max_tokens`` is not.
@@ -209,7 +210,9 @@ def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
     places = [(line.get("file"), line.get("line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
         places.insert(0, (called[1], int(called[2])))
-    if any(map(_EXCERPT.fullmatch, report)):  # in a bundle it has them, and a file here may be another one
+    if any(
+        map(_EXCERPT.fullmatch, report)
+    ):  # in a bundle it has them, and a file here may be another one
         places.clear()
     for file, number in dict.fromkeys(places):
         path = Path(str(file))
