@@ -37,6 +37,7 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     packages.check_package,
     settings.check_choice_by_time,
     settings.check_seed,
+    settings.check_system_draw,
     settings.check_worker_seed,
     order.check_listing,
     order.check_modification_time,

@@ -45,6 +45,7 @@ _GLOBAL_SEEDS = {
     *("lightning_d9m.enable", "lightning_d9m.deterministic", "tensorflow.random.set_seed"),
 }
 _ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
+_SYSTEM_DRAWS = {"random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits"}
 # Clocks, the process, the system's generator, addresses: what differs in each run.
 _ENTROPY = (
     r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
@@ -154,6 +155,27 @@ def check_seed(call: Call) -> Iterator[Report]:
         words = (call.named[word] for word in _SEED_WORDS if word in call.named)
         if any(_find_entropy(value, call.scope) for value in words):
             yield Report("D9M203", node)
+
+
+def check_system_draw(call: Call) -> Iterator[Report]:
+    """Find numbers that the system draws; within a seed D9M203 covers them.
+
+    A text that is made of them names something, such as a run or a folder.
+    """
+    if call.name not in _SYSTEM_DRAWS:
+        return
+    for outer in call.tree.around(call.node):
+        match outer:
+            case ast.JoinedStr() | ast.BinOp(ast.Constant(str())) | ast.stmt():
+                break
+            case ast.Call(ast.Name("str" | "hex") | ast.Attribute(attr="join" | "format")):
+                break
+            case ast.Call(function) if resolve(function, call.scope) in _GLOBAL_SEEDS | _GENERATORS:
+                break
+    else:
+        return
+    if isinstance(outer, ast.stmt):
+        yield Report("D9M206", call.node, "depends")
 
 
 def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
