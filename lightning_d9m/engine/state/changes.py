@@ -223,6 +223,20 @@ class Changes:
         self._shared.clear()
         return found, unsaved
 
+    def find_first(self) -> str | None:
+        """Return the path of the first change; None without one.
+
+        What fills an empty place counts from then on as held at first, and so does what is left of
+        a dict that loses entries, as a cache does.
+        """
+        for change in self._find_all():
+            is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
+            is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
+            if not is_removed and not _is_filled(change):
+                return change.path.removesuffix(_AT_FIRST)
+            self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
+        return None
+
     def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
         """Write what was captured into objects that were made in the same way.
 

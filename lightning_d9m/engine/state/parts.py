@@ -53,6 +53,8 @@ TABLES = ("_parameters", "_buffers", "_modules")
 _HIDDEN = frozenset(vars(nn.Module())) - {"training", *TABLES}
 _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backward).*hooks", name)))
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Stands among a module's attributes for the code of all hooks of it and its parameters.
+_CODE_OF_HOOKS = "hooks()"
 _LEAST_ADDRESS = 2**32
 _GLOBAL: Any = (random.random, np.random.rand)
 _WORD = struct.calcsize("P")
@@ -298,13 +300,15 @@ def _read_attributes(owner: Any) -> dict[str, Any]:
         held = read_memory_of(owner) if has_memory(owner.__class__) else ()
         memory = {f"{_MEMORY}[{place}]": part for place, part in enumerate(held)}
         return {**own, **_read_slots(owner), **memory}
-    return {name: part for name, part in own.items() if name not in _HIDDEN}
+    found = {name: part for name, part in own.items() if name not in _HIDDEN}
+    hooks = _read_hooks(owner)
+    return {**found, _CODE_OF_HOOKS: hooks} if hooks else found
 
 
 def _set_attribute(owner: Any, key: Any, value: Any) -> None:
     own = getattr(owner, "__dict__", {})
-    if str(key).startswith(_MEMORY):
-        return  # it stays as it is
+    if key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
+        return  # they stay as they are
     if value is MISSING:
         object.__delattr__(owner, key)
     elif key in own:
@@ -315,7 +319,7 @@ def _set_attribute(owner: Any, key: Any, value: Any) -> None:
 
 def _takes_attribute(owner: Any, key: Any) -> bool:
     hidden = key in _HIDDEN and isinstance(owner, nn.Module)
-    if hidden or str(key).startswith(_MEMORY):
+    if hidden or key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
         return False
     if key in _read_attributes(owner) or key in _list_slots(owner.__class__):
         return True
@@ -345,6 +349,17 @@ def list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
     for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
         if isinstance(tensor, Tensor):
             yield from filter(None, (getattr(tensor, name, None) for name in _HOOKS_OF_TENSORS))
+
+
+def _read_hooks(module: nn.Module) -> frozenset[Any]:
+    """Return the code of the hooks that the program defines."""
+    hooks = {inspect.unwrap(hook) for table in list_hooks(module) for hook in table.values()}
+    plain = {getattr(hook, "func", getattr(hook, "__func__", hook)) for hook in hooks}
+    return frozenset(
+        getattr(hook, "__code__", type(hook))
+        for hook in plain
+        if is_of_program(hook if hasattr(hook, "__code__") else type(hook))
+    )
 
 
 def _read_function(owner: Any) -> dict[str, Any]:

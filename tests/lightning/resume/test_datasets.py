@@ -275,8 +275,15 @@ def reloaded(kind):
     return {"datamodule": kind, "reload_dataloaders_every_n_epochs": 1}
 
 
+IN_WORKERS = r"changes dataset\.\w+.* in its workers"
+BY_INDEX, STREAM = (partial(kind, **PERSISTENT) for kind in (by_index, stream))
 OWN_SIZE = r"whether a resumed run has datamodule\.size as it was"
 REFUSED = {
+    "by workers, within": ({"loader": partial(by_index, num_workers=1)}, WITHIN, IN_WORKERS),
+    "by workers that live on": ({"loader": BY_INDEX}, AT_END, IN_WORKERS),
+    "a stream in such": ({"loader": STREAM}, AT_END, IN_WORKERS),
+    "a validation in such": ({"validate": BY_INDEX}, AT_END, IN_WORKERS),
+    "a validated stream in such": ({"validate": STREAM}, AT_END, IN_WORKERS),
     "a reloaded dataset": (
         reloaded(Reloaded),
         AT_END,

@@ -44,6 +44,28 @@ def halve(module, inputs, output):
     return output / 2
 
 
+HOOKED = {
+    2: lambda layer: layer.register_forward_hook(halve),
+    3: lambda layer: layer.register_full_backward_pre_hook(lambda _, own: own),
+    0: lambda layer: layer.weight.register_hook(lambda own: own / 2),
+    4: lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda own: None),
+}
+
+
+def register(trainer, module):
+    """Register hooks in the fit."""
+    if trainer.current_epoch == 1:
+        for number, own in HOOKED.items():
+            own(module.layers[number])
+
+
+def test_a_hook_that_the_fit_registers_is_refused_by_name(fits):
+    words = {"callbacks": lambda: [LambdaCallback(on_train_epoch_start=register)]}
+    said = str(fits.refuse("changes in the fit", at={"batch": 2}, **words))
+    for number in HOOKED:
+        assert f"model.layers.{number}.hooks() changes in the fit" in said
+
+
 def test_what_stays_as_it_is_or_is_not_the_programs_does_not_matter(fits):
     """Locks, ended iterators, queues, variables of packages, methods that a wrapper has put back.
 

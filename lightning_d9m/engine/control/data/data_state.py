@@ -6,7 +6,7 @@ hold their first values.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -36,6 +36,9 @@ _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 # A table of samples may have millions of objects, each of which would be compared at every save.
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
+# In a worker each of the first batches is followed by a check, and later those numbered by powers
+# of two.
+_CHECKED_BATCHES = 16
 
 
 class DataState:
@@ -127,6 +130,40 @@ def list_paths(loaders: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
     halves = ((number, half) for number, states in loaders.items() for half in states.values())
     paths = ((number, path.rstrip("'")) for number, half in halves for path in half.get(key, ()))
     return [f"{number}.{path}" for number, path in paths]
+
+
+class WorkerWatch:
+    """Reports, in a worker, what reading samples changes in its copies of the objects.
+
+    Args:
+        owners: The objects by name.
+        report: Called with the path of the first change.
+    """
+
+    def __init__(self, owners: Mapping[str, object], report: Callable[[str], object]) -> None:
+        self._state = DataState(owners)
+        self._report = report
+        self._batches = 0
+
+    def end_batch(self, *, last: bool = False) -> None:
+        """Look for changes, if it is time to; called after each batch."""
+        self._batches += 1
+        if self._batches > _CHECKED_BATCHES and self._batches.bit_count() > 1 and not last:
+            return
+        if self._batches == 1:
+            self._state.settle()
+        # But of an empty place that was filled once.
+        found = (changes.find_first() for _, changes in self._state.halves[DATA].values())
+        if (path := next(filter(None, found), None)) is not None:
+            self._report(path)
+
+    def watch(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples of an iterable dataset; look after the first and after the last."""
+        for number, sample in enumerate(samples):
+            if number == 0:
+                self.end_batch()
+            yield sample
+        self.end_batch(last=True)
 
 
 def _watch(half: str, name: str, owner: Any, others: Collection[int]) -> Changes:

@@ -27,6 +27,7 @@ from lightning_d9m.engine.control.data.data_state import (
     SAMPLERS,
     UNSAVED,
     DataState,
+    WorkerWatch,
 )
 from lightning_d9m.engine.control.data.resumable_sampler import (
     RANKLESS,
@@ -88,7 +89,7 @@ class SeededDataset:
     ) -> None:
         vars(self).update(
             _dataset=dataset, _stream=stream, _per_sample=per_sample, _collate=collate,
-            _state=state, _iterated=False,
+            _state=state, _watch=None, _iterated=False,
         )  # fmt: skip
 
     @property  # type: ignore[misc] # `isinstance` reads it, of the dataset that this stands for
@@ -115,7 +116,17 @@ class SeededDataset:
         if self._iterated and info is not None and self._stream.follow():
             seed_host(self._stream.derive("worker", worker=info.id))
         vars(self)["_iterated"] = True
-        return iter(self._dataset)
+        samples, watch = iter(self._dataset), self._find_watch()
+        return samples if watch is None else watch.watch(samples)
+
+    def _find_watch(self) -> WorkerWatch | None:
+        """Return what looks for changes in this worker; None in the main process."""
+        if get_worker_info() is None or self._stream.report is None:
+            return None
+        if self._watch is None:
+            owners = {"dataset": self._dataset, "collate_fn": self._collate}
+            vars(self)["_watch"] = WorkerWatch(owners, self._stream.report_change)
+        return self._watch  # type: ignore[no-any-return]
 
     def __getitem__(self, request: SeededIndex) -> Any:
         """Return what a loader gives for one index, if it does not batch."""
@@ -128,13 +139,16 @@ class SeededDataset:
         return MicroBatches(map(self.__getitems__, request))
 
     def _load(self, request: SeededIndex, fetch: Callable[[Any, int], Any]) -> Any:
+        watch = self._find_watch()
         if get_worker_info() is None:
             with SeededHost(request.seed):
                 batch = self._collate(fetch(request.indices, request.epoch))
         else:  # where the generators need not be restored
             seed_host(request.seed)
             batch = self._collate(fetch(request.indices, request.epoch))
-        if self._state is not None:
+        if watch is not None:
+            watch.end_batch()
+        elif self._state is not None:
             self._state.settle()
             vars(self)["_state"] = None
         return batch
@@ -561,6 +575,11 @@ _OWN_GENERATORS = (
     "cannot be saved. Draw from the generators of Python, NumPy or torch, which are seeded for "
     "each batch."
 )
+_CHANGED_IN_WORKERS = (
+    "{} changes {} in its workers, from which a checkpoint cannot read it. Use num_workers=0; or "
+    "use persistent_workers=False, with which every epoch begins with the same values, and save "
+    "checkpoints at the end of an epoch."
+)
 _OWN_ITERATION = (
     "The loader of {} iterates by methods of the program, so a resumed run would train on the same "
     "batches again. Let its __iter__ call that of DataLoader, or save checkpoints at the end of an "
@@ -586,7 +605,10 @@ def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
     # Workers that end with the epoch start the next one with a copy of this process's generators.
     if workers and (loader.persistent_workers or (within and not iterable)):
         kept = find_generators({"dataset": dataset, "collate_fn": loader.collate_fn})
-        return [_OWN_GENERATORS.format(name, ", ".join(kept))] if kept else []
+        if kept:
+            return [_OWN_GENERATORS.format(name, ", ".join(kept))]
+        changed = "" if control is None else control.stream.changed_in_workers
+        return [_CHANGED_IN_WORKERS.format(name, changed)] if changed else []
     return []
 
 
