@@ -15,8 +15,7 @@ PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5),
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 2**12)
+def _few_bytes(monkeypatch):
     monkeypatch.setattr(exchange, "WHOLE_BYTES", 2**12)
 
 

@@ -4,8 +4,8 @@ Process ``q`` receives the ``q``-th part of all roots, folds it, and sends the r
 messages, and on devices by two all-to-alls. With one root for each process these send as many bytes
 as a ring all-reduce; a small sum on CPUs, whose messages each have all of it, sends more.
 
-The tree alone decides the order of every addition, so the choice of the exchange, of chunks and of
-shards changes no bit. There is one exception: which of two NaNs an addition returns is up to the
+The tree alone decides the order of every addition, so the choice of the exchange and of shards
+changes no bit. There is one exception: which of two NaNs an addition returns is up to the
 processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 """
 
@@ -20,8 +20,6 @@ from torch import Tensor, distributed
 from lightning_d9m.integrations.strategies.sums.accumulation import add_wide, is_half
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges, find_roots
 
-# A send waits for what is being received, so few messages are fast; small ones overlap more.
-MESSAGE_BYTES = 6 * 2**20
 # The roots of a sum that a process sends whole, if they have at most so many bytes: to fold all of
 # it takes less time than to wait for results.
 WHOLE_BYTES = 2**20
@@ -85,18 +83,11 @@ class RootExchange:
             kind = MessageSum if result.device.type == "cpu" else AllToAllSum
         return kind(self, roots, result, divisor)
 
-    def chunks(self, length: int, most: int) -> list[slice]:
-        """Return parts of a sum, of nearly equal size and of at most so many elements."""
-        step = STEP * self.blocks.processes  # so that every shard is aligned
-        count = -(-length // (most // step * step))
-        size = round_up(-(-length // count), step)
-        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-    def shards(self, chunk: slice) -> list[slice]:
-        """Return the part of a chunk that each process folds; the last ones may be empty."""
-        size = round_up(-(-(chunk.stop - chunk.start) // self.blocks.processes), STEP)
-        starts = range(chunk.start, chunk.start + size * self.blocks.processes, size)
-        return [slice(min(s, chunk.stop), min(s + size, chunk.stop)) for s in starts]
+    def shards(self, length: int) -> list[slice]:
+        """Return the part of a sum that each process folds; the last ones may be empty."""
+        size = round_up(-(-length // self.blocks.processes), STEP)
+        starts = range(0, size * self.blocks.processes, size)
+        return [slice(min(s, length), min(s + size, length)) for s in starts]
 
     @property
     def peers(self) -> Iterator[int]:
@@ -174,33 +165,25 @@ class MessageSum(LocalSum):
     # 1.8 times the CPU time of these messages.
 
     def __post_init__(self) -> None:
+        """Send the roots, and receive those of this process's shard."""
         self._works: list[Any] = []
-        exchange, result = self.exchange, self.result
-        processes = exchange.blocks.processes
-        self._is_whole = result.nbytes * (processes - 1) <= WHOLE_BYTES
-        if self._is_whole:
-            shards = [[slice(0, len(result))] * processes]
-        else:
-            most = MESSAGE_BYTES * processes // result.element_size()
-            shards = [exchange.shards(chunk) for chunk in exchange.chunks(len(result), most)]
-        # All chunks start at once. Their messages are matched by peer, tag and order, so that no
-        # chunk waits for one before it.
-        self._chunks = [(each, *self._start(each)) for each in shards]
-
-    def _start(self, shards: list[slice]) -> tuple[list[Tensor], list[Any]]:
-        """Send the roots of a chunk; return all of this process's shard, and what they wait for."""
-        exchange, mine = self.exchange, shards[self.exchange.process]
+        exchange, length = self.exchange, len(self.result)
+        self._is_whole = self.result.nbytes * (exchange.blocks.processes - 1) <= WHOLE_BYTES
+        whole = [slice(0, length)] * exchange.blocks.processes
+        # One message for each root and peer: with several smaller ones a step took as long.
+        self._shards = whole if self._is_whole else exchange.shards(length)
+        mine = self._shards[exchange.process]
         values = {exchange.process: [root[mine] for root in self.roots]}
-        waits: list[Any] = []
+        self._waits: list[Any] = []
         for peer in exchange.peers:
             rows = self.roots[0].new_empty(len(exchange.roots[peer]), mine.stop - mine.start)
             values[peer] = [*rows.unbind()]
-            waits += [exchange.group.recv([row], peer, _ROOTS) for row in rows if len(row)]
+            self._waits += [exchange.group.recv([row], peer, _ROOTS) for row in rows if len(row)]
             for root in self.roots:
-                self._send(root[shards[peer]], peer, _ROOTS)
+                self._send(root[self._shards[peer]], peer, _ROOTS)
         # In the order of processes, which is that of logical ranks and so of the leaves of the
         # tree.
-        return [root for process in sorted(values) for root in values[process]], waits
+        self._values = [root for process in sorted(values) for root in values[process]]
 
     def _send(self, values: Tensor, peer: int, tag: int) -> None:
         if len(values):
@@ -208,26 +191,25 @@ class MessageSum(LocalSum):
             self.exchange.bytes_sent += values.nbytes
 
     def fold(self) -> None:
-        """Sum this process's shards; send the results, and receive those of the others."""
-        exchange = self.exchange
+        """Sum this process's shard; send the result, and receive those of the others."""
+        if not self._values:  # `finish` calls this again
+            return
+        exchange, mine = self.exchange, self.result[self._shards[self.exchange.process]]
         peers = [] if self._is_whole else [*exchange.peers]
-        for shards, values, waits in self._chunks:
-            for peer in peers:
-                if len(result := self.result[shards[peer]]):
-                    self._works.append(exchange.group.recv([result], peer, _RESULTS))
-            # The receives of results are posted before this wait, so that a faster process need not
-            # wait for this one.
-            for work in waits:
-                work.wait()
-            if self._is_whole:  # what is being sent is scratch from now on
-                self._wait()
-            mine = self.result[shards[exchange.process]]
-            if len(mine):
-                exchange.fold(values, mine, self.divisor)
-            for peer in peers:
-                self._send(mine, peer, _RESULTS)
-        # `finish` calls this again; a second call must not send twice.
-        self._chunks.clear()
+        for peer in peers:
+            if len(result := self.result[self._shards[peer]]):
+                self._works.append(exchange.group.recv([result], peer, _RESULTS))
+        # The receives of results are posted before this wait, so that a faster process need not
+        # wait for this one.
+        for work in self._waits:
+            work.wait()
+        if self._is_whole:  # what is being sent is scratch from now on
+            self._wait()
+        if len(mine):
+            exchange.fold(self._values, mine, self.divisor)
+        for peer in peers:
+            self._send(mine, peer, _RESULTS)
+        self._values.clear()
 
     def finish(self) -> None:
         """Wait for the results of the others."""
@@ -248,7 +230,7 @@ class AllToAllSum(LocalSum):
 
     def __post_init__(self) -> None:
         exchange, roots = self.exchange, self.roots
-        shards = exchange.shards(slice(0, len(self.result)))
+        shards = exchange.shards(len(self.result))
         self._sizes = [shard.stop - shard.start for shard in shards]
         size = self._sizes[exchange.process]
         self._counts = [len(nodes) * size for nodes in exchange.roots]
