@@ -81,6 +81,8 @@ torch._C
     _get_cudnn_enabled _set_cudnn_enabled _get_mkldnn_enabled | compute portable bits
     _set_mkldnn_enabled | compute portable bits
     _SetExcludeDispatchKeyGuard _DisableTorchDispatch | compute portable bits
+torch._C._distributed_c10d:Backend.Options
+    _timeout | wait for another process | 2.6
 torch._C._autograd
     _get_sequence_nr | probe a backward pass
 torch._C:Future
@@ -123,7 +125,7 @@ torch.nn.parallel.distributed:DistributedDataParallel
 torch._C._distributed_c10d:Reducer
     _rebuild_buckets prepare_for_forward prepare_for_backward | lay out the buckets of DDP
 torch._C._distributed_c10d:ProcessGroup
-    _device_types | choose ranks
+    _device_types _get_backend | choose ranks
 torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel
     _handle _fsdp_wrapped_module | read a model that FSDP1 divides
 torch.distributed.fsdp._flat_param:FlatParameter

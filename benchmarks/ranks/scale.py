@@ -111,6 +111,7 @@ def sum_on(processes, leaves):
     for process in range(processes):
         group = SimulatedGroup(process, processes, sent)
         exchanges.append(RootExchange(blocks, process, group))
+        exchanges[-1].opens_memory = False  # as on several hosts
         block, roots = blocks.of(process), []
         stops = [rank + 1 for rank in block]
         for rank, merges in zip(block, count_merges(block.start, stops, len(leaves)), strict=True):

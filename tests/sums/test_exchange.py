@@ -7,7 +7,7 @@ import torch
 from logical_sums import average_leaves, bits, hold_sums, make_leaf
 from rank_threads import run_processes
 
-from lightning_d9m.integrations.strategies.sums import exchange
+from lightning_d9m.integrations.strategies.sums import exchange, shared_memory
 from lightning_d9m.integrations.strategies.sums.exchange import AllToAllSum, RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 
@@ -15,8 +15,9 @@ PAIRS = [(1, 1), (8, 1), (2, 2), (8, 2), (5, 3), (8, 3), (6, 4), (8, 4), (7, 5),
 
 
 @pytest.fixture(autouse=True)
-def _few_bytes(monkeypatch):
-    monkeypatch.setattr(exchange, "WHOLE_BYTES", 2**12)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 2**12)
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**12)
 
 
 def check_exchanges(leaves, processes):
@@ -26,14 +27,16 @@ def check_exchanges(leaves, processes):
 
     def run(process, group):
         block = blocks.of(process)
-        for on_device in (False, True):
+        for shares in (True, False, None):  # None: that of devices
             it = RootExchange(blocks, process, group)
+            if not shares:
+                it.opens_memory = False
             wide = dtype.itemsize < 4 and processes < len(leaves)
             own = [leaves[rank].clone() for rank in block]
             merges = count_merges(block.start, [rank + 1 for rank in block], len(leaves))
             roots = hold_sums([leaf.float() for leaf in own] if wide else own, merges)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
-            start = partial(AllToAllSum, it) if on_device and group else it.start
+            start = partial(AllToAllSum, it) if shares is None and group else it.start
             start(roots, result, len(leaves)).finish()
             assert bits(result) == expected
 
@@ -64,6 +67,7 @@ def test_a_sum_in_the_order_of_a_ring_differs():
 def test_as_many_bytes_as_those_of_a_ring_are_sent_for_powers_of_two(processes):
     def send(process, group):
         it = RootExchange(Blocks(8, processes), process, group)
+        it.opens_memory = False
         root = torch.randn(4096)
         it.start([root], root).finish()
         return it.bytes_sent
@@ -72,37 +76,22 @@ def test_as_many_bytes_as_those_of_a_ring_are_sent_for_powers_of_two(processes):
     assert run_processes(processes, send) == [ring] * processes
 
 
-def test_sums_of_any_sizes_are_started_before_others_end():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 9000, (40,), generator=generator).tolist()
-    sums = [[make_leaf([n], torch.float32, generator) for _ in range(5)] for n in lengths]
-    blocks = Blocks(5, 3)
-
-    def run(process, group):
-        it, waits, results = RootExchange(blocks, process, group), [], []
-        for leaves in sums:
-            roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
-            results.append(roots[-1])
-            waits.append(it.start(roots, roots[-1], 5).finish)
-        for wait in waits:
-            wait()
-        return results
-
-    for results in run_processes(3, run):
-        for result, leaves in zip(results, sums, strict=True):
-            assert bits(result) == bits(average_leaves(leaves))
-
-
 @pytest.mark.parametrize("flushes", [False, True])
-def test_two_processes_flush_subnormal_numbers_as_one_does(flushes):
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memory):
     blocks = Blocks(2, 2)
     leaves = [torch.full([300_000], value) for value in (2.0**-126, -(2.0**-127) * 1.5)]
 
     def run(process, group):
         torch.set_flush_denormal(flushes)  # of this thread
+        it = RootExchange(blocks, process, group)
+        if not shares_memory:
+            it.opens_memory = False
         root = leaves[process].clone()
-        RootExchange(blocks, process, group).start([root], root).finish()
-        return root.unique().tolist()
+        pending = it.start([root], root)
+        pending.finish()
+        return root.unique().tolist(), type(pending).__name__
 
-    # A flushed operand counts as zero.
-    assert run_processes(2, run) == [[2.0 ** (-126 if flushes else -128)]] * 2
+    expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero
+    name = "SharedSum" if shares_memory else "MessageSum"
+    assert run_processes(2, run) == [([expected], name)] * 2

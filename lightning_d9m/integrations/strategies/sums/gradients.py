@@ -408,6 +408,11 @@ class LogicalGradients:
 
     def close(self) -> None:
         """Remove the hooks and release the buffers; gradients that are views keep theirs."""
+        self._forget()
+        # This also lets a process fail that waits in shared memory for this one.
+        self._exchange.close()
+
+    def _forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -435,7 +440,7 @@ class LogicalGradients:
             for key, named in self._parameters.items()
             if named[1].requires_grad or key in self._slots
         ]
-        self.close()
+        self._forget()
         members = _lay_out(trained, self._bucket_bytes)
         buckets = [_Bucket(each, self._exchange, self._divisor, self._sent_as) for each in members]
         slots = [slot for bucket in buckets for slot in bucket.slots]
