@@ -70,7 +70,7 @@ class DataState:
         }
         data = {n: own for n, own in owners.items() if not hasattr(own, "load_state_dict")}
         # By class, and not by number: two loaders may have the same sampler at different places,
-        # and a resumed run, which skips the sanity check, may load them in the other order.
+        # and a resumed run, which skips the sanity check, may load them in another order.
         halves = {SAMPLERS: name_by_class("sampler", samplers), DATA: data}
         others = {*map(id, owners.values()), *map(id, samplers)}
         self.halves: dict[str, dict[str, tuple[object, Changes]]] = {
@@ -91,8 +91,8 @@ class DataState:
                 states[CHANGED] |= {path: pack_bytes(own) for path, own in saved.items()}
                 states[UNKNOWN_DATA] += changes.unknown
                 for path in unsaved:
-                    # A dataset that keeps what it has read goes on without it. A sampler does not:
-                    # what it keeps decides its order.
+                    # Samples that a dataset keeps do not matter; what a sampler keeps decides the
+                    # order.
                     is_cache = half == DATA and path in changes.filled
                     states[LOGGED if is_cache else UNSAVED].append(path)
             found[half] = {key: own for key, own in states.items() if own}

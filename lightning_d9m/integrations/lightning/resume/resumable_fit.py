@@ -392,9 +392,7 @@ class ResumableFit(Fit):
         _ = self._program.changes  # since now
         counts = not self.trainer.sanity_checking
         if counts:
-            evaluated = [part for part in self._parts.values() if part.evaluated]
-            self.before = {part.name: part.capture("validation") for part in evaluated}
-            self._find_validated = remember(self._program)
+            self._begin_validation()
         with self.session.validation_isolated():
             outputs = run()
         if counts:
@@ -402,6 +400,11 @@ class ResumableFit(Fit):
             self._find_validated = list
             self.before = {}  # after an exception a checkpoint may still need it
         return outputs
+
+    def _begin_validation(self) -> None:
+        evaluated = [part for part in self._parts.values() if part.evaluated]
+        self.before = {part.name: part.capture("validation") for part in evaluated}
+        self._find_validated = remember(self._program)
 
     def _finish_and_reset(self, reset: Callable[[], None]) -> None:
         _ = self._program.changes  # since now
