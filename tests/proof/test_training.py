@@ -93,7 +93,7 @@ def test_the_first_state_after_a_checkpoint_needs_a_hash_and_the_last_one(tmp_pa
     with pytest.raises(SettingError, match="was not recorded for a proof throughout"):
         make_proof(resumed, [], tmp_path)
     right = write_run(tmp_path / "fit-009", saved, first, second, final, PROGRAM)
-    uncommitted = make_proof(right, [], tmp_path)[1].uncommitted
+    uncommitted = make_proof(right, [], tmp_path).predicate.uncommitted
     assert uncommitted["1 checkpoint"] == "removed or replaced since: step 3"
     assert uncommitted["program"] == "it is not in a file"
 
@@ -104,7 +104,7 @@ def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_name
         make_proof(failed, [], tmp_path)
     changed = Sources(program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",))
     run = write_run(tmp_path / "fit-001", make_final(**TOTALS), changed)
-    said = make_proof(run, [], tmp_path)[1].uncommitted
+    said = make_proof(run, [], tmp_path).predicate.uncommitted
     assert "the training used 0.1, and here is" in said["numpy"]
 
 

@@ -115,6 +115,8 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
         try:
             if path.is_file():
                 facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+                # One that was in a bundle may come from anybody.
+                facts["report"] = msgspec.convert(facts.get("report", []), list[str])
                 names = msgspec.convert(facts.get("ledgers", []), list[str])
                 return facts, [folder / name for name in names]
         except (OSError, ValueError) as error:

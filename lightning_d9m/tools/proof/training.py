@@ -22,7 +22,7 @@ from importlib.metadata import Distribution, packages_distributions
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, json
 
@@ -58,8 +58,6 @@ _NEVER = {
 }
 # A session sets them, and a process without one has others.
 _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.", "package.")
-
-
 Method: TypeAlias = Sequence[str] | None
 
 
@@ -116,9 +114,6 @@ class _Verdict(_Statement, tag="https://in-toto.io/attestation/svr/v0.1"):
     predicate: _Result
 
 
-Statement = TypeVar("Statement", Proof, _Verdict)
-
-
 def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> None:
     """Write a statement, and its signature beside it; without a method, it is not signed.
 
@@ -136,9 +131,7 @@ def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> 
         )
 
 
-def read_statement(
-    path: Path, kind: type[Statement], method: Method
-) -> tuple[Statement, list[str]]:
+def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, list[str]]:
     """Read a statement; return why its signature is not valid, too: nothing without a method.
 
     Raises:

@@ -228,7 +228,7 @@ def check_part(
     recorded: RecordedRun, runs: Runs, segment: Segment, title: str, later: int = 0
 ) -> CheckedSegment:
     """Check one of the segments that ``RecordedRun`` lists; see ``check_segment``."""
-    is_last = segment.stop >= recorded.stop
+    is_last = segment == recorded.list_segments()[-1]
     checked = CheckedSegment.of(segment, recorded.last_step if is_last else segment.stop - 1)
     due = min(segment.stop, recorded.last_step)
     options = {"later": later, "may_fail": is_last and recorded.has_failed}
