@@ -37,6 +37,7 @@ def train(value=7, *, stack=None, settings=None, obeys=True):
         return None
     path = rank_path(create_ledger_folder(ledgers), 0)
     kind, _, last = (request or "").partition(":")
+    last = "" if kind == "keep" else last  # it names the run beside it
     with LedgerWriter(path) as ledger, noting_failure(ledger):
         ledger.write(Header(rank=0, world_size=size, fit=0, seed=42, created="", package="0",
                             program={"segment": request} if last else {},

@@ -1,0 +1,33 @@
+"""A search runs the command twice at once, and one after the other if that fails."""
+
+import sys
+from pathlib import Path
+
+from ledger_program import PROGRAM
+
+from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.locate.runner import WHOLE, Runner
+
+# The first run has what the second one needs, until that has failed.
+LOCKED = """
+lock, tried = Path("lock"), Path("tried")
+try:
+    lock.touch(exist_ok=False)
+except FileExistsError:
+    tried.touch()
+    sys.exit("busy")
+train()
+while not tried.exists():
+    time.sleep(0.01)
+lock.unlink()
+"""
+
+
+def test_runs_follow_each_other_if_one_fails_beside_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(PROGRAM + LOCKED)
+    runner = Runner(Runs([sys.executable, "train.py"], make_output(None), 60.0), {})
+    (pair,) = runner.run_pairs(WHOLE, 1)
+    assert (pair.differs, len(runner.made)) == (False, 2)
+    assert "a run failed beside the other: one after the other" in capsys.readouterr().err
+    assert sorted(path.name for path in Path("d9m-runs/000").iterdir()) == ["run-001", "run-002"]
