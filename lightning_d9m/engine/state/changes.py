@@ -31,8 +31,8 @@ from lightning_d9m.engine.state.parts import (
     LONG,
     MISSING,
     OPAQUE,
+    PLAIN_TYPES,
     SET,
-    TABLE,
     TENSOR,
     Dict,
     Holder,
@@ -58,10 +58,9 @@ _MOST_ITEMS = 1000
 # ``state_dict``.
 _MOST_BYTES, _ALWAYS_BYTES = 2**24, 2**12
 _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
-_SCALARS = {type(None), bool, int, float, complex, str, bytes}
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
-_PLAIN = {*_SCALARS, list, tuple, dict, set, deque}
+_PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque}
 _HOLDERS = (ITEMS, DICT, SET, LONG)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
 _BIT_GENERATORS = {
@@ -99,7 +98,8 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
-        unlimited: Encode what changes whatever its size.
+        copies: Keep copies of what changes, so that ``undo`` can restore it, and encode it whatever
+            its size.
         namespaces: See ``walk``.
         expects: ``capture`` keeps the digest of what has changed and cannot be encoded, so that
             ``restore`` can tell whether the program has restored it itself.
@@ -120,7 +120,7 @@ class Changes:
         *,
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
-        unlimited: bool = False,
+        copies: bool = False,
         namespaces: bool = False,
         expects: bool = False,
     ) -> None:
@@ -134,7 +134,7 @@ class Changes:
         # The object whose content is encoded, not its path, and whether its type may be lost.
         self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
-        self._unlimited = unlimited
+        self._copies = copies
         self._expects = expects
         self._has_settled = False
         self.filled: set[str] = set()
@@ -148,14 +148,18 @@ class Changes:
             found = leave_out(path, value)
             # The id of a freed object may be that of another now.
             (self._ignored.add if found else self._ignored.discard)(id(value))
-            return found or _is_long(value)
+            return found or (not copies and _is_long(value))
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _SAVED if isinstance(value, Optimizer) else _IGNORED
-            if kind in (OPAQUE, LONG) and (_is_long(value) or isinstance(value, set)):
+            if (
+                not copies
+                and kind in (OPAQUE, LONG)
+                and (_is_long(value) or isinstance(value, set))
+            ):
                 return together
-            return _DIGESTED if kind in (TENSOR, ARRAY) else kind
+            return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
 
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
@@ -202,7 +206,8 @@ class Changes:
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
-        self._find_shared(changes)
+        if not self._copies:  # which are restored one by one
+            self._find_shared(changes)
         size = 0
         for change in changes:
             name = change.path.removesuffix(_AT_FIRST)
@@ -291,6 +296,23 @@ class Changes:
             return
         raise TypeError(node.path)
 
+    def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+        """Restore what differs between two captures, unless it has changed since.
+
+        Generators are restored in any case, because nothing but their owner uses them.
+        """
+        now, _ = self.capture()
+        differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
+        for change in list(self._find_all()):
+            path, node = change.path, change.node
+            own = path in differing and now.get(path) == after.get(path)
+            if path in before and (own or node.kind is GENERATOR):
+                self.restore({path: before[path]}, torch.device("cpu"))
+            elif own and change.key:
+                node.set_part(change.key[0], change.first)
+            elif own:
+                node.kind.write(node.owner, node.content)
+
     def _find_all(self) -> Iterator[Change]:
         changed = self._watch.find_changed()
         known = set(map(id, changed))
@@ -330,15 +352,13 @@ class Changes:
         value = change.value
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
-        # A parameter that is gone, as with pruning, is there in a resumed run that loads weights.
-        is_gone = value is MISSING and kind is TABLE
-        if is_gone or (change.key and not kind.takes(change.node.owner, *change.key)):
+        if change.key and not kind.takes(change.node.owner, *change.key):
             return None
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
                 return self._encode(change)
             # Small values are kept whatever others take, so that the order does not decide.
-            if self._unlimited or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
+            if self._copies or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
                 self._entered = (None, False) if change.key else (value, True)
                 return self._encode(change, value)
         return None
@@ -381,7 +401,9 @@ class Changes:
                 if not isinstance(value, tuple):
                     seen.add(id(value))
                 if kind in (*_HOLDERS, ATTRIBUTES):
-                    pending += [part for part in _list_parts(value) if type(part) not in _SCALARS]
+                    pending += [
+                        part for part in _list_parts(value) if type(part) not in PLAIN_TYPES
+                    ]
 
     def _find_form(self, value: Any) -> tuple[str, Any] | None:
         """Return the name and the content of the form of an object; None for one that is plain.
@@ -494,13 +516,13 @@ def _list_deep(value: Any) -> Iterator[Any]:
     pending, seen = [value], set[int]()
     while pending:
         yield (part := pending.pop())
-        if type(part) in _PLAIN - _SCALARS and id(part) not in seen:
+        if type(part) in _PLAIN - PLAIN_TYPES and id(part) not in seen:
             seen.add(id(part))
             pending += _list_parts(part)
 
 
 def _is_item(part: Any) -> bool:
-    return type(part) in (*_SCALARS, tuple) or isinstance(part, np.generic)
+    return type(part) in (*PLAIN_TYPES, tuple) or isinstance(part, np.generic)
 
 
 def _have_same_form(owner: Any, made: Any) -> bool:

@@ -20,8 +20,8 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import ChainMap, Counter, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -667,19 +667,6 @@ def name_namespace(value: Any) -> str:
     """Return the name of a class or a file."""
     is_class = isinstance(value, type)
     return f"{value.__module__}.{value.__qualname__}" if is_class else str(value.__name__)
-
-
-def name_by_class(base: str, values: Iterable[Any]) -> dict[str, Any]:
-    """Return objects by names that do not depend on objects of other classes among them."""
-    named: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
-    for value in values:
-        # By class and not by place, so that one that is added or removed does not rename the
-        # others.
-        name = f"{base}.{type(value).__name__}"
-        named[f"{name}#{counts[name]}" if counts[name] else name] = value
-        counts[name] += 1
-    return named
 
 
 def is_of_lightning(kind: Any) -> bool:

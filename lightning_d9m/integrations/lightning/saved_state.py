@@ -155,11 +155,7 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=not allow_objects)
     except Exception as error:
-        if not explain_damage(path):
-            raise SettingError(
-                f"{path} is not a checkpoint: torch.save writes a zip archive since release 1.6, "
-                "and this file has another format. Name a checkpoint."
-            ) from error
+        is_archive = explain_damage(path)
         objects = list[str]()
         with suppress(Exception):  # not a file that torch saved: the first error says why
             # It reads the names in the pickle without running it.
@@ -176,6 +172,11 @@ def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any
                 "run code from the file. If you trust it, add --allow-objects; a program resumes "
                 "from it with fit(..., weights_only=False), or with "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in its environment."
+            ) from error
+        if not is_archive:
+            raise SettingError(
+                f"{path} is not a checkpoint: torch.save writes a zip archive since release 1.6, "
+                "and this file has another format. Name a checkpoint."
             ) from error
         raise CheckpointError(f"{path} cannot be read: {escape(str(error), 400)}") from error
     if not isinstance(checkpoint, dict):

@@ -2,6 +2,7 @@
 
 import dis
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_d9m.engine.ranks.ranks import Ranks
-from lightning_d9m.engine.state.parts import is_of_lightning, name_by_class
+from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.errors import SettingError
 
 OPTIMIZERS = "optimizers["
@@ -79,7 +80,15 @@ def find_metrics(trainer: Trainer) -> dict[str, Any]:
 
 def name_callbacks(callbacks: Iterable[object]) -> dict[str, Any]:
     """Return the callbacks by names that do not depend on other callbacks."""
-    return name_by_class("callbacks", callbacks)
+    named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        # By class and not by place, so that a callback that is added or removed does not rename the
+        # others.
+        base = f"callbacks.{type(callback).__name__}"
+        named[f"{base}#{counts[base]}" if counts[base] else base] = callback
+        counts[base] += 1
+    return named
 
 
 def name_program(trainer: Trainer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What datasets and samplers change is saved and restored, or named."""
+"""What datasets and samplers change is saved and restored, or named; that of samplers undone."""
 
 import random
 
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from object_digest import digest_object
-from torch.utils.data import Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_d9m.engine.control.data.data_state import (
-    CHANGED,
-    DATA,
-    SAMPLERS,
-    UNSAVED,
+    LOGGED_DATA,
+    UNSAVED_DATA,
     DataState,
+    list_paths,
     list_unsaved,
 )
+from lightning_d9m.engine.control.data.loaders import LoaderControl
 
 
 class Part(Dataset):
@@ -46,7 +46,7 @@ def test_what_cannot_be_saved_is_refused(change):
     state = watch(part)
     change(part)
     captured = {"0": state.capture()}
-    assert len(captured["0"][DATA][UNSAVED]) == 1
+    assert len(captured["0"][UNSAVED_DATA]) == 1
     assert list_unsaved(captured)[0].startswith("0.dataset.")
 
 
@@ -64,7 +64,38 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
     part.weights[0] = 1
     del other.weights
     with pytest.warns(UserWarning, match=r"dataset lacks, .*dataset\.weights"):
-        watch(other).restore(state.capture(), DATA)
+        watch(other).restore_data(state.capture())
+
+
+class CountingLoader(DataLoader):
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return super().__iter__()
+
+
+class Batches:
+    """Stands for a loader that is not torch's."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter([torch.zeros(1)])
+
+
+@pytest.mark.parametrize("make", [lambda: CountingLoader(Part()), Batches])
+def test_state_of_a_loader_of_the_program_is_named_and_not_refused(make):
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    loader = control.wrap_loader(make(), "train")
+    control.start_epoch("train", 0)
+    assert not control.capture_samplers("train", within=False)
+    list(loader)
+    captured = control.capture_samplers("train", within=False)
+    control.release()
+    assert not list_unsaved(captured)
+    assert [path.endswith("loader.count") for path in list_paths(captured, LOGGED_DATA)] == [True]
 
 
 class Own:
@@ -80,20 +111,20 @@ def begin():
     return Own(count=3, order=[1, 2, 3], long=[*range(110_000)])
 
 
-def test_what_a_sampler_has_changed_is_restored():
+def test_what_a_sampler_has_changed_is_restored_and_undone():
     sampler, resumed = begin(), begin()
     state, restored = sample(sampler), sample(resumed)
     before = state.capture()
     sampler.count, sampler.order = 4, [3]
     sampler.long.reverse()
     after = state.capture()
-    assert (before, list(after)) == ({}, [SAMPLERS])
-    restored.restore(after, SAMPLERS)
+    assert (before, list(after)) == ({}, ["sampler"])
+    restored.restore_samplers(after)
     assert digest_object(resumed) == digest_object(sampler)
-    sampler.other = 1
-    assert {*sample(sampler, earlier=[state]).capture()[SAMPLERS][CHANGED]} == {
-        "sampler.Own.count", "sampler.Own.order", "sampler.Own.long'", "sampler.Own.other",
-    }  # fmt: skip
+    sampler.other, sampler.count = 1, 5  # set by a hook since
+    state.undo(before, after)
+    assert vars(sampler) == vars(begin()) | {"other": 1, "count": 5}
+    assert {*sample(sampler, earlier=[state]).capture()["sampler"]} == {"0.count", "0.other"}
 
 
 def test_generators_of_samplers_are_restored_whoever_seeded_them():
@@ -101,8 +132,10 @@ def test_generators_of_samplers_are_restored_whoever_seeded_them():
     state = sample(sampler)
     saved = state.capture()
     expected = sampler.rng.random()
-    sample(resumed).restore(saved, SAMPLERS)
+    sample(resumed).restore_samplers(saved)
     assert resumed.rng.random() == expected
+    state.undo(saved, {})
+    assert sampler.rng.random() == expected
 
 
 def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_named():
@@ -114,11 +147,11 @@ def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_
     sampler.inner["order"].append(2)
     captured = state.capture()
     assert [reason.split()[0] for reason in list_unsaved({"validate.0": captured})] == [
-        "validate.0.sampler.Own.objects",
-        "validate.0.sampler.Own.parts",
+        "validate.0.sampler.objects",
+        "validate.0.sampler.parts",
     ]
-    with pytest.warns(UserWarning, match=r"a sampler .* lacks.*: sampler\.Own\.inner\['order'\]\."):
-        sample(Own()).restore(captured, SAMPLERS)
+    with pytest.warns(UserWarning, match=r"a sampler .* lacks.*: sampler\.inner\['order'\]\."):
+        sample(Own()).restore_samplers(captured)
 
 
 def test_what_is_no_state_of_a_sampler_is_left_out():
@@ -130,7 +163,7 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     drawn_from = [torch.zeros(1)]
     other = RandomSampler(drawn_from)
     state = sample(sampler, other, split, dataset=data)
-    assert len(state.halves[SAMPLERS]) == 3
+    assert list(state.samplers) == ["0", "1", "2"]
     sampler.generator = torch.Generator()
     split.seed, split.epoch = 3, 4
     drawn_from.append(torch.ones(1))
@@ -138,6 +171,4 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     data[0].append(2)
     split.num_replicas, other.own = 3, 1
     captured = state.capture()
-    assert [path.rpartition(".")[2] for path in captured[SAMPLERS][CHANGED]] == [
-        "own", "num_replicas",
-    ]  # fmt: skip
+    assert list(captured["sampler"]) == ["1.own", "2.num_replicas"]

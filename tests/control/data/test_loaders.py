@@ -324,8 +324,7 @@ def test_an_epoch_that_is_started_again_draws_the_same(workers):
     for epoch in (0, 1):
         control.start_epoch("train", epoch)
         found.append([batch.tolist() for batch in loader])
-        control.restart("train")
-        control.start_epoch("train", epoch)
+        control.restart_epoch("train", epoch)
         assert [batch.tolist() for batch in loader] == found[epoch]
     control.release()
     assert found[0] != found[1]
@@ -559,13 +558,10 @@ class Sized(Stream):
         (lambda: make(Sized(), shuffle=False), "Sized does not save its position"),
         (lambda: [1, 2], "list does not save its position"),
         (lambda: Stateful(Sized(), batch_size=3), None),
-        (lambda: Stateful(Stream(), batch_size=3), "Stream does not save its .* __len__"),
+        (lambda: Stateful(Stream(), batch_size=3), "Stream does not have __len__"),
         (lambda: Stateful(Sized(), batch_size=None), None),
         (lambda: OwnIteration(Draws(), batch_size=3), "loader of Draws iterates by methods of"),
-        (
-            lambda: Stateful(Sized(), batch_size=None, num_workers=1),
-            "Sized .* for workers a batch_size",
-        ),
+        (lambda: Stateful(Sized(), batch_size=None, num_workers=1), "its own batches in workers"),
     ],
     ids=range(12),
 )

@@ -277,7 +277,7 @@ def reloaded(kind):
 
 IN_WORKERS = r"changes dataset\.\w+.* in its workers"
 BY_INDEX, STREAM = (partial(kind, **PERSISTENT) for kind in (by_index, stream))
-OWN_SIZE = r"whether a resumed run has datamodule\.size as it was"
+OWN_SIZE = r"values that change: .*datamodule\.size"
 REFUSED = {
     "by workers, within": ({"loader": partial(by_index, num_workers=1)}, WITHIN, IN_WORKERS),
     "by workers that live on": ({"loader": BY_INDEX}, AT_END, IN_WORKERS),
@@ -287,7 +287,7 @@ REFUSED = {
     "a reloaded dataset": (
         reloaded(Reloaded),
         AT_END,
-        r"run has 0\.sampler\.Curriculum\.epoch, .*0\.dataset\._count, .* as it was",
+        r"values that change: train\.0\.dataset\._count, .*train\.0\.sampler\.epoch, ",
     ),
     "what makes the next loader": (reloaded(Shrinking), AT_END, OWN_SIZE),
     "what made the loader": (reloaded(Shrinking), WITHIN, OWN_SIZE),

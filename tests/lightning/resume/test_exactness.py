@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     ModelCheckpoint,
+    ModelPruning,
     WeightAveraging,
 )
 from resuming import (
@@ -220,6 +221,11 @@ REFUSED = [
     ((*RANK, "generators", "train.0.dataset.rng"), None, r"only in this run: train\.0\.d.*\.rng"),
     ((*STATE, "inexact"), lambda old: ["A reason."], "- A reason."),
     (
+        (*RANK, "gradients", "layers.0.bias"),
+        lambda own: own[:1],
+        r"a gradient of layers\.0\.bias of shape \(1,\) on this rank",
+    ),
+    (
         (*RANK, "rng"),
         None,
         r"state of the checkpoint is damaged: Object missing required field `rng` - at `\$.ranks",
@@ -274,6 +280,11 @@ EXACT |= {
 @pytest.mark.parametrize(("places", "words"), EXACT.values(), ids=EXACT)
 def test_a_run_is_resumed_where_a_piece_matters(fits, places, words):
     fits.check(*places, **words)
+
+
+def test_pruned_weights_that_are_saved_without_their_masks_are_named(fits):
+    words = {"callbacks": lambda: [ModelPruning("l1_unstructured", amount=0.2)]}
+    fits.refuse(r"lacks .*_orig.*, which changes in the fit", at={"batch": 2}, **words)
 
 
 @pytest.mark.parametrize("make", SWAPPED.values(), ids=SWAPPED)

@@ -275,6 +275,37 @@ SECOND = {"epoch": 0, "batch": 2}
 EARLY = [SECOND, {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}]
 
 
+def scaled(**hooks):
+    """Return a model that steps with a loss scale of its own, which grows in the fit."""
+
+    def step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.manual_backward(self.scaler.scale(loss))
+        self.scaler.step(optimizer.optimizer)
+        self.scaler.update()
+
+    model = make_model(training_step=step, **hooks)
+    model.automatic_optimization = False
+    model.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    return model
+
+
+def save_scale(self, checkpoint):
+    checkpoint["scaler"] = self.scaler.state_dict()
+
+
+def load_scale(self, checkpoint):
+    self.scaler.load_state_dict(checkpoint["scaler"])
+
+
+def test_a_loss_scale_is_exact_if_the_program_saves_it(fits):
+    saved = partial(scaled, on_save_checkpoint=save_scale, on_load_checkpoint=load_scale)
+    fits.check(*EARLY, model=saved)
+    fits.refuse(r"model\.scaler changes in the fit", at=SECOND, model=scaled)
+
+
 LOSSES = []
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
-from resuming import Curriculum, OwnOrder
+from resuming import Curriculum, OwnOrder, evidence
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainings import NoisyDigits, make_loader, make_model
@@ -178,3 +178,21 @@ RUNS = {
 @pytest.mark.filterwarnings("ignore:Found 1 module:UserWarning")
 def test_a_run_of_each_kind_is_resumed_anywhere(fits, words, places):
     fits.check(*places, **words)
+
+
+def test_layers_that_a_resume_unfreezes_are_said(fits, caplog):
+    """A program that was changed to train other layers learns why it does not."""
+    fits.interrupt(model=unfreezing, at={"batch": 3})
+    with caplog.at_level("INFO"):
+        fits.resume(model=unfreezing)
+    assert "2 parameters frozen or unfrozen as when the checkpoint was saved, layers.0.weight" in (
+        caplog.text
+    )
+
+
+def test_loaders_that_are_loaded_anew_draw_the_same_with_workers_and_without(fits):
+    """Lightning iterates them twice, and workers take batches of the first time too."""
+    words = RELOADED | {"max_epochs": 2} | ON_TWO
+    straight = fits.fit(datamodule=ReloadedAround, **words)
+    with_workers = fits.fit(datamodule=partial(ReloadedAround, 2), **words)
+    assert evidence(with_workers) == evidence(straight)

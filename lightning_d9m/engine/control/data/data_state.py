@@ -16,24 +16,23 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
-from lightning_d9m.engine.state.parts import (
-    GENERATOR,
-    find_kind,
-    is_of_lightning,
-    name_by_class,
-)
+from lightning_d9m.engine.state.parts import GENERATOR, find_kind, is_of_lightning
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.engine.state.state import search
 
-SAMPLERS, DATA = "samplers", "data"
-"""The halves of a captured state: of samplers, and of a loader's dataset and functions."""
-# The keys of a half: what has changed, encoded, by path; and the paths of what has changed and a
-# checkpoint cannot hold, of caches that were filled, which only the log names, and of what nothing
-# can read, such as an open database.
-CHANGED, UNSAVED, LOGGED, UNKNOWN_DATA = "changed", "unsaved", "logged", "unknown"
+# The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
+# path; and the paths of what they have changed and a checkpoint cannot hold.
+CHANGES, UNSAVED = "sampler", "unsaved"
+# The same of a loader's dataset and functions; and the paths of what only the log names: caches
+# that were filled, and what changes in a loader itself.
+DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# The paths of what nothing can read, such as an open database.
+UNKNOWN_DATA = "unknown"
+
+LOADER = "loader"
+"""The name of a loader among the objects."""
 
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
-# A table of samples may have millions of objects, each of which would be compared at every save.
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
 # In a worker each of the first batches is followed by a check, and later those numbered by powers
@@ -45,12 +44,12 @@ class DataState:
     """The state of the objects that load data, and of all in them, relative to their first one.
 
     An object with a ``state_dict`` says itself where it is, and has none here. Generators of
-    datasets have a state of their own: see ``capture_generators``. What changes in a loader itself
-    is not watched, as Lightning iterates it when it is loaded, and again when an epoch starts; most
-    loaders then begin again.
+    datasets have a state of their own: see ``capture_generators``.
 
     Args:
-        owners: The dataset and the functions of a loader, by name.
+        owners: The objects by name. What changes in a loader itself is never saved, as Lightning
+            iterates it when it is loaded, and again when an epoch starts; most loaders then begin
+            again.
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
@@ -65,71 +64,94 @@ class DataState:
         known = {
             id(own): changes
             for state in earlier
-            for half in state.halves.values()
-            for own, changes in half.values()
+            for own, changes in (*state.data.values(), *state.samplers.values())
         }
-        data = {n: own for n, own in owners.items() if not hasattr(own, "load_state_dict")}
-        # By class, and not by number: two loaders may have the same sampler at different places,
-        # and a resumed run, which skips the sanity check, may load them in another order.
-        halves = {SAMPLERS: name_by_class("sampler", samplers), DATA: data}
         others = {*map(id, owners.values()), *map(id, samplers)}
-        self.halves: dict[str, dict[str, tuple[object, Changes]]] = {
-            half: {
-                name: (own, known.get(id(own)) or _watch(half, name, own, others))
-                for name, own in named.items()
-            }
-            for half, named in halves.items()
+        self.data: dict[str, tuple[object, Changes]] = {
+            name: (own, known.get(id(own)) or _watch(name, own, others))
+            for name, own in owners.items()
+            if not hasattr(own, "load_state_dict")
+        }
+        self.samplers: dict[str, tuple[object, Changes]] = {
+            str(number): (sampler, known.get(id(sampler)) or _watch("", sampler, others))
+            for number, sampler in enumerate(samplers)
         }
 
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
-        found: dict[str, Any] = {}
-        for half, watched in self.halves.items():
-            states: dict[str, Any] = {CHANGED: {}, UNSAVED: [], LOGGED: [], UNKNOWN_DATA: []}
-            for _, changes in watched.values():
-                saved, unsaved = changes.capture()
-                states[CHANGED] |= {path: pack_bytes(own) for path, own in saved.items()}
-                states[UNKNOWN_DATA] += changes.unknown
-                for path in unsaved:
-                    # Samples that a dataset keeps do not matter; what a sampler keeps decides the
-                    # order.
-                    is_cache = half == DATA and path in changes.filled
-                    states[LOGGED if is_cache else UNSAVED].append(path)
-            found[half] = {key: own for key, own in states.items() if own}
-        return {half: states for half, states in found.items() if states}
+        states: dict[str, Any] = {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
+        states |= {CHANGES: {}, UNSAVED: [], UNKNOWN_DATA: []}
+        for number, (_, changes) in self.samplers.items():
+            found, unknown = changes.capture()
+            states[CHANGES] |= {f"{number}.{path}": pack_bytes(own) for path, own in found.items()}
+            states[UNSAVED] += [f"{number}.{path}" for path in unknown]
+            states[UNKNOWN_DATA] += [f"sampler.{path}" for path in changes.unknown]
+        for name, (_, changes) in self.data.items():
+            found, unknown = changes.capture()
+            states[UNKNOWN_DATA] += changes.unknown
+            if name == LOADER:
+                states[LOGGED_DATA] += [*found, *unknown]
+                continue
+            states[DATA] |= {path: pack_bytes(own) for path, own in found.items()}
+            for path in unknown:
+                states[LOGGED_DATA if path in changes.filled else UNSAVED_DATA].append(path)
+        return {key: own for key, own in states.items() if own}
 
-    def restore(self, states: Mapping[str, Any], half: str) -> None:
-        """Write a half of what ``capture`` returned; warn of what the objects do not take."""
-        changed = states.get(half, {}).get(CHANGED, {})
-        plain = {path: unpack_bytes(data) for path, data in changed.items()}
+    def restore_samplers(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the samplers; warn of what they do not take."""
+        for number, (_, changes) in self.samplers.items():
+            lost = changes.restore(_select(states, number), torch.device("cpu"))
+            _warn_of_lost([f"sampler.{path}" for path in lost])
+
+    def restore_data(self, states: Mapping[str, Any]) -> None:
+        """Write what ``capture`` returned into the others; warn of what they do not take."""
+        plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
         lost = {path.rstrip("'") for path in plain}
-        for _, changes in self.halves[half].values():
+        for _, changes in self.data.values():
             lost = set(changes.restore(plain, torch.device("cpu")))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
-        if lost:
-            warnings.warn(
-                "The checkpoint holds values that a sampler or dataset lacks, or takes others for: "
-                f"{', '.join(sorted(lost))}. Batches may differ from those of an uninterrupted "
-                "run: make both as in the run that saved it.",
-                stacklevel=2,
-            )
+        _warn_of_lost(lost)
+
+    def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Restore what differs in samplers between two captures and has not changed since."""
+        for number, (_, changes) in self.samplers.items():
+            changes.undo(_select(before, number), _select(after, number))
 
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
-        for _, changes in self.halves[DATA].values():
+        for _, changes in self.data.values():
             changes.settle()
 
 
-def list_unsaved(loaders: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
+    """Return the encoded values of one sampler."""
+    found = {path.partition("."): data for path, data in states.get(CHANGES, {}).items()}
+    return {path: unpack_bytes(data) for (own, _, path), data in found.items() if own == number}
+
+
+def _warn_of_lost(paths: Collection[str]) -> None:
+    if paths:
+        warnings.warn(
+            "The checkpoint holds values that a sampler or dataset lacks, or takes others for: "
+            f"{', '.join(sorted(paths))}. Batches may differ from those of an uninterrupted run: "
+            "make both as in the run that saved it.",
+            stacklevel=3,
+        )
+
+
+def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return why the captured states of loaders cannot be restored, by number of the loader."""
-    return describe_unsaved(list_paths(loaders, UNSAVED))
+    in_samplers = (
+        f"{number}.sampler.{path.partition('.')[2]}"
+        for number, states in samplers.items()
+        for path in states.get(UNSAVED, ())
+    )
+    return describe_unsaved([*in_samplers, *list_paths(samplers, UNSAVED_DATA)])
 
 
-def list_paths(loaders: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
+def list_paths(samplers: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
     """Return the paths under a key of the captured states, with the number of the loader."""
-    halves = ((number, half) for number, states in loaders.items() for half in states.values())
-    paths = ((number, path.rstrip("'")) for number, half in halves for path in half.get(key, ()))
-    return [f"{number}.{path}" for number, path in paths]
+    return [f"{number}.{path}" for number, own in samplers.items() for path in own.get(key, ())]
 
 
 class WorkerWatch:
@@ -153,7 +175,7 @@ class WorkerWatch:
         if self._batches == 1:
             self._state.settle()
         # But of an empty place that was filled once.
-        found = (changes.find_first() for _, changes in self._state.halves[DATA].values())
+        found = (changes.find_first() for _, changes in self._state.data.values())
         if (path := next(filter(None, found), None)) is not None:
             self._report(path)
 
@@ -166,24 +188,23 @@ class WorkerWatch:
         self.end_batch(last=True)
 
 
-def _watch(half: str, name: str, owner: Any, others: Collection[int]) -> Changes:
-    """Watch an object that loads data."""
-    is_sampler = half == SAMPLERS
+def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
+    """Watch an object that loads data, or a sampler, which has no name."""
     # Samplers get their epoch from the loop that iterates them, data from the program.
-    hidden = list_controlled(owner) - (set() if is_sampler else {"epoch"})
+    hidden = list_controlled(owner) - ({"epoch"} if name not in ("", LOADER) else set())
     own = getattr(owner, "__dict__", {})
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
-    of_others = Dataset if is_sampler else ()
+    of_others = Dataset if not name else ()
 
     def leave_out(path: str, value: object) -> bool:
         return value is not owner and (
             id(value) in left_out
             or isinstance(value, of_others)
-            or _leave_out(path, value, generators=not is_sampler)
+            or _leave_out(path, value, generators=bool(name))
         )
 
     owners: dict[str, object] = {name: owner}
-    if not is_sampler:  # the objects with attributes in it, those of libraries too
+    if name not in ("", LOADER):  # the objects with attributes in it, those of libraries too
         owners = {
             path: value
             for path, value in search(owners, depth=_DEPTH, most=_MOST_PARTS)
@@ -195,8 +216,8 @@ def _watch(half: str, name: str, owner: Any, others: Collection[int]) -> Changes
         owners,
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
-        unlimited=is_sampler,
-        namespaces=not is_sampler,
+        copies=not name,
+        namespaces=bool(name),
     )
 
 

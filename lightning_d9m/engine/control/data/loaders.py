@@ -22,10 +22,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.data_state import (
-    CHANGED,
     DATA,
-    SAMPLERS,
-    UNSAVED,
+    LOADER,
+    LOGGED_DATA,
+    UNKNOWN_DATA,
+    UNSAVED_DATA,
     DataState,
     WorkerWatch,
 )
@@ -43,6 +44,7 @@ from lightning_d9m.engine.control.data.resumable_sampler import (
 from lightning_d9m.engine.control.environment import threads_pinned
 from lightning_d9m.engine.control.seeding import RandomStreams, SeededHost, seed_host
 from lightning_d9m.engine.control.session import capture_session, start_worker
+from lightning_d9m.engine.state.parts import is_of_program
 from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import SettingError
 
@@ -201,6 +203,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
+_OF_DATA = (UNKNOWN_DATA, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
 class ReachedPosition(NamedTuple):
@@ -221,7 +224,9 @@ class ControlledLoader:
         self.stream = stream = RandomStreams(control.seed, control.fit, control.rank, stage)
         self.started: int | None = None
         self.first_epoch: int | None = None
-        self.start: dict[str, Any] | None = None  # the state where the epoch was first iterated
+        # The states where the epoch was first iterated, and after it was iterated in advance.
+        self.start: dict[str, Any] | None = None
+        self.after: dict[str, Any] | None = None
         self._has_data = False
         self._control = control
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
@@ -237,9 +242,11 @@ class ControlledLoader:
         self._chosen: dict[int, str] = {}  # what the user's seeds add to ours
         samplers = find_samplers(loader)
         self._rankless = all(type(sampler) in RANKLESS for sampler in samplers)
-        owners: dict[str, object] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-        if loader.num_workers and loader.persistent_workers and not iterable:
-            owners = {}  # workers have a copy, which changes of the program do not reach
+        owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
+        # Persistent workers have a copy of a dataset with indices, which changes of the program do
+        # not reach.
+        if iterable or not (loader.num_workers and loader.persistent_workers):
+            owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
@@ -316,27 +323,24 @@ class ControlledLoader:
         start = self.start
         if not within or start is None:
             return self.state.capture()
-        # A stream is read again from the start of the epoch, as its loader skips what was trained;
-        # a validation is run again as a whole.
+        # Read again from the start of the epoch; a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
             return start
-        # A sampler draws its order when it is iterated, so its state is that of the start; samples
-        # are read by and by, so that of a dataset is that of now.
-        first, now = start.get(DATA, {}).get(CHANGED, {}), self.state.capture().get(DATA, {})
+        at_start = {name: own for name, own in start.items() if name not in _OF_DATA}
+        now = {name: own for name, own in self.state.capture().items() if name in _OF_DATA}
         loader = self.loader()
         if loader is not None and loader.num_workers and not at_end:
-            # Workers have copies from the start of the epoch. Variables of files are restored in
-            # this process later, as part of the program.
-            held = tuple(self.state.halves[DATA])
+            # Workers have copies from the start of the epoch.
+            first, held = start.get(DATA, {}), tuple(self.state.data)
             changed = [
                 path
-                for path, own in now.get(CHANGED, {}).items()
-                if path.startswith(held)
-                and (path not in first or not torch.equal(own, first[path]))
+                for path, own in now.get(DATA, {}).items()
+                if path not in first or not torch.equal(own, first[path])
             ]
-            now |= {CHANGED: first, UNSAVED: [*now.get(UNSAVED, ()), *changed]}
-        halves = {SAMPLERS: start.get(SAMPLERS), DATA: now}
-        return {half: states for half, states in halves.items() if states}
+            # Variables of files are restored in this process later, as part of the program.
+            changed = [path for path in changed if path.startswith(held)]
+            now |= {DATA: first, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
+        return at_start | {name: own for name, own in now.items() if own}
 
     def _keep_start(self) -> None:
         if self.start is None:  # torch may make a second iterator, or cycle
@@ -345,15 +349,15 @@ class ControlledLoader:
     def restore(self, samplers: Mapping[str, Any], *, data: bool = True) -> None:
         """Restore what ``capture`` returned, from that of all loaders of the stage."""
         states = samplers.get(str(self.stream.number), {})
-        self.state.restore(states, SAMPLERS)
+        self.state.restore_samplers(states)
         if data:
-            self.state.restore(states, DATA)
+            self.state.restore_data(states)
 
     def restore_data(self, epoch: int) -> None:
         """Restore what the dataset held where the run was interrupted."""
         reached = self._find_reached(epoch)
         if reached is not None:
-            self.state.restore(reached.samplers.get(str(self.stream.number), {}), DATA)
+            self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
             self._has_data = True
 
     def _find_reached(self, epoch: int) -> ReachedPosition | None:
@@ -367,7 +371,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
-        self.start = None
+        self.start = self.after = None
         self.stream.start_epoch(epoch)
         self._generator.manual_seed(self.stream.derive("workers"))
         reached = self._find_reached(epoch)
@@ -453,6 +457,8 @@ class LoaderControl:
         self.loaders: list[ControlledLoader] = []
         self.replacements = AttributePatches()
         self.reached: dict[str, ReachedPosition] = {}
+        # Loaders that are not torch's.
+        self._others: list[tuple[str, object, DataState]] = []
 
     def resume_epoch(
         self,
@@ -490,6 +496,8 @@ class LoaderControl:
             str(control.stream.number): control.capture(within=within, at_end=at_end)
             for control in self._list(stage)
         }
+        others = [state for other, _, state in self._others if other == stage]
+        found |= {f"{LOADER}{n}": state.capture() for n, state in enumerate(others)}
         return {number: states for number, states in found.items() if states}
 
     def _list(self, stage: str) -> list[ControlledLoader]:
@@ -507,6 +515,8 @@ class LoaderControl:
             SettingError: If per_sample_rng is on and the dataset does not have indices.
         """
         if not isinstance(loader, DataLoader):
+            if is_of_program(type(loader)) and all(loader is not own for _, own, _ in self._others):
+                self._others.append((stage, loader, DataState({LOADER: loader})))
             return loader
         # Do not keep loaders alive that are reloaded every epoch.
         present = [control for control in self.loaders if control.loader() is not None]
@@ -544,10 +554,28 @@ class LoaderControl:
         for control in self._list(stage):
             control.restore(samplers)
 
+    def keep_iterated(self, stage: str) -> None:
+        """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
+        for control in self._list(stage):
+            if control.start is not None:
+                control.after = control.state.capture()
+
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again."""
         for control in self._list(stage):
             control.started = None
+
+    def restart_epoch(self, stage: str, epoch: int) -> None:
+        """Start an epoch again, before a stage's loaders are iterated again from its beginning.
+
+        Workers may already hold batches of an iteration that was not consumed.
+        """
+        for control in self._list(stage):
+            if control.started == epoch:
+                if control.start is not None:  # but for what hooks have set
+                    control.state.undo(control.start, control.after or {})
+                control.started = None
+        self.start_epoch(stage, epoch)
 
     def release(self) -> None:
         """Restore every replaced attribute in reverse order, and stop persistent workers."""
@@ -562,13 +590,20 @@ class LoaderControl:
 
 _NO_POSITION = (
     "{} does not save its position, so a resumed run would train on the same batches again. Load "
-    "it with torchdata's StatefulDataLoader{}, or save checkpoints at the end of an epoch."
+    "it with torchdata's StatefulDataLoader, or save checkpoints at the end of an epoch."
 )
-# Without a length Lightning fetches one batch ahead of the training, and without a batch size
-# workers make batches, whose generators cannot be saved. Workers of a dataset that does not say
-# where it is read the trained batches again to skip them, and then draw other numbers.
-_OF_STREAMS = (
-    ", and give it __len__, and for workers a batch_size, state_dict() and load_state_dict()"
+_NO_LENGTH = (
+    "{} does not have __len__, so Lightning fetches one batch ahead, and the loader's state is one "
+    "batch ahead of the training. Give it a __len__."
+)
+_OWN_BATCHES = (
+    "{} makes its own batches in workers, whose generators cannot be saved. Set batch_size so that "
+    "the loader makes them, or use num_workers=0."
+)
+_SKIPPED = (
+    "{} does not have state_dict() and load_state_dict(), so its workers read the trained batches "
+    "again to skip them, and then draw other random numbers. Give it these methods, or use "
+    "num_workers=0."
 )
 _OWN_GENERATORS = (
     "The loader of {} draws from its own generators ({}), whose state in the loader's workers "
@@ -585,20 +620,30 @@ _OWN_ITERATION = (
     "batches again. Let its __iter__ call that of DataLoader, or save checkpoints at the end of an "
     "epoch."
 )
+_EPOCH_STATE = (
+    "{} has a state_dict(), which Lightning does not load between epochs, so a resumed epoch may "
+    "have the order of an earlier one. Use checkpoints that are saved within an epoch, or a loader "
+    "whose epochs depend only on its dataset."
+)
 
 
 def find_loader_problems(loader: Any, *, within: bool) -> list[str]:
     """Return why a loader cannot continue exactly, within an epoch or in the next one."""
     if not isinstance(loader, DataLoader):
         lost = within and not has_state(loader)
-        return [_NO_POSITION.format(loader.__class__.__name__, "")] if lost else []
+        return [_NO_POSITION.format(loader.__class__.__name__)] if lost else []
     dataset, workers = loader.dataset, loader.num_workers > 0
     name = dataset.__class__.__name__
     iterable = isinstance(dataset, IterableDataset)
     if within and iterable:
-        knows = has_state(loader) and hasattr(dataset, "__len__")
-        if not knows or (workers and (loader.batch_size is None or not has_state(dataset))):
-            return [_NO_POSITION.format(name, _OF_STREAMS)]
+        tests = {
+            _NO_POSITION: not has_state(loader),
+            _NO_LENGTH: not hasattr(dataset, "__len__"),
+            _OWN_BATCHES: workers and loader.batch_size is None,
+            _SKIPPED: workers and not has_state(dataset),
+        }
+        if found := [problem for problem, fails in tests.items() if fails]:
+            return [found[0].format(name)]
     control = find_control(loader)
     if within and control is not None and control.is_bypassed:
         return [_OWN_ITERATION.format(name)]
@@ -616,3 +661,12 @@ def find_control(loader: Any) -> Any:
     """Return the ``ControlledLoader`` of a loader; None without one."""
     control = loader._get_iterator.__self__  # noqa: SLF001 - the method that it replaces
     return None if control is loader else control
+
+
+def find_epoch_problem(loader: Any) -> str | None:
+    """Return a sentence if a loader may need its state between epochs too, else None.
+
+    torchdata's loader does not: an epoch depends only on the dataset and on the generators.
+    """
+    needed = has_state(loader) and is_user_made([loader])
+    return _EPOCH_STATE.format(loader.__class__.__name__) if needed else None

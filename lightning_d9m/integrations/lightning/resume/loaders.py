@@ -1,5 +1,6 @@
 """Random generators, and the state of what loads data."""
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal
@@ -8,13 +9,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9m.engine.control.data.data_state import (
-    CHANGED,
-    LOGGED,
+    CHANGES,
+    DATA,
+    LOGGED_DATA,
     UNKNOWN_DATA,
     list_paths,
     list_unsaved,
 )
-from lightning_d9m.engine.control.data.resumable_sampler import has_state, is_user_made
+from lightning_d9m.engine.control.data.resumable_sampler import has_state
 from lightning_d9m.engine.control.seeding import (
     capture_generators,
     decode_rng,
@@ -27,7 +29,7 @@ from lightning_d9m.engine.state.parts import is_of_program
 from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.position import is_at_end
-from lightning_d9m.integrations.lightning.resume.run_facts import FIT
+from lightning_d9m.integrations.lightning.resume.run_facts import FIT, name_all
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
@@ -41,6 +43,14 @@ _UNMATCHED = (
     "These generators are only in the checkpoint, or only in this run: {}. Create them before "
     "training starts, as in the run that saved the checkpoint."
 )
+_RELOADED = (
+    "The loaders are loaded again for the epoch that is resumed "
+    "(reload_dataloaders_every_n_epochs), and their datasets, samplers or datamodule keep "
+    "generators, or values that change: {}. Whether these go on or start again is not known. Keep "
+    "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
+    "take the epoch from set_epoch()."
+)
+
 _OTHER_SIZES = (
     "The batches of the training loaders had {} samples when the checkpoint was saved, and have {} "
     "now. Make the loaders as then; with BatchSizeFinder, pass the size that it found."
@@ -65,7 +75,7 @@ class Generators(Part):
         unmatched = find_generators(name_datasets(self.trainer)).keys() ^ state
         if not lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
             unmatched = {path for path in unmatched if not path.startswith(_VALIDATION)}
-        return [_UNMATCHED.format(", ".join(sorted(unmatched)))] if unmatched else []
+        return name_all(_UNMATCHED, sorted(unmatched))
 
 
 class Samplers(Part):
@@ -84,20 +94,8 @@ class Samplers(Part):
         others = control.capture_samplers("validate", within=phase == "validation")
         found |= {f"{_VALIDATION}{number}": states for number, states in others.items()}
         self.fit.unknown += list_paths(found, UNKNOWN_DATA)
-        if not within and self.trainer.max_steps < 0:  # or Lightning loads their states
-            self.fit.unknown += [
-                f"{number}.loader"
-                for number, loader in enumerate(
-                    lightning_private.list_loaders(self.trainer.fit_loop)
-                )
-                if has_state(loader) and is_user_made([loader])
-            ]
-        if not within and self.trainer.reload_dataloaders_every_n_epochs:
-            # A hook may return new objects, which begin again, or the same ones.
-            generators = find_generators(name_datasets(self.trainer))
-            self.fit.unknown += [*list_paths(found, CHANGED), *generators]
         self.fit.inexact += list_unsaved(found)
-        self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED)]
+        self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED_DATA)]
         return found
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
@@ -113,7 +111,7 @@ class Reloads(Part):
     """The epochs in which the loaders of training and of validation were last loaded."""
 
     name, form = "reloads", dict[str, int | None]
-    restored = ("load", "validation", "epoch")
+    restored, checked = ("load", "validation", "epoch"), "train"
 
     def capture(self, _phase: Phase) -> dict[str, int | None]:
         read = lightning_private.get_reload_epoch
@@ -132,6 +130,33 @@ class Reloads(Part):
             # So that the next reload is due in time.
             due = epoch - saved >= self.trainer.reload_dataloaders_every_n_epochs
             lightning_private.set_reload_epoch(self.trainer, stage, epoch if due else saved)
+
+    def problems(self, state: dict[str, int | None]) -> list[str]:
+        """Name what a dataset holds that is loaded again.
+
+        The dataset may be a new object, whose generator starts again, or the same one, whose
+        generator continues.
+        """
+        saved, every = self.fit.saved, self.trainer.reload_dataloaders_every_n_epochs
+        loaded = {"train.": state["train"], _VALIDATION: state["validate"]}
+        stages = tuple(
+            stage
+            for stage, epoch in loaded.items()
+            if every and epoch is not None and saved["position"].epoch - epoch >= every
+        )
+        paths = [*saved["generators"]]
+        for number, states in saved["samplers"].items():
+            loader = number if number.startswith(_VALIDATION) else f"train.{number}"
+            changed = (path.partition(".")[2] for path in states.get(CHANGES, {}))
+            paths += [f"{loader}.{path}" for path in states.get(DATA, {})]
+            paths += [f"{loader}.sampler.{path}" for path in changed]
+        reloaded = [path.rstrip("'") for path in paths if path.startswith(stages)]
+        if every and (stages or any(state.values())):
+            # Of its numbers and texts loaders may be made, such as the size of batches.
+            reloaded += [
+                path for path in saved["program"] if re.fullmatch(r"datamodule\.\w+", path)
+            ]
+        return name_all(_RELOADED, reloaded)
 
 
 class BatchSizes(Part):

@@ -10,6 +10,7 @@ from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.logged import merge_ranks
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.trainer import lightning_private
+from lightning_d9m.integrations.trainer.packages import rank_zero
 from lightning_d9m.integrations.trainer.trainer_attributes import (
     get_logical_steps,
     like_parameter,
@@ -17,10 +18,15 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     local_shard,
     name_callbacks,
 )
+from lightning_d9m.text import pluralize
 
 _OTHER_GROUPS = (
     "The checkpoint was saved with other parameters in the groups of the optimizer {} ({} and {} "
     "of them), whose state would go to the wrong ones. Make the groups of the same parameters."
+)
+_OTHER_SHAPE = (
+    "The checkpoint has a gradient of {} of shape {} on this rank, and the part of the parameter "
+    "here has {}. Divide the model among the ranks as in the run that saved it."
 )
 _OTHER_SCHEDULERS = (
     "The checkpoint was saved with the learning rate schedulers {}, and this run has {}. A "
@@ -41,7 +47,7 @@ class Gradients(Part):
     ``optimizer_zero_grad``, may keep them.
     """
 
-    name, restored = "gradients", ("epoch", "batch")
+    name, restored, checked = "gradients", ("epoch", "batch"), "train"
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         trainer, module = self.trainer, self.trainer.lightning_module
@@ -70,9 +76,19 @@ class Gradients(Part):
         for name, parameter in self.trainer.lightning_module.named_parameters():
             kept = state.get(name)
             if kept is None or kept.shape != local_shard(parameter).shape:
-                parameter.grad = None  # of another division among ranks: the first step differs
+                parameter.grad = None
             else:
                 parameter.grad = like_parameter(kept, parameter)
+
+    def problems(self, state: Any) -> list[str]:
+        if get_logical_steps(self.trainer) is not None:
+            return []
+        named = self.trainer.lightning_module.named_parameters()
+        return [
+            _OTHER_SHAPE.format(name, tuple(state[name].shape), tuple(local_shard(own).shape))
+            for name, own in named
+            if name in state and state[name].shape != local_shard(own).shape
+        ][:1]
 
     def select(self, states: list[Any], _rank: int) -> Any:
         return merge_ranks(states)
@@ -90,10 +106,17 @@ class Frozen(Part):
         return [name for name, own in self.fit.tensors.listed[0] if not own.requires_grad]
 
     def restore(self, state: list[str], _moment: Moment) -> None:
-        # Not by the hooks that froze them: Lightning calls these at the start of an epoch only.
-        frozen = {*state}
+        frozen, changed = {*state}, []
         for name, parameter in self.trainer.lightning_module.named_parameters():
-            parameter.requires_grad_(name not in frozen)
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(not parameter.requires_grad)
+                changed.append(name)
+        if changed:
+            rank_zero().rank_zero_info(
+                f"{pluralize(len(changed), 'parameter')} frozen or unfrozen as when the "
+                f"checkpoint was saved, {changed[0]} first. To train others, load its weights "
+                "without ckpt_path."
+            )
 
 
 class Groups(Part):

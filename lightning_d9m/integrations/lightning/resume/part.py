@@ -38,8 +38,7 @@ class Fit:
             the data of this rank are others now.
         before: The state of the parts that a validation changes, before the one that runs.
         inexact: Why the state that is being captured cannot be resumed exactly.
-        unknown: The paths of objects of which nothing tells whether a resumed run has them as they
-            were: nothing can read them, or loaders are loaded again.
+        unknown: The paths of objects that nothing can read: they may have changed.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from lightning_d9m.engine.control.data.loaders import find_loader_problems
+from lightning_d9m.engine.control.data.loaders import find_epoch_problem, find_loader_problems
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
@@ -172,12 +172,16 @@ def find_missing_state(trainer: Trainer, position: LoopPosition) -> list[str]:
     if trainer.should_stop and not between and pending:
         return [_STOPPING]
     within = not between and not is_at_end(trainer)
-    return [
+    found = [
         problem
         for loop, is_within in ((fit, within), (fit.epoch_loop.val_loop, False))
         for loader in lightning_private.list_loaders(loop)
         for problem in find_loader_problems(loader, within=is_within)
     ]
+    # Lightning loads the state of a loader in a fit of a number of steps.
+    if between and trainer.max_steps < 0:
+        found += filter(None, map(find_epoch_problem, lightning_private.list_loaders(fit)))
+    return found
 
 
 def continue_cut(trainer: Trainer, position: LoopPosition, checkpoint: Mapping[str, Any]) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import find_samplers
@@ -30,6 +32,7 @@ from lightning_d9m.engine.state.parts import (
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.integrations.lightning.resume.logged import list_reset
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
+from lightning_d9m.integrations.lightning.resume.run_facts import name_all
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.trainer_attributes import (
@@ -94,7 +97,6 @@ class Program(Part):
         return found | dict.fromkeys(unsaved)
 
     def capture(self, phase: Phase) -> tuple[Captured, list[str]]:
-        # Their states may be lists of all outputs of an epoch, larger than a checkpoint takes.
         skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
         found = {
             path: own
@@ -114,9 +116,6 @@ class Program(Part):
             modes = {path: own for path, own in first.items() if path.endswith(_MODE)}
             program = {path: own for path, own in program.items() if not path.endswith(_MODE)}
             program |= modes
-        if self.trainer.reload_dataloaders_every_n_epochs:
-            # Loaders may be made of its values, before these are restored.
-            unknown = [*unknown, *(path for path in program if path.startswith("datamodule."))]
         self.fit.unknown += unknown
         self.fit.inexact += describe_unsaved(path for path, own in program.items() if own is None)
         return {path: pack_bytes(own) for path, own in program.items() if own is not None}
@@ -125,15 +124,14 @@ class Program(Part):
         plain = {
             path: unpack_bytes(data)
             for path, data in state.items()
-            # A run may resume without a callback, such as a progress bar.
+            # Those of callbacks that this run lacks do not count.
             if path.startswith(self._roots) or not path.startswith("callbacks.")
         }
         self._missing = self.changes.restore(plain, self._module.device)
 
     def problems(self, _state: Any) -> list[str]:
         unlike = describe_unsaved(path.rstrip("'") for path in self.changes.unlike)
-        missing = ", ".join(self._missing)
-        return [*([_MISSING_OBJECTS.format(missing)] if missing else []), *unlike]
+        return [*name_all(_MISSING_OBJECTS, self._missing), *unlike]
 
     def _find_left_out(self) -> list[Any]:
         """Find the objects that a checkpoint of Lightning holds; return the loaders' samplers."""
@@ -189,6 +187,21 @@ class Program(Part):
             return True  # ranks hold parts of them
         # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
         return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
+
+
+def _list_tensors(tree: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(tree) if isinstance(part, Tensor)]
+
+
+def find_lost(model: ModelTensors, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors of a model that are not in a checkpoint."""
+    absent = [pair for pair in model.list_saved() if pair[0] not in checkpoint["state_dict"]]
+    held = {_find_memory(part) for part in (_list_tensors(dict(checkpoint)) if absent else ())}
+    return [name for name, tensor in absent if _find_memory(tensor) not in held - {None}]
+
+
+def _find_memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def remember(

@@ -11,7 +11,7 @@ from typing import Any
 from warnings import catch_warnings, filterwarnings, warn
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.engine.control.data.loaders import find_loader_problems
+from lightning_d9m.engine.control.data.loaders import find_epoch_problem, find_loader_problems
 from lightning_d9m.engine.control.seeding import rng_restored
 from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.engine.ledger.format.records import Resume
@@ -35,6 +35,7 @@ from lightning_d9m.integrations.lightning.resume.program import (
     EXPECTED,
     Program,
     digest_callbacks,
+    find_lost,
     remember,
 )
 from lightning_d9m.integrations.lightning.resume.saved_run import PARTS, gather, read_state, select
@@ -50,6 +51,10 @@ _CUT = (
     "Its fit ended after {} batches of epoch {}, by max_steps, and hooks at the end of the epoch "
     "or the fit changed {}, where a longer fit would train the rest. Resume from a checkpoint "
     "within the epoch: ModelCheckpoint(every_n_train_steps=...)."
+)
+_LOST_TENSOR = (
+    "The checkpoint lacks {!r}, which changes in the fit, as that of ModelPruning lacks the masks "
+    "of pruned weights, which would be trained again. Save all weights and buffers that change."
 )
 _LATE_HOOK = (
     "A hook that runs after the checkpoint is saved, such as the module's on_train_batch_end, "
@@ -90,8 +95,9 @@ class ResumableFit(Fit):
         # The numbers of batches of the epochs since a loader has loaded its state.
         self._lengths: list[int] | None = None
         self._skipped = 0
-        # They name what has changed since `max_steps` ended the fit, since a save, and since a
-        # validation began.
+        # They name what has changed since training began, where `max_steps` ended the fit, after a
+        # save, and in a validation.
+        self._find_trained: _Find = list
         self._find_changed_since_cut: _Find = list
         self._find_late: _Find = list
         self._saves_in_validation = False
@@ -259,12 +265,19 @@ class ResumableFit(Fit):
     def _write(
         self, write: Callable[..., object], checkpoint: Any, *args: Any, **words: Any
     ) -> Any:
-        """Add a manifest to a checkpoint, which the hooks of the program may have changed."""
+        """Add a manifest to a checkpoint, and note which weights it lacks.
+
+        Other callbacks, the datamodule and the module may have changed it.
+        """
         if not self._is_open:
             self._patches.undo()
         state = find_state(checkpoint)
         sharded = is_sharded(self.trainer.strategy)
         if state is not None and self.trainer.is_global_zero and not sharded:
+            lost = find_lost(self.tensors, checkpoint)
+            changed = self._find_trained() if lost else []
+            reasons = [_LOST_TENSOR.format(name) for name in lost if name in changed]
+            state["inexact"] = [*state["inexact"], *reasons[:1]]
             state[MANIFEST_KEY] = make_manifest(checkpoint)
         return write(checkpoint, *args, **words)
 
@@ -374,16 +387,23 @@ class ResumableFit(Fit):
                 self._lengths = [] if self._position.batch else [0]
                 self._skipped = self._position.batch
         load()
+        if self.was_saved_between_epochs and not any(self._loader_states):
+            found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
+            self.report([*filter(None, found)])
 
     def _load_training(self, load: Callable[[], None]) -> None:
-        # The program's state as held at first, before loaders restore what they share. In
-        # `configure_optimizers`, which may load the data, there are no optimizers yet.
+        self._watch_program()
+        load()
+        self.session.loaders.keep_iterated("train")
+
+    def _watch_program(self) -> None:
+        """Take the program's state as held at first, before loaders restore what they share."""
         if self.trainer.optimizers:
             _ = self._program.changes
-        load()
 
     def _load_validation(self, load: Callable[[], None]) -> None:
-        self._load_training(load)
+        self._watch_program()
+        load()
         if lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
             self._restore("validation")
             self._unvalidated = {}
@@ -417,6 +437,7 @@ class ResumableFit(Fit):
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
         self.has_begun = True
+        self._find_trained = remember(self._program)
         for part in self._parts.values():
             part.begin()
         if not self.saved and not self._reasons:
@@ -470,9 +491,7 @@ class ResumableFit(Fit):
         # make it again.
         again = self.was_saved_between_epochs and reads_when_iterated(trainer)
         if trainer.current_epoch and (again or not first):
-            # Workers may hold batches of an iteration that was not consumed.
-            loaders.restart("train")
-            loaders.start_epoch("train", trainer.current_epoch)
+            loaders.restart_epoch("train", trainer.current_epoch)
         if trainer.current_epoch and again and first:
             if self._loader_states:
                 lightning_private.load_loader_states(trainer, self._loader_states)

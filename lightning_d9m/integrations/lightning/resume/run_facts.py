@@ -1,6 +1,6 @@
 """Facts of the run that saved a checkpoint: its settings, its ledger, and what is not exact."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -24,13 +24,13 @@ _COMPARED = {
     "threads": ", which round differently: pass DeterminismCallback(threads=...)",
 }
 _UNKNOWN = (
-    "Nothing tells whether a resumed run has {} as it was, and it cannot be compared with the "
-    "steps after the checkpoint. Keep its position in a number; or if the training does not depend "
-    "on it, pass DeterminismCallback(accepted_unknown={})."
+    "Nothing can read {0}, so it may change in the fit unseen, and the resumed run cannot be "
+    "compared with the steps after the checkpoint. Keep its position in a number; or if the "
+    "training does not depend on it, pass DeterminismCallback(accepted_unknown={0!r})."
 )
 _CHECKED = (
-    "Nothing tells whether a resumed run has {} as it was. Its first steps are compared with those "
-    "of the run that saved the checkpoint."
+    "Nothing can read {}. The first steps of the resumed run are compared with those of the run "
+    "that saved the checkpoint."
 )
 
 
@@ -96,7 +96,7 @@ class Inexact(Part):
 
 
 class Unknown(Inexact):
-    """The paths of objects of which nothing tells whether a resumed run has them as they were."""
+    """The paths of objects that nothing can read: they may have changed."""
 
     name = "unknown"
 
@@ -105,10 +105,15 @@ class Unknown(Inexact):
 
     def problems(self, state: list[str]) -> list[str]:
         accepted, paths = self.fit.accepted, super().problems(state)
-        # A name may have brackets, which are those of a pattern.
-        paths = [own for own in paths if not any(fnmatch(own, p) or own == p for p in accepted)]
+        paths = [path for path in paths if not any(fnmatch(path, own) for own in accepted)]
         # Another rank may lack its ledger, so all ranks ask whether each can be checked.
         if paths and can_be_checked(self.fit.saved.get("ledger"), self.trainer.global_rank):
             rank_zero().rank_zero_info(_CHECKED.format(", ".join(paths)))
             return []
-        return [_UNKNOWN.format(", ".join(paths), paths)] if paths else []
+        return [_UNKNOWN.format(path) for path in paths]
+
+
+def name_all(problem: str, paths: Iterable[str]) -> list[str]:
+    """Return a problem with the paths in it; nothing without paths."""
+    named = ", ".join(paths)
+    return [problem.format(named)] if named else []
