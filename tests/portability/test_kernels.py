@@ -1,4 +1,4 @@
-"""The compiled kernels give the bits of torch operations."""
+"""The compiled kernels give the bits of their text, which torch ops run."""
 
 import os
 import signal
@@ -9,10 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from formula_values import compute_formula
 from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
+from lightning_d9m.ops.patches.triton import language
 from lightning_d9m.ops.portability import compiler, definitions, kernels, library
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
 
@@ -27,7 +29,7 @@ def compare(found, expected):
 
 @contextmanager
 def by_torch():
-    """Let torch operations serve, as without a compiler."""
+    """Let torch ops run the text of the kernels, as without a compiler."""
     with patch.object(kernels, "find_kernel", lambda *_: None):
         yield
 
@@ -62,12 +64,12 @@ def test_one_rounding_of_a_product_and_a_sum():
     """Where float64 rounds to the middle between two float32 numbers, and where a sum is lost."""
     a, b = torch.tensor([1 + 2.0**-23, 3.0, 2.0**-100]), torch.tensor([1 + 2.0**-23, 5.0, 2.0**-40])
     c = torch.tensor([2.0**-75, -15.0, 2.0**-149])
-    found = definitions.add_product(a, b, c).tolist()
+    found = language.fma(a, b, c).tolist()
     assert found == [1 + 2.0**-22, 0.0, 2.0**-140 + 2.0**-149]
     product = kernels.multiply(
         torch.stack([a, b], 1).unsqueeze(1), torch.stack([b, a], 1)[..., None]
     )
-    compare(product[:, 0, 0], definitions.add_product(b, a, a * b))
+    compare(product[:, 0, 0], language.fma(b, a, a * b))
 
 
 @DTYPES
@@ -106,9 +108,17 @@ def test_functions(name, dtype):
 
 
 def check_kernel(name, **given):
-    """Compute a kernel by C and by torch operations, and compare what it writes."""
+    """Compute a kernel by C, by its text and by its formula, and compare what it writes."""
     others = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in given.items()}
+    present = {k: one for k, one in others.items() if one is not None}
+    kernel = KERNELS["_without_".join((name, *(k for k in given if given[k] is None)))]
+    like = next(one for one in present.values() if isinstance(one, torch.Tensor))
+    values = compute_formula(kernel, like, present)
     found = kernels.compute(name, **given)
+    for key, own in zip(kernel.fresh, found, strict=True):
+        compare(own, values[key].view(own.shape))
+    for key in values.keys() & given.keys():
+        compare(given[key], values[key].view(given[key].shape))
     with by_torch():
         expected = kernels.compute(name, **others)
     for pair in zip(found, expected, strict=True):
@@ -118,13 +128,6 @@ def check_kernel(name, **given):
             compare(given[k], one)
 
 
-@pytest.fixture
-def _small_slices(monkeypatch):
-    """Compute some rows at a time, and the rest."""
-    monkeypatch.setattr(definitions, "_SLICE", 2100)
-
-
-@pytest.mark.usefixtures("_small_slices")
 @DTYPES
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - FUNCTIONS.keys()))
 def test_kernels_of_rows_and_elements(name, dtype):

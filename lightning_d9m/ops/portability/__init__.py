@@ -2,7 +2,7 @@
 
 Every operation that torch dispatches comes in; its result goes out, computed from operations that
 IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of rules.
-``formulas.py``, ``definitions.py`` and, of random numbers, ``kernels.py`` say the sequences that
+``formulas.py``, ``triton/kernels.py`` and, of random numbers, ``kernels.py`` say the sequences that
 ``kernels.c`` computes.
 """
 

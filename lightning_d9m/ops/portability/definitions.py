@@ -1,25 +1,19 @@
-"""Products, sums and formulas in torch operations: what kernels compute, by the same sequences.
+"""Products and sums in torch operations, for all matrices and blocks at once.
 
-Formulas serve without a C compiler and on devices; products and sums only without a compiler, and
-where a device's kernel fails. They compute all matrices and blocks at once: to run the text of
-``triton/kernels.py``, one program after the other, took up to 100 times as long.
+They have the sequences of ``triton/kernels.py``, whose text torch operations could run, too: but
+they would run one program after the other, which takes up to 100 times as long. They serve where
+neither a C compiler nor a device is.
 """
 
-import operator
-from collections.abc import Callable, Mapping
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import accumulate, chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.portability.expressions import Kernel, Number
-from lightning_d9m.ops.portability.formulas import TWO_OVER_PI
+from lightning_d9m.ops.patches.triton import language
 from lightning_d9m.ops.portability.triton.kernels import BLOCK, DEPTH, LANES
-
-_SLICE = 2**20  # numbers that are computed at a time: their intermediate results take 8 MiB each
 
 
 def multiply(out: Tensor, left: Tensor, right: Tensor, *places: Any) -> None:
@@ -45,21 +39,8 @@ def _add_products(rows: Tensor, columns: Tensor) -> Tensor:
     for k in range(rows.shape[-1]):
         one, other = rows[..., k : k + 1], columns[..., k : k + 1, :]
         is_wide = total.dtype == torch.float64
-        total = one * other + total if is_wide else add_product(one, other, total)
+        total = one * other + total if is_wide else language.fma(one, other, total)
     return total
-
-
-def add_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """Return ``left * right + total`` of float32 numbers, rounded once."""
-    # The product is exact. A last bit of 1 of an inexact sum lets it be rounded again.
-    product, wide = left.double() * right.double(), total.double()
-    result = product + wide
-    given = result - product
-    error = (product - (result - given)) + (wide - given)
-    bits = result.view(torch.int64)
-    nearer = torch.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
-    odd = ((error > 0) | (error < 0)) & (bits & 1 == 0)
-    return torch.where(odd, nearer, bits).view(torch.float64).float()
 
 
 def add(out: Tensor, x: Tensor, *places: Any) -> None:
@@ -87,90 +68,3 @@ def add_running(x: Tensor, dim: int) -> Tensor:
     """Return the sum up to each element, in order, from 0: the sum of -0.0 is 0.0."""
     first = torch.zeros_like(x.select(dim, 0))
     return torch.stack([*accumulate(x.unbind(dim), initial=first)][1:], dim)
-
-
-def find_root(x: Tensor) -> Tensor:
-    """Return roots, rounded to nearest."""
-    if x.device.type != "cpu":
-        return x.sqrt()
-    # NumPy's are the processor's; those of torch come from MKL, which may be off by one unit.
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
-
-
-@lru_cache(maxsize=64)
-def _put_table(device: torch.device) -> Tensor:
-    """Return the words of 2 / pi as signed numbers of 64 bits, which torch has."""
-    words = [word - (word >> 63 << 64) for word in TWO_OVER_PI]
-    return torch.tensor(words, device="cpu").to(device)
-
-
-def _as_tensor(number: Any) -> Tensor:
-    """Return a number as a tensor that leaves the type of a result, and the device, to others."""
-    if isinstance(number, Tensor):
-        return number
-    kind = torch.int64 if isinstance(number, int) else torch.float64
-    return torch.tensor(number, dtype=kind, device="cpu")
-
-
-def _choose(mask: Tensor, *given: Any) -> Tensor:
-    chosen, other = map(_as_tensor, given)
-    return torch.where(mask, chosen, other)
-
-
-# The others are operators of Python. No divisor is a number on the CPU, by whose reciprocal CUDA
-# would multiply.
-_OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "where": _choose,
-    "copysign": lambda *given: torch.copysign(*map(_as_tensor, given)),
-    "to_bits": lambda x: x.view(torch.int64),
-    "from_bits": lambda x: x.view(torch.float64),
-    "wide": Tensor.double,
-    "lookup": lambda x: _put_table(x.device)[x],
-    "root": find_root,
-    "greatest": lambda x: x.amax(-1, keepdim=True),
-    "length": lambda x: x.new_full((1, 1), x.shape[-1]),
-}
-
-
-class Values(Number):
-    """A number of a formula for many elements, as a tensor, and what operations do with it."""
-
-    def __init__(self, tensor: Tensor, operations: Mapping[str, Callable[..., Tensor]]) -> None:
-        self.tensor, self._operations = tensor, operations
-
-    def apply(self, operation: str, *operands: Any) -> "Values":
-        """Return the result of an operation."""
-        given = [one.tensor if isinstance(one, Values) else one for one in operands]
-        function = self._operations.get(operation) or getattr(operator, operation)
-        return Values(function(*given), self._operations)
-
-
-def compute(kernel: Kernel, places: Mapping[str, Any], total: Callable[[Tensor], Tensor]) -> None:
-    """Write the outputs of a formula.
-
-    Args:
-        kernel: The formula.
-        places: Contiguous tensors of inputs and outputs by name, and lists of numbers.
-        total: Returns the sums of rows, of shape ``[rows, 1]``.
-    """
-    x = next(places[name] for name, place in kernel.inputs.items() if place == "at")
-    count = x.shape[-1] if kernel.in_rows else 1
-    rows, step = x.numel() // max(count, 1), max(_SLICE // max(count, 1), 1)
-    operations = _OPERATIONS | {"narrow": lambda one: one.to(x.dtype), "total": total}
-    for begin in range(0, rows, step):
-        part, given = slice(begin, min(begin + step, rows)), dict[str, Any]()
-        for name, place in kernel.inputs.items():
-            own = places[name]
-            if isinstance(place, int):
-                numbers = torch.tensor(own, dtype=torch.float64, device="cpu").to(x)
-                given[name] = [Values(one, operations) for one in numbers]
-                continue
-            if place == "at":
-                own = own.view(rows, count)[part]
-            elif place == "r % period":
-                channels = torch.arange(part.start, part.stop, device=x.device) % len(own)
-                own = own[channels].unsqueeze(1)
-            given[name] = Values(own, operations)
-        for name, found in kernel.formula(**given).items():
-            places[name].view(rows, -1)[part] = found.tensor

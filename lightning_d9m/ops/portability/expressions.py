@@ -2,7 +2,7 @@
 
 A formula is a Python function of numbers. Its operators, and the functions below, name operations
 that IEEE 754 or the arithmetic of whole numbers defines, so that each way to compute them gives the
-same bits: C (``Code``), or operations of torch (``definitions.Values``).
+same bits: C (``Code``), or Triton (``triton.formulas.Line``), whose text torch operations run, too.
 This module imports only the standard library, because a wheel's build loads it.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 Matrix = Annotated[Any, "at"]
 """An input with a number for each element ``i`` of each row ``r``, which begins ``at`` a place."""
@@ -23,7 +23,7 @@ Rows = Annotated[Any, "r % period"]
 # Operators of Python by their name in `operator`; each has its text in C.
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "and_": "&", "or_": "|"}
 _BINARY |= {"rshift": ">>", "lshift": "<<", "lt": "<", "gt": ">", "ge": ">=", "eq": "=="}
-_TEXTS = {name: f"{{}} {sign} {{}}" for name, sign in _BINARY.items()} | {
+TEXTS = {name: f"{{}} {sign} {{}}" for name, sign in _BINARY.items()} | {
     "neg": "-{}",
     "invert": "!{}",
     "abs": "fabs({})",
@@ -48,6 +48,8 @@ _KINDS = dict.fromkeys(("lt", "gt", "ge", "eq"), "_Bool") | {
     "length": "REAL",
 }
 _OF_ROWS = ("total", "greatest", "length")
+# Inputs by their place in a row, and numbers.
+_PLACES = {"at": "{}[i]", "0": "{}[i]", "r % period": "*{}", "number": "(REAL)g->{}[{}]"}
 
 
 class Number:
@@ -93,6 +95,7 @@ class Code(Number):
     operands: "tuple[Code, ...]" = ()
     each: bool = False
     of_rows: bool = False
+    texts: ClassVar = TEXTS
 
     def __post_init__(self) -> None:
         self.name = f"v{len(self.program)}"
@@ -104,23 +107,22 @@ class Code(Number):
         kinds = {one.kind for one in codes} - {"_Bool"}
         assert len(kinds) <= 1, (operation, kinds)
         like = kinds.pop() if kinds else "double" if operation == "where" else "_Bool"
-        names = [
-            one.name if isinstance(one, Code) else _write_number(one, like) for one in operands
-        ]
-        text = _TEXTS[operation].format(*names, kind=like)
+        names = [one.name if isinstance(one, Code) else self.write(one, like) for one in operands]
+        text = self.texts[operation].format(*names, kind=like)
         of_rows = operation in _OF_ROWS
         each = any(one.each for one in codes) and not of_rows
-        return Code(self.program, _KINDS.get(operation, like), text, codes, each, of_rows)
+        return type(self)(self.program, _KINDS.get(operation, like), text, codes, each, of_rows)
+
+    @staticmethod
+    def write(number: float, kind: str) -> str:
+        """Return a constant."""
+        if kind == "int64_t":
+            return f"{number}LL"
+        special = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
+        return f"({kind}){float(number).hex() if math.isfinite(number) else special}"
 
 
-def _write_number(number: float, kind: str) -> str:
-    if kind == "int64_t":
-        return f"{number}LL"
-    special = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
-    return f"({kind}){float(number).hex() if math.isfinite(number) else special}"
-
-
-def _list_needed(results: Iterable[Code], known: Container[Code] = ()) -> list[Code]:
+def list_needed(results: Iterable[Code], known: Container[Code] = ()) -> list[Code]:
     """Return the numbers that others are computed from, in order, up to those that are known."""
     needed = {*results}
     program = next(iter(needed)).program if needed else []
@@ -132,7 +134,7 @@ def _list_needed(results: Iterable[Code], known: Container[Code] = ()) -> list[C
 
 def _declare(results: Iterable[Code], known: dict[Code, str]) -> str:
     """Return the statements that compute numbers from those that are known, by their text."""
-    order = _list_needed(results, known)
+    order = list_needed(results, known)
     texts = {one: known.get(one, one.text) for one in order}
     return " ".join(
         f"const {one.kind} {one.name} = {text};" for one, text in texts.items() if text != one.name
@@ -156,24 +158,23 @@ class Kernel:
             for name, one in signature(formula).parameters.items()
             if name not in absent
         }
-        self.outputs = self._trace()
+        self.outputs = self.trace(Code, _PLACES)
         program = next(iter(self.outputs.values())).program
         self._stored = {one: one.text for one in program if one.each and not one.operands}
         self.fresh = [name for name in self.outputs if name not in self.inputs]
         of_rows = any(one.of_rows for one in program)
         self.in_rows = of_rows or not {"0", "r % period"}.isdisjoint(self.inputs.values())
 
-    def _trace(self) -> dict[str, Code]:
-        """Return the outputs in C."""
+    def trace(self, number: type[Code], places: dict[str, str]) -> dict[str, Code]:
+        """Return the outputs as numbers of a class, by the texts of inputs."""
         program, given = list[Code](), dict[str, Any]()
         for name, place in self.inputs.items():
             if isinstance(place, int):
-                texts = (f"(REAL)g->{name}[{k}]" for k in range(place))
-                given[name] = [Code(program, "REAL", text) for text in texts]
+                texts = (places["number"].format(name, k) for k in range(place))
+                given[name] = [number(program, "REAL", text) for text in texts]
             else:
                 each = place in ("at", "0")
-                text = f"{name}[i]" if each else f"*{name}"
-                given[name] = Code(program, "REAL", text, (), each)
+                given[name] = number(program, "REAL", places[place].format(name), (), each)
         return self.formula(**given)
 
     def write(self, name: str) -> str:
@@ -189,7 +190,6 @@ class Kernel:
         rows = "for (long r = begin; r < end; r++) { const long from = 0, to = n, at = r * n;"
         elements = "{ const long r = 0, from = begin, to = end, at = 0; (void)r;"
         lines, buffers = self._write_row()
-        # An output that replaces an input is its only pointer, so no two of them overlap.
         pointers = (
             f"{kind}restrict {one} = g->{one} + {places[one]};"
             for one, kind in members.items()
@@ -213,14 +213,12 @@ class Kernel:
         """Return the statements of a row: what is summed is stored, all else computed again."""
         known, lines, buffers = dict(self._stored), list[str](), 0
         loop = "for (long i = from; i < to; i++) {{ {} }}"
-        for one in _list_needed(self.outputs.values()):
+        for one in list_needed(self.outputs.values()):
             if one.each:
                 continue
             text = one.text
             if one.of_rows and one.operands:
                 (row,) = one.operands
-                # `add_row` reads memory. What is only needed for each element is computed again,
-                # as that takes less time than to write it and to read it.
                 if row not in known:
                     place = f"row{buffers}[i]"
                     lines.append(f"REAL *restrict row{buffers} = scratch + {buffers} * n;")

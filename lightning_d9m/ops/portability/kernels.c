@@ -1,7 +1,7 @@
 /* Kernels that compute each result by one sequence of IEEE operations, on every machine.
 
    Compile without contraction (-ffp-contract=off): then a compiler may compute several results at
-   once, but may not change the operations of one. formulas.py and definitions.py say each
+   once, but may not change the operations of one. formulas.py and triton/kernels.py say each
    sequence. Threads share out whole results. A kernel takes a struct whose members all have 8
    bytes, and computes the results from `begin` to `end`. */
 

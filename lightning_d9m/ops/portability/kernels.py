@@ -1,8 +1,7 @@
 """Computations with a fixed sequence of operations: by compiled kernels, or by torch operations.
 
-``definitions.py`` has each in torch operations, which compute formulas on devices and all without a
-C compiler. Triton compiles products and sums for CUDA devices, where each computes a small example
-first.
+The text of the kernels in ``triton/`` is the definition. Triton compiles it for CUDA devices, where
+each kernel computes a small example first, and torch operations run it without a C compiler.
 Inputs are float32 or float64 tensors (``widen`` converts others); results have their dtype.
 """
 
@@ -19,10 +18,11 @@ from lightning_d9m.ops.patches.exact_sums import plan_pieces
 from lightning_d9m.ops.patches.kernels.updates import add_rows
 from lightning_d9m.ops.patches.triton.launch import run_kernel
 from lightning_d9m.ops.portability import definitions
+from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
 
-_TRITON = "lightning_d9m.ops.portability.triton.kernels"
+_TRITON = "lightning_d9m.ops.portability.triton"
 _COUNTERS, _MASK = 16, 0xFFFFFFFF  # of random numbers
 _COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first cache
 _FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
@@ -55,24 +55,33 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
         key: one.to(x.dtype).contiguous() if isinstance(one, Tensor) else [*map(float, one)]
         for key, one in inputs.items()
     }
-    if kernel := find_kernel(name, x):
-        used = places.values()
+    kernel, used = find_kernel(name, x), [*places.values()]
+    if kernel is None:
+        run_kernel(f"{_TRITON}.formulas:{name}", partial(_make_example, formula), *out, *used)
+    else:
         members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in used)
         periods = (len(inputs[k]) for k, place in formula.inputs.items() if place == "r % period")
         run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
-    else:
-        fresh = dict(zip(formula.fresh, out, strict=True))
-        definitions.compute(formula, places | fresh, partial(add, dims=[1], keepdim=True))
     for key in formula.outputs.keys() & inputs.keys():
         if places[key] is not inputs[key]:
             inputs[key].copy_(places[key])
     return out
 
 
-def _number(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return numbers between 0 and 1, with all digits."""
+def _number(device: torch.device, *shape: int) -> Tensor:
+    """Return float32 numbers between 0 and 1."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
-    return (numbers * 0.61803398875).frac_().view(shape).to(device, dtype)
+    return (numbers * 0.61803398875).frac_().view(shape).to(device, torch.float32)
+
+
+def _make_example(formula: RowKernel, device: torch.device) -> tuple[Any, ...]:
+    """Return small arguments of a kernel of rows."""
+    shapes = {"at": (3, 70), "0": (70,), "r % period": (3,)}
+    fresh = [(3, 70) if formula.outputs[one].each else (3,) for one in formula.fresh]
+    given = [one if isinstance(one, int) else shapes[one] for one in formula.inputs.values()]
+    return tuple(
+        [0.5] * one if isinstance(one, int) else _number(device, *one) for one in fresh + given
+    )
 
 
 class Offsets(NamedTuple):
@@ -83,7 +92,6 @@ class Offsets(NamedTuple):
     batch: Tensor
 
 
-# The layers of a model need the same ones in each step.
 @lru_cache(maxsize=512)
 def count_steps(count: int, step: int, device: torch.device) -> Tensor:
     """Return the offsets of elements in even steps."""
@@ -115,10 +123,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
         of_right, of_left, of_out = places
     kernel = find_kernel("product", out)
     if kernel is None:
-        run_kernel(
-            f"{_TRITON}:multiply", _make_product, out, left, right, of_left, of_right, of_out,
-            by_torch=definitions.multiply,
-        )  # fmt: skip
+        path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
+        run_kernel(path, _make_product, out, left, right, *more, by_torch=definitions.multiply)
         return
     given, results = (rows, columns, terms, left, right, out), batch * columns
     run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
@@ -127,7 +133,7 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
 def _make_product(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a product, with two blocks of terms."""
     shapes = (2, 3, 5), (2, 3, 300), (2, 300, 5)
-    tensors = [_number(device, torch.float64, *shape) for shape in shapes]
+    tensors = [_number(device, *shape).double() for shape in shapes]
     out, left, right = (_place(one.shape, one.stride(), device) for one in tensors)
     return (*tensors, left, right, out)
 
@@ -185,7 +191,6 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
             assert wide
             run(wide, items, x.numel(), count, columns, step, row_step, x, out)
             return out
-    # Of other layouts a copy in order: kernels have so many pairs of a size and a step.
     if len(results) > (1 if kernel else 2) or len(terms) > 2:
         x, length = x.permute((*kept, *dims)).contiguous(), x.numel() // out.numel()
         results, terms = [(out.numel(), length)], [(length, 1)]
@@ -193,14 +198,14 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
     if kernel:
         run(kernel, results[1][0], x.numel(), results[1][1], *terms[0], *terms[1], x, out)
     else:
-        given = (_make_sums, out, x, results, terms)
-        run_kernel(f"{_TRITON}:add", *given, by_torch=definitions.add)
+        path = f"{_TRITON}.kernels:add"
+        run_kernel(path, _make_sums, out, x, results, terms, by_torch=definitions.add)
     return out
 
 
 def _make_sums(device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
-    x = _number(device, torch.float32, 5000, 3)
+    x = _number(device, 5000, 3)
     return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
 
 
@@ -217,7 +222,6 @@ def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
         add_rows(out, places, terms, include=True)
         return
     pieces = plan_pieces(out.dtype, len(terms) + 1)
-    # -0.0 leaves any term as it is, also another -0.0.
     sums = out.new_full((len(out) * (pieces.number + 1),), -0.0, dtype=torch.float64)
     given = (places.contiguous(), terms.contiguous(), out, sums)
     run(kernel, len(out), 16 * (len(terms) + len(out)), len(terms), len(out), *pieces, *given)

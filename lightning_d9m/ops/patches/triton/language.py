@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 abs, floor, zeros_like = torch.abs, torch.floor, torch.zeros_like  # noqa: A001 - Triton's name
+expand_dims, reshape = torch.unsqueeze, torch.reshape
 float32, float64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
 _current = threading.local()  # the program of this thread, and the device
 static_range = range
@@ -111,9 +113,45 @@ def minimum(left: Any, right: Any) -> Tensor:
     return torch.minimum(_as_tensor(left), _as_tensor(right))
 
 
-def max(values: Tensor) -> Tensor:  # noqa: A001 - Triton's name
-    """Return the greatest number of all."""
-    return values.max()
+def max(values: Tensor, axis: int | None = None) -> Tensor:  # noqa: A001 - Triton's name
+    """Return the greatest number of all, or along a dimension."""
+    return values.max() if axis is None else values.amax(axis)
+
+
+def sum(pairs: Tensor, axis: int) -> Tensor:  # noqa: A001 - Triton's name
+    """Add the two numbers of each pair along a dimension."""
+    left, right = pairs.unbind(axis)  # a sum of torch begins with 0.0, and loses a sign
+    return left + right
+
+
+def cdiv(count: Any, size: int) -> Any:
+    """Return a quotient of whole numbers, rounded up."""
+    return (count + size - 1) // size
+
+
+def fma(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """Return ``left * right + total`` of float32 numbers, rounded once."""
+    # The product is exact. A last bit of 1 of an inexact sum lets it be rounded again.
+    product, wide = left.double() * right.double(), total.double()
+    result = product + wide
+    given = result - product
+    error = (product - (result - given)) + (wide - given)
+    bits = result.view(int64)
+    nearer = torch.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
+    odd = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+    return torch.where(odd, nearer, bits).view(float64).float()
+
+
+def sqrt(values: Tensor) -> Tensor:
+    """Return roots, rounded to nearest."""
+    if values.device.type != "cpu":
+        return values.sqrt()
+    # NumPy's are the processor's; those of torch come from MKL, which may be off by one unit.
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))
+
+
+div_rn, sqrt_rn = torch.div, sqrt
 
 
 def load(

@@ -88,21 +88,21 @@ def run_kernel(
         example: Returns small arguments on a device, at the first use there.
         out: The tensor to write into.
         *args: More arguments.
-        by_torch: A function of torch ops with the same arguments and bits. Without one they run
-            the text of the kernel.
+        by_torch: A function of torch ops with the same arguments and bits that is faster than
+            running the text of the kernel.
 
     Raises:
         RuntimeError: The device failed before, as by an assertion.
         D9mError: The kernel failed while a CUDA graph is captured, or before: it is compiled at its
             first use, which cannot be part of a graph, and neither can torch ops.
     """
-    device, by_torch = out.device, by_torch or partial(run_on_torch, path)
+    device = out.device
     if device.type in _device_types and path not in _withdrawn:
         try:
             kernel = _load(path)
             if (path, device) not in _checked and not is_capturing():
                 _checked.add((path, device))
-                _check(path, example, device, by_torch)
+                _check(path, example, device)
             kernel(out, *args)
         except torch.OutOfMemoryError:
             raise
@@ -128,18 +128,15 @@ def run_kernel(
             "device. Torch ops, which run its text, wait for the device, and a graph cannot hold "
             "that. Leave this step out of the graph."
         )
-    by_torch(out, *args)
+    (by_torch or partial(run_on_torch, path))(out, *args)
 
 
 def _check(
-    path: str,
-    example: Callable[[torch.device], tuple[Any, ...]],
-    device: torch.device,
-    by_torch: Callable[..., None],
+    path: str, example: Callable[[torch.device], tuple[Any, ...]], device: torch.device
 ) -> None:
     given, known = example(device), example(torch.device("cpu"))
     _load(path)(*given)
-    by_torch(*known)
+    run_on_torch(path, *known)
     tensors = [
         [one.cpu().flatten().view(torch.uint8) for one in some if isinstance(one, Tensor)]
         for some in (given, known)
@@ -174,6 +171,7 @@ def prepare_launch(
     offsets: int,
     *numbers: Any,
     block: int | None = None,
+    width: int = 1,
     count: Callable[[int], int] | None = None,
 ) -> Callable[..., None]:
     """Return a launch, which takes tensors: all but their addresses is known.
@@ -188,6 +186,7 @@ def prepare_launch(
         offsets: The greatest offset from any of the tensors.
         numbers: The other arguments, without ``WIDE`` and ``BLOCK``.
         block: The elements of a program, if not the usual number.
+        width: The numbers that a program has for each element.
         count: Returns the number of programs by their elements, by default one for each block.
     """
     block = block or _BLOCK
@@ -199,7 +198,7 @@ def prepare_launch(
     def launch(*tensors: Tensor) -> None:
         device = tensors[0].device
         if getattr(_thread, "by_torch", False):
-            some = max(min(elements, _SLICE), 1)
+            some = max(min(elements, _SLICE // width), 1)
             _run(kernel, count(some), tensors, numbers, some)
             return
         # Triton compiles code for aligned tensors, and for others.

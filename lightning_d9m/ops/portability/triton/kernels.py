@@ -2,17 +2,12 @@
 # ruff: noqa: ANN001, ANN201, N803 - Triton's compiler reads these functions
 """Products and sums. They say the sequence of each result, which ``kernels.c`` computes, too."""
 
-from typing import TYPE_CHECKING
-
+from lightning_d9m.ops.patches.triton import language as tl
 from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
-else:  # Triton's is loaded with the first launch
-    from lightning_d9m.ops.patches.triton import language as tl
 
 LANES, BLOCK, DEPTH = 32, 4096, 256  # of a sum, of its terms, and of those of a product
 _TILE = 64  # rows and columns of a product that a program computes
+_SIDE = 512  # as many, for torch ops
 
 
 @jit()
@@ -26,6 +21,18 @@ def add_lanes(lanes, AXIS: tl.constexpr, STEPS: tl.constexpr):
             lanes = tl.reshape(lanes, [2, 2 ** (STEPS - step), results])
         lanes = tl.sum(lanes, AXIS)
     return lanes
+
+
+@jit()
+def divide(left, right):
+    """Return a quotient, rounded to nearest: `/` of float32 numbers is not."""
+    return left / right if left.dtype == tl.float64 else tl.div_rn(left, right)
+
+
+@jit()
+def find_root(values):
+    """Return a root, rounded to nearest."""
+    return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
 
 
 @jit("rows", "columns", "terms")  # one kernel for all sizes
@@ -79,7 +86,7 @@ def multiply(out, left, right, of_left, of_right, of_out):
     places = [one.to(out.device) for own in (of_left, of_right, of_out) for one in own]
     terms, side = of_left.columns.numel(), max(rows, columns)
     launch = prepare_launch(
-        multiply_tiles, side, terms, rows, columns, terms, DEPTH, block=_TILE,
+        multiply_tiles, side, terms, rows, columns, terms, DEPTH, block=_TILE, width=_SIDE,
         count=lambda side: -(-rows // side) * -(-columns // side) * batch,
     )  # fmt: skip
     launch(left, right, out, *places)
@@ -138,7 +145,7 @@ def add(out, x, results, terms, steps=5):
     launch = prepare_launch(
         add_blocks, out.numel(), max(parts.numel(), count + BLOCK, x.untyped_storage().nbytes()),
         out.numel(), count, blocks, size, results[0][1], step, inner, terms[0][1], terms[1][1],
-        axis, steps, BLOCK, block=4 if axis else 32,
+        axis, steps, BLOCK, block=4 if axis else 32, width=LANES,
         count=lambda each: -(-out.numel() // each) * blocks,
     )  # fmt: skip
     launch(x, parts)
