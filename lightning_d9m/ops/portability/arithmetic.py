@@ -76,6 +76,7 @@ def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
         return values
     limits = torch.iinfo(dtype)
     wide = torch.where(values.isnan(), 0.0, values.double())
+    # The greatest float64 below 2**63, to which the limit of int64 would be rounded.
     return wide.clamp_(float(limits.min), min(float(limits.max), 2.0**63 - 1024))
 
 
@@ -261,6 +262,7 @@ def cumsum(values: Tensor, dim: int) -> Tensor:
 @_converting(torch.cumprod)
 def cumprod(values: Tensor, dim: int) -> Tensor:
     """The product of the values up to each one, by doubling."""
+    # By doubling: passes over all, and as few as the length has digits.
     result, step, length = values.clone(), 1, values.shape[dim]
     while step < length:
         later = result.narrow(dim, step, length - step)

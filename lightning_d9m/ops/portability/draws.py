@@ -71,6 +71,7 @@ def multinomial(
     weights: Tensor, count: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
     """Draw indices by weight: with replacement by the sums, else by exponential races."""
+    # On the CPU, as the keys of all draws, whatever the device of the weights.
     rows = torch.atleast_2d(weights).to("cpu", torch.float64)
     if replacement:
         sums = cumsum(rows, 1)

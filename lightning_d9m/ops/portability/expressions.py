@@ -190,6 +190,7 @@ class Kernel:
         rows = "for (long r = begin; r < end; r++) { const long from = 0, to = n, at = r * n;"
         elements = "{ const long r = 0, from = begin, to = end, at = 0; (void)r;"
         lines, buffers = self._write_row()
+        # An output that replaces an input is its only pointer, so no two of them overlap.
         pointers = (
             f"{kind}restrict {one} = g->{one} + {places[one]};"
             for one, kind in members.items()
@@ -219,6 +220,8 @@ class Kernel:
             text = one.text
             if one.of_rows and one.operands:
                 (row,) = one.operands
+                # `add_row` reads memory. What is only needed for each element is computed again,
+                # as that takes less time than to write it and to read it.
                 if row not in known:
                     place = f"row{buffers}[i]"
                     lines.append(f"REAL *restrict row{buffers} = scratch + {buffers} * n;")

@@ -95,8 +95,10 @@ _sqrt = _function(root, "sqrt")
 
 @_function
 def _exp(x: Any) -> Any:
+    # Beyond these bounds the result is 0 or infinity, and k would leave the field of the exponent.
     x = where(x < -746.0, -746.0, where(x > 710.0, 710.0, x))
     k = _round_whole(x * _LOG2_E)
+    # The upper part of log(2) has few digits, so that its product with k is exact.
     r = (x - k * _HIGH) - k * _LOW
     return _scale(r * _polynomial("EXPM1", r), k)
 
@@ -109,6 +111,7 @@ def _exp2(x: Any) -> Any:
     return _scale(r * _polynomial("EXPM1", r), k)
 
 
+# Near 0 the subtraction of 1 would cancel.
 _expm1 = _function(
     lambda x: where(abs(x) < 0.34657, x * _polynomial("EXPM1", x), _exp(x) - 1.0), "expm1"
 )
@@ -118,6 +121,7 @@ def _split_log(x: Any) -> tuple[Any, Any]:
     """Return k and log(m): x = 2**k * m, m between the roots of 1/2 and of 2."""
     small = x < 2.0**-1022
     bits = to_bits(where(small, x * 2.0**54, x))
+    # Less the bits of the root of 1/2: so m is near 1 on both sides, where the series is short.
     exponent = (bits - 0x3FE6A09E667F3BCD) >> 52
     m = from_bits(bits - (exponent << 52))
     k = from_bits(exponent + _ROUND_BITS) - _ROUND
@@ -148,6 +152,7 @@ _log10 = _function(lambda x: _log(x) * float.fromhex("0x1.bcb7b1526e50ep-2"), "l
 
 @_function
 def _log1p(x: Any) -> Any:
+    # What the rounding of u has lost, by the derivative of the logarithm.
     u = 1.0 + x
     lost, y = (x - (u - 1.0)) / u, _log(u)
     return where(x == 0.0, x, where((u > 0.0) & (u < INF), y + lost, y))
@@ -158,6 +163,7 @@ _sigmoid = _function(lambda x: 1.0 / (1.0 + _exp(-x)), "sigmoid")
 
 @_function
 def _tanh(x: Any) -> Any:
+    # Of a negative number, whose exponential cannot overflow.
     t = _expm1(-2.0 * abs(x))
     return copysign(-t / (t + 2.0), x)
 
@@ -165,6 +171,8 @@ def _tanh(x: Any) -> Any:
 @_function
 def _sinh(x: Any) -> Any:
     size = abs(x)
+    # The square of half the argument's exponential, which would overflow before the result does;
+    # from 20 on the other exponential is too small to count.
     t, h = _expm1(size), _exp(size * 0.5)
     return copysign(where(size > 20.0, (0.5 * h) * h, 0.5 * (t + t / (t + 1.0))), x)
 
@@ -179,6 +187,7 @@ def _cosh(x: Any) -> Any:
 @_function
 def _asinh(x: Any) -> Any:
     a = abs(x)
+    # Not log(a + root(a * a + 1)): its argument is 1 for a small a. A large one's square overflows.
     near = _log1p(a + a * a / (1.0 + root(a * a + 1.0)))
     return copysign(where(a > 1e8, _log(a) + _LOG2, near), x)
 
@@ -198,6 +207,7 @@ def _atanh(x: Any) -> Any:
 
 def _find_angle(t: Any) -> Any:
     """Return the angle of a number between 0 and 1."""
+    # Beyond the tangent of pi / 8 the angle to pi / 4 is smaller, and the polynomial short.
     large = t > 0.41421356237309503
     s = where(large, (t - 1.0) / (t + 1.0), t)
     angle = s * _polynomial("ATAN", s * s)
@@ -211,6 +221,7 @@ def _atan(x: Any) -> Any:
     return copysign(where(a > 1.0, _PI / 2 - angle, angle), x)
 
 
+# (1 - x) * (1 + x), because 1 - x * x would cancel near 1.
 _asin = _function(lambda x: _atan(x / root((1.0 - x) * (1.0 + x))), "asin")
 
 
@@ -231,12 +242,14 @@ def _atan2(y: Any, x: Any) -> Any:
     t = where(high == 0.0, 0.0, where(low == INF, 1.0, low / high))
     angle = _find_angle(t)
     angle = where(b > a, _PI / 2 - angle, angle)
+    # By the sign bit: -0.0 lies on the other side of the axis than 0.0.
     angle = copysign(where(to_bits(x) < 0, _PI - angle, angle), y)
     return where(_is_nan(x, y), NAN, angle)
 
 
 def _reduce_small(x: Any) -> tuple[Any, Any]:
     n = _round_whole(x * (2.0 / _PI))
+    # The products of n with the first parts are exact: each part has few digits.
     first, second, third = _TABLES["HALF_PI"]
     return ((x - n * first) - n * second) - n * third, to_bits(n + _ROUND) & 3
 
@@ -329,6 +342,7 @@ def _erfinv(x: Any) -> Any:
     tail = _polynomial("ERFINV_TAIL", root(w) - 3.0)
     y = a * where(w < 5.0, _polynomial("ERFINV", w - 2.5), tail)
     for _ in range(3):  # Halley's method
+        # Near 1 by the complement: erf(y) - a would cancel.
         error = where(rest < 0.5, rest - _erfc_above(y), _erf(y) - a)
         step = error * _exp(y * y) * float.fromhex("0x1.c5bf891b4ef6ap-1")
         y = y - step / (1.0 + y * step)
@@ -339,7 +353,7 @@ def _erfinv(x: Any) -> Any:
 def _hypot(x: Any, y: Any) -> Any:
     a, b = abs(x), abs(y)
     high, low = where(a > b, a, b), where(a > b, b, a)
-    r = low / high
+    r = low / high  # a square of the numbers themselves may overflow
     found = where(high == 0.0, high + low, high * root(1.0 + r * r))
     found = where(_is_nan(x, y), NAN, found)
     return where((a == INF) | (b == INF), INF, found)
@@ -353,6 +367,7 @@ def _is_whole(size: Any) -> Any:
 def _pow(x: Any, y: Any) -> Any:
     a, b = abs(x), abs(y)
     found, whole = _exp(y * _log(a)), _is_whole(b)
+    # From 2**53 on every number is even.
     odd = whole & (b < 2.0**53) & ~_is_whole(b * 0.5)
     found = where((to_bits(x) < 0) & odd, -found, found)
     found = where((x < 0.0) & (a < INF) & ~whole, NAN, found)

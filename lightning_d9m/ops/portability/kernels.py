@@ -92,6 +92,7 @@ class Offsets(NamedTuple):
     batch: Tensor
 
 
+# The layers of a model need the same ones in each step.
 @lru_cache(maxsize=512)
 def count_steps(count: int, step: int, device: torch.device) -> Tensor:
     """Return the offsets of elements in even steps."""
@@ -191,6 +192,7 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
             assert wide
             run(wide, items, x.numel(), count, columns, step, row_step, x, out)
             return out
+    # Of other layouts a copy in order: kernels have so many pairs of a size and a step.
     if len(results) > (1 if kernel else 2) or len(terms) > 2:
         x, length = x.permute((*kept, *dims)).contiguous(), x.numel() // out.numel()
         results, terms = [(out.numel(), length)], [(length, 1)]
@@ -222,6 +224,7 @@ def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
         add_rows(out, places, terms, include=True)
         return
     pieces = plan_pieces(out.dtype, len(terms) + 1)
+    # -0.0 leaves any term as it is, also another -0.0.
     sums = out.new_full((len(out) * (pieces.number + 1),), -0.0, dtype=torch.float64)
     given = (places.contiguous(), terms.contiguous(), out, sums)
     run(kernel, len(out), 16 * (len(terms) + len(out)), len(terms), len(out), *pieces, *given)

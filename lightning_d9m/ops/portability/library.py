@@ -38,6 +38,7 @@ def load() -> ctypes.CDLL | None:
     width = torch.backends.cpu.get_cpu_capability()
     width = width if width in list_widths() else "DEFAULT"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_d9m"
+    # A wheel brings its libraries; they need no folder that can be written.
     places = (FOLDER / name_library(width), base / name_library(width))
     try:
         path = next((one for one in places if one.exists()), None) or build(width, base)

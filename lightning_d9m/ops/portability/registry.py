@@ -92,7 +92,7 @@ def rrelu(
 @composed("_cdist_forward")
 def cdist(left: Tensor, right: Tensor, p: float, mode: int | None) -> Tensor:
     """The distances of all pairs."""
-    del mode
+    del mode  # by products of matrices, which cancel where two points are near
     gaps = left.unsqueeze(-2) - right.unsqueeze(-3)
     return torch.linalg.vector_norm(gaps, p, dim=-1)  # type: ignore[no-any-return]
 
@@ -156,6 +156,7 @@ def ctc_loss(
     path = [torch.where(real & (states < 2), emitted[0], -torch.inf)]
     for step in range(1, steps):
         stay, move, jump = (torch.cat([nowhere[:, :n], path[-1]], 1)[:, :width] for n in range(3))
+        # A state is entered from itself, from the one before, or past a blank.
         ways = torch.stack([stay, move, torch.where(jumps, jump, -torch.inf)])
         state = ways.logsumexp(0) + emitted[step]
         path.append(torch.where(real & (step < last_time), state, -torch.inf))
@@ -229,7 +230,7 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     q = wide.new_zeros((len(wide), size))
     for column in range(size):
         vector = wide[:, column]
-        for _ in range(2):
+        for _ in range(2):  # once leaves an error that grows with the condition of the matrix
             vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
         q[:, column] = vector / torch.linalg.vector_norm(vector)
     return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
