@@ -15,6 +15,7 @@ It has the instructions that our kernels use; memory order is not modeled.
 import ctypes
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -370,7 +371,10 @@ def read_wide(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def fuse(left: np.ndarray, right: np.ndarray, added: np.ndarray) -> np.ndarray:
-    """Return ``left * right + added`` of float32 numbers, rounded once: first to an odd float64."""
+    """Return ``left * right + added``, rounded once: of float32 numbers first to an odd float64."""
+    if left.dtype == np.float64:
+        exact = np.vectorize(lambda a, b, c: float(Fraction(a) * Fraction(b) + Fraction(c)))
+        return exact(left, right, added)  # type: ignore[no-any-return] # of finite numbers
     product, wide = left.astype(np.float64) * right, added.astype(np.float64)
     total = product + wide
     given = total - product

@@ -57,7 +57,9 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     }
     kernel, used = find_kernel(name, x), [*places.values()]
     if kernel is None:
-        run_kernel(f"{_TRITON}.formulas:{name}", partial(_make_example, formula), *out, *used)
+        run_kernel(
+            f"{_TRITON}.formulas:{name}", partial(_make_example, formula, x.dtype), *out, *used
+        )
     else:
         members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in used)
         periods = (len(inputs[k]) for k, place in formula.inputs.items() if place == "r % period")
@@ -68,19 +70,20 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     return out
 
 
-def _number(device: torch.device, *shape: int) -> Tensor:
-    """Return float32 numbers between 0 and 1."""
+def _number(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return numbers between 0 and 1, with all digits, of which a fused kernel rounds others."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
-    return (numbers * 0.61803398875).frac_().view(shape).to(device, torch.float32)
+    return (numbers * 0.61803398875).frac_().view(shape).to(device, dtype)
 
 
-def _make_example(formula: RowKernel, device: torch.device) -> tuple[Any, ...]:
+def _make_example(formula: RowKernel, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a kernel of rows."""
     shapes = {"at": (3, 70), "0": (70,), "r % period": (3,)}
     fresh = [(3, 70) if formula.outputs[one].each else (3,) for one in formula.fresh]
     given = [one if isinstance(one, int) else shapes[one] for one in formula.inputs.values()]
     return tuple(
-        [0.5] * one if isinstance(one, int) else _number(device, *one) for one in fresh + given
+        [0.5] * one if isinstance(one, int) else _number(device, dtype, *one)
+        for one in fresh + given
     )
 
 
@@ -125,16 +128,24 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     kernel = find_kernel("product", out)
     if kernel is None:
         path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
-        run_kernel(path, _make_product, out, left, right, *more, by_torch=definitions.multiply)
+        run_kernel(
+            path,
+            partial(_make_product, out.dtype),
+            out,
+            left,
+            right,
+            *more,
+            by_torch=definitions.multiply,
+        )
         return
     given, results = (rows, columns, terms, left, right, out), batch * columns
     run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
 
 
-def _make_product(device: torch.device) -> tuple[Any, ...]:
+def _make_product(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a product, with two blocks of terms."""
     shapes = (2, 3, 5), (2, 3, 300), (2, 300, 5)
-    tensors = [_number(device, *shape).double() for shape in shapes]
+    tensors = [_number(device, dtype, *shape) for shape in shapes]
     out, left, right = (_place(one.shape, one.stride(), device) for one in tensors)
     return (*tensors, left, right, out)
 
@@ -201,13 +212,15 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
         run(kernel, results[1][0], x.numel(), results[1][1], *terms[0], *terms[1], x, out)
     else:
         path = f"{_TRITON}.kernels:add"
-        run_kernel(path, _make_sums, out, x, results, terms, by_torch=definitions.add)
+        run_kernel(
+            path, partial(_make_sums, out.dtype), out, x, results, terms, by_torch=definitions.add
+        )
     return out
 
 
-def _make_sums(device: torch.device) -> tuple[Any, ...]:
+def _make_sums(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
-    x = _number(device, 5000, 3)
+    x = _number(device, dtype, 5000, 3)
     return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
 
 

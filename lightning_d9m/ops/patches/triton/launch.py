@@ -28,7 +28,7 @@ _MARGIN = 4096  # elements by which the last program, which has whole blocks, ma
 _SLICE = 2**18  # elements of a program of torch ops: a few of their tensors fit a processor's cache
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
 _withdrawn: set[str] = set()
-_checked: set[tuple[str, torch.device]] = set()
+_checked: set[tuple[str, torch.device, torch.dtype]] = set()
 _load = cache(lambda path: resolve_name(path if "." in path else f"{__package__}.{path}"))
 _thread = threading.local()  # `by_torch` while torch ops run the kernels
 
@@ -85,7 +85,7 @@ def run_kernel(
     Args:
         path: ``"module:function"`` in this folder, or with the whole name of the module: the
             function that launches the kernel.
-        example: Returns small arguments on a device, at the first use there.
+        example: Returns small arguments on a device, at the first use of each dtype there.
         out: The tensor to write into.
         *args: More arguments.
         by_torch: A function of torch ops with the same arguments and bits that is faster than
@@ -100,8 +100,10 @@ def run_kernel(
     if device.type in _device_types and path not in _withdrawn:
         try:
             kernel = _load(path)
-            if (path, device) not in _checked and not is_capturing():
-                _checked.add((path, device))
+            # A kernel may have code for each dtype.
+            use = path, device, out.dtype
+            if use not in _checked and not is_capturing():
+                _checked.add(use)
                 _check(path, example, device)
             kernel(out, *args)
         except torch.OutOfMemoryError:
