@@ -106,7 +106,7 @@ def test_each_kernel_computes_an_example_first(monkeypatch):
         kernels.add(x, [0])
         kernels.compute("sigmoid", x=x)
         assert not launch._withdrawn
-        checked = {path.removeprefix(f"{kernels._TRITON}.") for path, _ in launch._checked}
+        checked = {path.removeprefix(f"{kernels._TRITON}.") for path, *_ in launch._checked}
     assert len(launches) == 3 + 4  # the example of a sum takes two launches
     assert checked == {"kernels:multiply", "kernels:add", "formulas:sigmoid"}
 
