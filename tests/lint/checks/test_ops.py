@@ -98,7 +98,8 @@ def test_a_torch_that_needs_no_patch_is_not_accused(scan, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "certainty"),
     [
-        ("torch.histc(x.to(torch.int32), 4)", None),
+        ("torch.histc(x.to(torch.float32), 4)", "certain"),
+        ("torch.histc(x.float(), 4)", "certain"),
         ("torch.histc(x.to(dtype), 4)", "depends"),
         ("torch.histc(dtype, 4)", "depends"),
         ("torch.bincount(i, x)", "certain"),
@@ -121,8 +122,10 @@ def test_what_the_source_does_not_show_is_not_certain(code, certainty):
         ("torch.nn.AdaptiveMaxPool2d(1)", "depends"),  # nothing is added into one place
         ("torch.nn.AdaptiveMaxPool2d(7)", "certain"),
         ("torch.nn.functional.adaptive_max_pool2d(x, size)", "depends"),
-        ("torch.nn.AvgPool3d(2)", "depends"),  # do the windows overlap?
+        ("torch.nn.AvgPool3d(2)", "depends"),  # windows that do not overlap
+        ("torch.nn.AvgPool3d(3, stride=(3, 3, 2))", "certain"),
         ("torch.nn.functional.grid_sample(x, grid)", "depends"),  # who needs its gradient?
+        ("torch.nn.functional.grid_sample(self.table, grid)", "certain"),
         ("torch.median(x, **words)", "depends"),
         ("torch.median(x, dim=1).indices", "certain"),
     ],
@@ -131,6 +134,8 @@ def test_a_finding_is_certain_only_where_the_source_shows_it(code, certainty):
     source = f"""
 import torch
 class Model(torch.nn.Module):
+    def __init__(self):
+        self.table = torch.nn.Parameter(torch.rand(1, 1, 4, 4))
     def forward(self, x, grid, size, words):
         return {code}
 """

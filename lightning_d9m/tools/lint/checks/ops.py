@@ -88,8 +88,11 @@ def check_op(call: Call) -> Iterator[Report]:
         verdict = condition(call)
         if verdict is not None and not _is_spared(verdict[0], call, name):
             op, reason, fix = explain_op(verdict[0])
-            # The source does not show whether anybody needs the gradient of a value.
-            known = _is_module(name) or not op.name.endswith("_backward")
+            known = (
+                _is_module(name)
+                or not op.name.endswith("_backward")
+                or _takes_parameter(call.get(0, "input") or call.receiver, call.scope)
+            )
             certainty = verdict[1] if known else "depends"
             yield Report(rule_of(op), call.node, certainty, reason, fix, op.name)
 
@@ -97,6 +100,24 @@ def check_op(call: Call) -> Iterator[Report]:
 def _is_module(name: str) -> bool:
     """Return whether a call makes a module, which trains, and runs no op itself."""
     return name.rpartition(".")[2][:1].isupper()
+
+
+def _takes_parameter(node: ast.AST | None, scope: Scope, depth: int = 4) -> bool:
+    """Return whether a value is computed from a parameter of its class, and so has a gradient.
+
+    Of other values, such as batches and images, the source does not show whether anybody needs it.
+    """
+    for part in ast.walk(node) if node is not None and depth else ():
+        if isinstance(part, ast.Attribute | ast.Name):
+            values, _, _ = scope.follow(part)
+            for value in values:
+                if isinstance(value, ast.Call) and read_last_name(value.func) == "Parameter":
+                    fixed = any(word.arg == "requires_grad" for word in value.keywords)
+                    return not fixed
+                named = value is not node and isinstance(part, ast.Name)
+                if named and _takes_parameter(value, scope, depth - 1):
+                    return True
+    return False
 
 
 def _is_spared(op: str, call: Call, name: str) -> bool:
@@ -244,6 +265,21 @@ def _pooled(op: str, position: int) -> Condition:
     return check
 
 
+def _windowed(op: str, position: int) -> Condition:
+    """Accept a pooling; unless its windows are seen to overlap, only torch's flag shows it."""
+
+    def check(call: Call) -> Verdict:
+        size = call.read(position, "kernel_size", default=UNKNOWN)
+        stride = call.read(position + 1, "stride", default=None)
+        # One number stands for all three dimensions.
+        both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
+        known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
+        overlap = known and any(a > b for a, b in zip(*both, strict=True))
+        return op, "certain" if overlap else "depends"
+
+    return check
+
+
 def _sparse_mm(call: Call) -> Verdict:
     """Accept a product of a sparse matrix; with another reduction it exists only on a CPU."""
     return None if call.get(2, "reduce") is not None else ("sparse_mm", "certain")
@@ -326,13 +362,15 @@ def _repeat_interleave(call: Call) -> Verdict:
 
 
 def _histc(call: Call) -> Verdict:
-    """Accept ``histc`` unless the source shows integers."""
+    """Accept ``histc`` of floating point; it depends if the source does not show the dtype."""
     match _find_input(call):
         case ast.Call(ast.Attribute(attr=method), args, keywords):
             dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
-            names = (dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute))
+            names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
             if method in _INTEGER_CASTS or any(n.strip("u").startswith("int") for n in names):
                 return None
+            if any(n.startswith(("float", "double", "half", "bfloat")) for n in (method, *names)):
+                return "histc", "certain"
     return "histc", "depends"
 
 
@@ -430,9 +468,8 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:
         pool = f"fractional_max_pool{dims}d"
         add(f"FractionalMaxPool{dims}d", pool, _always(f"{pool}_backward"))
     for kind in ("avg", "max"):
-        # Only windows that overlap add into one place; of others torch's flag refuses the op, too.
-        pool = f"{kind}_pool3d"
-        add(f"{kind.title()}Pool3d", pool, _always(f"{pool}_backward", "depends"))
+        add(f"{kind.title()}Pool3d", "", _windowed(f"{kind}_pool3d_backward", 0))
+        add("", f"{kind}_pool3d", _windowed(f"{kind}_pool3d_backward", 1))
     add("Upsample", "", _interpolated(2))
     add("UpsamplingBilinear2d", "upsample_bilinear", _always("upsample_bilinear2d_backward"))
     add("", "interpolate", _interpolated(3))
