@@ -77,7 +77,7 @@ torch._C
     _dispatch_has_kernel_for_dispatch_key | register patches, and list collectives
     _dispatch_has_kernel _AutoDispatchBelowAutograd | run operations again
     _overlaps | patch operations | 2.11
-    _set_deterministic_algorithms | let named operations vary
+    _set_deterministic_algorithms | let named operations vary, and compute portable bits
     _get_cudnn_enabled _set_cudnn_enabled _get_mkldnn_enabled | compute portable bits
     _set_mkldnn_enabled | compute portable bits
     _SetExcludeDispatchKeyGuard _DisableTorchDispatch | compute portable bits

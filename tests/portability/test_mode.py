@@ -185,18 +185,44 @@ def test_torch_names_what_has_no_number():
 
 
 def test_switches_are_restored():
-    flags = (torch._C._get_mkldnn_enabled, torch.backends.cuda.flash_sdp_enabled)
+    flags = (
+        torch._C._get_mkldnn_enabled,
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.are_deterministic_algorithms_enabled,
+    )
     before = [flag() for flag in flags]
     with pytest.raises(RuntimeError, match="body"), lightning_d9m.portable():
         assert is_portable()
         with lightning_d9m.portable():
             assert is_portable()
         assert is_portable()
-        assert [flag() for flag in flags] == [False, False]
+        assert [flag() for flag in flags] == [False, False, True]
         raise RuntimeError("body")
     assert not is_portable()
     assert [flag() for flag in flags] == before
     assert torch.ones(2).sum() == 2
+
+
+def test_the_last_number_at_a_place_stays():
+    """Two threads of torch write to one place in any order, unless its flag is on."""
+    places, numbers = torch.arange(400_000) % 5, torch.arange(400_000.0)
+    with lightning_d9m.portable():
+        for _ in range(5):
+            written = torch.zeros(5)
+            written[places] = numbers
+            assert written.tolist() == numbers[-5:].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_keeps_its_type(dtype):
+    with lightning_d9m.portable():
+        assert torch.tensor(2.0, dtype=dtype).rsqrt().dtype is dtype
+
+
+def test_a_convolution_without_input_channels_is_its_bias():
+    with lightning_d9m.portable():
+        found = F.conv2d(torch.rand(1, 0, 4, 4), torch.rand(2, 0, 3, 3), torch.ones(2))
+    assert found.eq(1).all()
 
 
 def test_zero_has_one_sign_where_processors_disagree():

@@ -149,7 +149,8 @@ RULES |= {"addcmul": partial(_add_scaled, torch.mul), "addcdiv": partial(_add_sc
 @rule("reciprocal")
 def reciprocal(values: Tensor) -> Tensor:
     """1 / x."""
-    return torch.div(torch.ones((), device=values.device), values)
+    kind = values.dtype if values.is_floating_point() else None  # a number keeps its type, too
+    return torch.div(torch.ones((), dtype=kind, device=values.device), values)
 
 
 @rule("pow")

@@ -120,6 +120,9 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     terms, batch = of_left.columns.numel(), of_left.batch.numel()
     if not rows * columns * batch:
         return
+    if not terms:  # as of a convolution without input channels
+        out.zero_()
+        return
     # A product of the transposed matrices has the same sequence for each result.
     if columns < min(_FEW, rows):
         places = tuple(Offsets(one.columns, one.rows, one.batch) for one in places)

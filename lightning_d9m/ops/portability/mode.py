@@ -276,6 +276,20 @@ def refuse(func: Any, remedy: str = "") -> NoReturn:
 _MODE = PortableMode()
 
 
+_FILL = "fill_uninitialized_memory"
+
+
+def _read_flag() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _put_flag(given: tuple[bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(given[0], warn_only=given[1])  # noqa: SLF001 - the public one loads the compiler
+
+
 @contextmanager
 def portable() -> Iterator[None]:
     """Compute every operation of the body with the same bits on every machine.
@@ -299,6 +313,7 @@ def portable() -> Iterator[None]:
             "A thread of torch flushes subnormal numbers to zero, on this machine and not on "
             "others. Call torch.set_flush_denormal(False) before the program's first operation."
         )
+    uninitialized: Any = torch.utils.deterministic
     cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
     switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
         # oneDNN's recurrent layers are one operation; without it torch takes them apart.
@@ -310,6 +325,9 @@ def portable() -> Iterator[None]:
         (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
         (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
+        # Threads of torch write numbers to one place in any order without it. It only warns of what
+        # has no such kernel, as that is mostly not torch's here.
+        (_read_flag, _put_flag, (True, _read_flag() != (True, False))),
         # The fast path of encoder layers is one operation.
         (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
         # On some devices optimizers and averages choose formulas for lists, which round otherwise.
@@ -317,6 +335,8 @@ def portable() -> Iterator[None]:
             (partial(getattr, own, name), partial(setattr, own, name), value)
             for own, name, value in (
                 *((own, _LISTS, list) for own in _CHOOSE),
+                # Which the flag would switch on, at the price of writing each new tensor.
+                (uninitialized, _FILL, _read_flag()[0] and getattr(uninitialized, _FILL)),
                 *list_replacements(),
             )
         ),
