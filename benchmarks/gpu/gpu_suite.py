@@ -248,7 +248,7 @@ class Suite:
         tail = path.read_bytes()[known:].decode(errors="replace")[-4000:]
         print("\n".join(tail.splitlines()[-20:]), flush=True)
         found: Row = {"seconds": round(self._clock() - begin, 2)}
-        # A case that ends the process has its row, and the next call goes on after it.
+        # A case that ends the process has its row, and the next call continues after it.
         is_cut = status is None or status < 0
         if is_cut and command.continues and self._count_late(part) < MOST_LATE:
             self._note_unfinished(part, late=True)
