@@ -52,13 +52,14 @@ def test_what_has_no_plain_form_is_refused(tmp_path, new_process, kind, place):
 
 
 def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_process):
-    source = write("generator", "a module") + "model.kept.close()\nmodel.kept = keep_open()\n"
+    source = write("generator", "a module") + "model.kept.close()\nmodel.kept = [keep_open()]\n"
     source = source.replace("def put(", "def keep_open():\n    yield\n\ndef put(")
     source = source.replace("number = next(kept)", "number = 1")
     assert resume(source, tmp_path / "checked", 5) is True
     error = resume(source, tmp_path, 5, checked=False)
-    assert "Nothing can read model.kept" in str(error)
-    train(source, tmp_path, 5, accepted_unknown="model.*")
+    assert "Nothing can read model.kept[0]" in str(error)
+    for accepted in ("model.*", "model.kept[0]"):
+        train(source, tmp_path, 5, accepted_unknown=accepted)
 
 
 @pytest.mark.parametrize(("kind", "word"), [("list", "equal"), ("file", "refused")])

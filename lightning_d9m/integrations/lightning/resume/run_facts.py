@@ -105,7 +105,8 @@ class Unknown(Inexact):
 
     def problems(self, state: list[str]) -> list[str]:
         accepted, paths = self.fit.accepted, super().problems(state)
-        paths = [path for path in paths if not any(fnmatch(path, own) for own in accepted)]
+        # A name may have brackets, which are those of a pattern.
+        paths = [own for own in paths if not any(fnmatch(own, p) or own == p for p in accepted)]
         # Another rank may lack its ledger, so all ranks ask whether each can be checked.
         if paths and can_be_checked(self.fit.saved.get("ledger"), self.trainer.global_rank):
             rank_zero().rank_zero_info(_CHECKED.format(", ".join(paths)))
