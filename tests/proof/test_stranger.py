@@ -226,8 +226,14 @@ def test_what_is_not_a_proof(d9m, stranger):
     edit(statement)
     refuses("missing required field `ledger`", *check())
     predicate = {"ledger": "no", "run": {}, "models": [], "uncommitted": {}, "packages": {}}
-    edit({**statement, "predicate": predicate})
+    proof = {**statement, "predicate": predicate}
+    edit(proof)
     refuses("The ledger", *check())
+    for name in ("_type", "predicateType"):
+        edit({key: value for key, value in proof.items() if key != name})
+        refuses("it lacks _type or predicateType", *check())
+    edit({**proof, "subject": [{"name": "a", "digest": {"sha256": hash}} for hash in ("0", "1")]})
+    refuses("two files have one name", *check())
     refuses("exists already, so nothing can", "prove", "run")
     for option in ("--signer", "--choose"):
         refuses(f"{option} has no effect here", "check", "run", option, "1", "--", "python")

@@ -44,7 +44,7 @@ def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
 def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
     program, tmp_path, monkeypatch
 ):
-    file, name = program
+    file, _ = program
     for folder, module in (("project/mypkg", "linked"), ("real/site-packages/other", "installed")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("x = 1\n")

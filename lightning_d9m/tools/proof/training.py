@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeAlias
 
-from msgspec import Struct, json
+from msgspec import Raw, Struct, json
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
@@ -71,6 +71,11 @@ class _Subject(Struct):
 class _Statement(Struct, kw_only=True, tag_field="predicateType", rename={"form": "_type"}):
     form: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
     subject: list[_Subject]
+
+    def __post_init__(self) -> None:
+        """Refuse two files of one name, of which ``files`` would have the last alone."""
+        if len(self.files) != len(self.subject):
+            raise ValueError("two files have one name")
 
     @property
     def files(self) -> dict[str, str]:
@@ -141,6 +146,9 @@ def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, li
         try:
             text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
             found = json.decode(text, type=kind)
+            # msgspec lets a tag and a field with a default be left out.
+            if not {"_type", "predicateType"} <= json.decode(text, type=dict[str, Raw]).keys():
+                raise ValueError("it lacks _type or predicateType")
         except RecursionError as error:
             raise ValueError("its values are nested too deeply") from error
     problem = _call_signer("verify", path, method)
