@@ -174,9 +174,23 @@ LIES = {
     "proof of another run": "The ledger's field created",
     "ledger of another run": MODEL,
     "checkpoint left out": "step=15.ckpt is not in the proof",
+    "everything excused": "rank-0.jsonl is not in the proof",
+    "gap passed for a package": "does not say that it does not commit to: validation data",
     "gap left out": "does not say that it does not commit to: validation data",
     "more of the run": f"The ledger's field accuracy {DIFFERS}",
 }
+
+
+def excuse(proof):
+    """Leave out the files and facts of a proof, and say that it does not commit to them."""
+    said, files = proof["predicate"], [own["name"] for own in proof["subject"]]
+    said["uncommitted"].update(dict.fromkeys([*said["run"], *files], ""))
+    proof["subject"], said["run"] = [], {}
+
+
+def rename_gap(proof):
+    said = proof["predicate"]
+    said["packages"]["validation data"] = said["uncommitted"].pop("validation data")
 
 
 def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_path):
@@ -187,6 +201,8 @@ def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_p
     honest = shutil.copytree(tmp_path, tmp_path.parent / "honest")
     claim = lambda proof: proof["predicate"]["run"].update(accuracy=1.0)  # noqa: E731 - as the others
     lies = measured.list_lies(other)
+    lies["everything excused"] = lambda folder: measured.edit_proof(folder, excuse)
+    lies["gap passed for a package"] = lambda folder: measured.edit_proof(folder, rename_gap)
     lies["more of the run"] = lambda folder: measured.edit_proof(folder, claim)
     assert {*lies} - {*LIES} == {"records, checks and their hash made again"}
     for name, words in LIES.items():

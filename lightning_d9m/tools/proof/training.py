@@ -49,6 +49,7 @@ _MOST_BYTES = 64 * 2**20
 # What pip writes beside the files of a package: it names the installer and where it came from, so
 # two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
+_GAP = "package "
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
     "validation data": "only the batches of training are hashed",
@@ -290,13 +291,15 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     of_module = packages_distributions()
     used = {name for module in sources.used for name in of_module.get(module, ())}
     for name in sorted(used & sources.packages.keys()):
-        here, version = Distribution.from_name(name), sources.packages[name]
+        # What a broken installation leaves has no version, and hides the package.
+        there = (own for own in Distribution.discover(name=name) if own.version)
+        here, version = next(there, Distribution.from_name(name)), sources.packages[name]
         if here.version != version:
-            unread[name] = f"the training used {version}, and here is {here.version}"
+            unread[_GAP + name] = f"the training used {version}, and here is {here.version}"
         elif digest := hash_package(here):
             hashes[name] = digest
         else:
-            unread[name] = "it is a package that lists no files, as one installed from a folder"
+            unread[_GAP + name] = "it lists no files, as one installed from a folder"
     return hashes, unread
 
 
@@ -359,7 +362,8 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
     ]
     # For another Python or platform, the same version of a package has other files.
     is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
-    gaps = own.uncommitted.keys() - said.uncommitted.keys() - said.packages.keys()
+    # No package has the name of another gap, nor does a gap excuse what is not a package.
+    gaps = own.uncommitted.keys() - said.uncommitted.keys() - {_GAP + own for own in said.packages}
     problems = [
         f"The proof does not say that it does not commit to: {gap}." for gap in sorted(gaps)
     ]
@@ -370,14 +374,16 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
         ("package", said.packages, own.packages),
     ]
     for what, expected, actual in parts:
-        for name in sorted(expected.keys() | (actual.keys() - said.uncommitted.keys())):
+        for name in sorted(expected.keys() | actual.keys()):
             text = f"The {what} {escape(name, 200)}"
+            if name not in expected and what == "package" and _GAP + name in said.uncommitted:
+                continue
             if name not in expected:
                 problems.append(f"{text} is not in the proof.")
             elif actual.get(name) == expected[name]:
                 continue
             elif what == "package" and (is_other or name not in actual):
-                why = own.uncommitted.get(name, "it has other content, or was not loaded")
+                why = own.uncommitted.get(_GAP + name, "it has other content, or was not loaded")
                 differing.append(f"{name}: {why}")
             else:
                 problems.append(f"{text} is not here as the proof has it.")
