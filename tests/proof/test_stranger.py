@@ -248,7 +248,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     for name in ("_type", "predicateType"):
         edit({key: value for key, value in proof.items() if key != name})
         refuses("it lacks _type or predicateType", *check())
-    edit({**proof, "subject": [{"name": "a", "digest": {"sha256": hash}} for hash in ("0", "1")]})
+    edit({**proof, "subject": [{"name": "a", "digest": {"sha256": own}} for own in "01"]})
     refuses("two files have one name", *check())
     refuses("exists already, so nothing can", "prove", "run")
     for option in ("--signer", "--choose"):

@@ -13,6 +13,7 @@ and identities that Sigstore knows can be used as there.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,10 @@ from lightning_d9m.version import __version__
 
 _EQUAL = "LIGHTNING_D9M_SEGMENTS_EQUAL_"
 UNSIGNED = "Nobody's signature was verified: give --signer."
+_USE_SIGNER = (
+    "Install 'lightning-d9m[proof]', and give the words of model_signing, as sigstore, or with "
+    "a key of an elliptic curve: key --private_key FILE to sign, key --public_key FILE to verify."
+)
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
 _MOST_BYTES = 64 * 2**20
 # What pip writes beside the files of a package: it names the installer and where it came from, so
@@ -59,6 +64,16 @@ _NEVER = {
 }
 # A session sets them, and a process without one has others.
 _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.", "package.")
+# Without the working folder, whose modules Python would import first: it may be the publisher's.
+# Python's option -I would hide a package of the user's folder or of PYTHONPATH, too.
+_COMMAND = """
+import sys
+sys.path[:] = filter(None, sys.path)
+import runpy
+runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
+"""
+# Its status is 1 for a signature that is not valid, for a key that cannot be read, and without it.
+_ANSWER = re.compile(r"Verification failed with error: (?!.*\[Errno|Unable to load PEM)")
 Method: TypeAlias = Sequence[str] | None
 
 
@@ -130,10 +145,9 @@ def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> 
     with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
         part.write_bytes(json.format(json.encode(statement), indent=1) + b"\n")
     if problem := _call_signer("sign", path, method):
+        by = " ".join(method or ())
         raise SettingError(
-            f"{path} is written and cannot be signed with {' '.join(method or ())}: {problem}. "
-            "Install 'lightning-d9m[proof]', and give the words of model_signing sign, such as "
-            "sigstore, or with a private key of an elliptic curve: key --private_key FILE."
+            f"{path} is written and cannot be signed with {by}: {problem}. {_USE_SIGNER}"
         )
 
 
@@ -142,6 +156,7 @@ def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, li
 
     Raises:
         LedgerError: If the file cannot be read, or is not a statement of this kind.
+        SettingError: If ``model-signing`` is not installed, or the method cannot be used.
     """
     with file_errors(LedgerError, f"{path} cannot be read"):
         try:
@@ -152,8 +167,12 @@ def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, li
                 raise ValueError("it lacks _type or predicateType")
         except RecursionError as error:
             raise ValueError("its values are nested too deeply") from error
-    problem = _call_signer("verify", path, method)
-    said = f"{path}, as it is now, has no valid signature by {' '.join(method or ())}: {problem}."
+    by, signature = " ".join(method or ()), Path(f"{path}.sig")
+    if method is not None and not signature.is_file():
+        problem = f"No such file: {signature}"
+    elif (problem := _call_signer("verify", path, method)) and not _ANSWER.match(problem):
+        raise SettingError(f"{path} cannot be verified with {by}: {problem}. {_USE_SIGNER}")
+    said = f"{path}, as it is now, has no valid signature by {by}: {problem}."
     return found, [said] if problem else []
 
 
@@ -163,9 +182,7 @@ def _call_signer(verb: str, path: Path, method: Method) -> str:
         return ""
     # The command, not the functions below it: what a method means stays that package's affair, and
     # anybody can verify with the same words and without this package.
-    # Isolated (-I), because Python would import the modules of the working folder first, and it may
-    # be the publisher's.
-    words = [sys.executable, "-I", "-m", "model_signing", verb, *method]
+    words = [sys.executable, "-c", _COMMAND, verb, *method]
     words += ["--signature", f"{path}.sig", str(path)]
     # Without keys, it may open a browser or ask for a code, so that its words must be seen.
     if verb == "sign" and sys.stdin.isatty():
