@@ -130,9 +130,11 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     def verify(*words):
         return d9m("verify", "verdict.json", "proof.json", *words)[:2]
 
-    assert verify("--signer", public, "--choose", "7")[0] == 0
-    verdict = json.loads(Path("verdict.json").read_text())
     equal = "LIGHTNING_D9M_SEGMENTS_EQUAL_1_OF_4_CHOSEN_BY_"
+    status, said = verify("--signer", public, "--choose", "7")
+    assert status == 0
+    assert f"holds: {equal}7." in " ".join(said.split())
+    verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == [f"{equal}7"]
     # A replayed verdict: one of another check, on another proof, edited, or without its signature.
     status, said = verify("--choose", "8")
@@ -143,6 +145,23 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     status, said = verify("--signer", public, "--choose", "8")
     assert status == 1
     assert "has no valid signature" in " ".join(said.split())
+    check = verdict["predicate"]["urn:lightning-d9m:check:1"]
+    segment = check["checked"][0]
+    other = {**segment, "number": (segment["number"] + 1) % 4}
+    # What it says must follow from what was checked, and that from the number.
+    for words, choice, checked, count in (
+        ("does not follow from its check", 7, [], 4),
+        ("does not follow from its check", 7, [{**segment, "verdict": "program"}], 1),
+        ("other segments than those that were chosen", 7, [other], 1),
+        ("other segments than those that were chosen", None, [segment] * 4, 4),
+    ):
+        check |= {"choice": choice, "checked": checked}
+        by = f"_CHOSEN_BY_{choice}" if choice else ""
+        verdict["predicate"]["properties"] = [f"LIGHTNING_D9M_SEGMENTS_EQUAL_{count}_OF_4{by}"]
+        edit(verdict, "verdict.json")
+        status, said = verify()
+        assert status == 1
+        assert words in " ".join(said.split())
     verdict["predicate"]["properties"] = []
     edit(verdict, "verdict.json")
     assert "does not say that the run is equal" in verify()[1]

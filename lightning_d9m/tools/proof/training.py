@@ -128,7 +128,7 @@ class _Result(Struct, rename={"time": "timeCreated", "check": "urn:lightning-d9m
     verifier: dict[str, str]
     time: str
     properties: list[str]
-    check: dict[str, Any]
+    check: CheckReport
 
 
 class _Verdict(_Statement, tag="https://in-toto.io/attestation/svr/v0.1"):
@@ -416,18 +416,24 @@ def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) 
 
 def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) -> None:
     """Write and sign the verdict of a check on a proof, as ``write_statement`` does."""
-    # What a third party compares, so that it cannot pass for the verdict of another check.
-    found = f"{_EQUAL}{len(report.equal)}_OF_{len(report.there)}"
-    found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
-    properties = [found] * (report.verdict == "equal")
-    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, report.as_json())
+    properties = _list_properties(report)
+    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, report)
     verdict = _Verdict(subject=_hash_subjects({proof.name: proof}), predicate=result)
     write_statement(path, verdict, method)
 
 
-def check_verdict(path: Path, proof: Path, signer: Method, number: int | None) -> list[str]:
-    """Return sentences on why a verdict is not one that a proof holds.
+def _list_properties(report: CheckReport) -> list[str]:
+    """Return what a third party compares, so that no check passes for another."""
+    found = f"{_EQUAL}{len(report.equal)}_OF_{len(report.there)}"
+    found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
+    return [found] * (report.verdict == "equal")
+
+
+def check_verdict(
+    path: Path, proof: Path, signer: Method, number: int | None
+) -> tuple[str, list[str]]:
+    """Return what a verdict says, and sentences on why it is not one that a proof holds.
 
     Args:
         path: The verdict.
@@ -442,9 +448,18 @@ def check_verdict(path: Path, proof: Path, signer: Method, number: int | None) -
     # By content, because a stranger may have renamed it.
     if [*verdict.files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another file than {proof}.")
-    said = " ".join(verdict.predicate.properties)
-    if not said.startswith(_EQUAL):
+    report, said = verdict.predicate.check, escape(" ".join(verdict.predicate.properties), 200)
+    numbers, there = [own.number for own in report.checked], sorted({*report.there})
+    chosen = there
+    if report.choice is not None:
+        chosen = choose_segments(proof, report.choice, there, len(numbers))
+    if not said:
         problems.append("It does not say that the run is equal.")
-    elif number is not None and not said.endswith(f"_CHOSEN_BY_{number}"):
-        problems.append(f"Its segments were not chosen with {number}: {escape(said)}.")
-    return problems
+    elif verdict.predicate.properties != _list_properties(report):
+        problems.append(f"What it says does not follow from its check: {said}.")
+    # Once each, and from the segments that are there.
+    elif there != report.there or sorted(numbers) != [own for own in chosen if own in numbers]:
+        problems.append(f"Its check has other segments than those that were chosen: {numbers}.")
+    elif number not in (None, report.choice):
+        problems.append(f"Its segments were not chosen with {number}: {said}.")
+    return said, problems
