@@ -253,7 +253,7 @@ def test_what_is_not_a_proof(d9m, stranger):
         return "check", "proof.json", *options, "--", "python", "train.py"
 
     Path("proof.json").write_text('{"x":' + "[" * 10_000)
-    refuses("nested too deeply", *check())
+    refuses("maximum recursion depth", *check())
     statement = {"_type": "https://in-toto.io/Statement/v1", "subject": [], "predicate": {}}
     edit({"predicateType": "other", **statement})
     refuses("Invalid value 'other' - at `$.predicateType`", *check())

@@ -43,12 +43,7 @@ from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun
 from lightning_d9m.version import __version__
 
-_EQUAL = "LIGHTNING_D9M_SEGMENTS_EQUAL_"
 UNSIGNED = "Nobody's signature was verified: give --signer."
-_USE_SIGNER = (
-    "Install 'lightning-d9m[proof]', and give the words of model_signing, as sigstore, or with "
-    "a key of an elliptic curve: key --private_key FILE to sign, key --public_key FILE to verify."
-)
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
 _MOST_BYTES = 64 * 2**20
 # What pip writes beside the files of a package: it names the installer and where it came from, so
@@ -144,11 +139,7 @@ def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> 
     """
     with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
         part.write_bytes(json.format(json.encode(statement), indent=1) + b"\n")
-    if problem := _call_signer("sign", path, method):
-        by = " ".join(method or ())
-        raise SettingError(
-            f"{path} is written and cannot be signed with {by}: {problem}. {_USE_SIGNER}"
-        )
+    _call_signer("sign", path, method)
 
 
 def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, list[str]]:
@@ -159,37 +150,45 @@ def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, li
         SettingError: If ``model-signing`` is not installed, or the method cannot be used.
     """
     with file_errors(LedgerError, f"{path} cannot be read"):
-        try:
-            text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
-            found = json.decode(text, type=kind)
-            # msgspec lets a tag and a field with a default be left out.
-            if not {"_type", "predicateType"} <= json.decode(text, type=dict[str, Raw]).keys():
-                raise ValueError("it lacks _type or predicateType")
-        except RecursionError as error:
-            raise ValueError("its values are nested too deeply") from error
-    by, signature = " ".join(method or ()), Path(f"{path}.sig")
-    if method is not None and not signature.is_file():
-        problem = f"No such file: {signature}"
-    elif (problem := _call_signer("verify", path, method)) and not _ANSWER.match(problem):
-        raise SettingError(f"{path} cannot be verified with {by}: {problem}. {_USE_SIGNER}")
-    said = f"{path}, as it is now, has no valid signature by {by}: {problem}."
+        text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
+        found = json.decode(text, type=kind)
+        # msgspec lets a tag and a field with a default be left out.
+        if not {"_type", "predicateType"} <= json.decode(text, type=dict[str, Raw]).keys():
+            raise ValueError("it lacks _type or predicateType")
+    problem = _call_signer("verify", path, method)
+    said = f"{path}, as it is now, has no valid signature by {' '.join(method or ())}: {problem}."
     return found, [said] if problem else []
 
 
 def _call_signer(verb: str, path: Path, method: Method) -> str:
-    """Run the command, if there is a method; return the last line that it prints if it fails."""
+    """Run the command, if there is a method; return why the signature is not valid, if it is not.
+
+    Raises:
+        SettingError: If the command says nothing of the signature.
+    """
+    signature = Path(f"{path}.sig")
     if method is None:
         return ""
+    if verb == "verify" and not signature.is_file():
+        return f"No such file: {signature}"
     # The command, not the functions below it: what a method means stays that package's affair, and
     # anybody can verify with the same words and without this package.
     words = [sys.executable, "-c", _COMMAND, verb, *method]
-    words += ["--signature", f"{path}.sig", str(path)]
+    words += ["--signature", str(signature), str(path)]
     # Without keys, it may open a browser or ask for a code, so that its words must be seen.
-    if verb == "sign" and sys.stdin.isatty():
-        return f"exit status {status}" if (status := subprocess.call(words, stdout=2)) else ""
-    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
-    return text.rpartition("\n")[2] if done.returncode else ""
+    pipes = None if verb == "sign" and sys.stdin.isatty() else subprocess.PIPE
+    done = subprocess.run(words, check=False, stdout=pipes or 2, stderr=pipes and subprocess.STDOUT)
+    if not done.returncode:
+        return ""
+    text = (done.stdout or b"").decode(errors="replace").strip()
+    problem = text.rpartition("\n")[2] or f"exit status {done.returncode}"
+    if verb == "verify" and _ANSWER.match(problem):
+        return problem
+    raise SettingError(
+        f"model_signing cannot {verb} {path}, which is here, with {' '.join(method)}: {problem}. "
+        "Install 'lightning-d9m[proof]', and give its words, such as sigstore, or with a key of "
+        "an elliptic curve: key --private_key FILE to sign, key --public_key FILE to verify."
+    )
 
 
 def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> Proof:
@@ -425,7 +424,7 @@ def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) 
 
 def _list_properties(report: CheckReport) -> list[str]:
     """Return what a third party compares, so that no check passes for another."""
-    found = f"{_EQUAL}{len(report.equal)}_OF_{len(report.there)}"
+    found = f"LIGHTNING_D9M_SEGMENTS_EQUAL_{len(report.equal)}_OF_{len(report.there)}"
     found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
     return [found] * (report.verdict == "equal")
 
