@@ -34,6 +34,7 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
     for name in ("model_signing.py", "runpy.py"):
         (tmp_path / name).write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ".")
     with pytest.raises(SettingError, match=r"cannot sign .* with .*Unable to load PEM"):
         write(["key", "--private_key", "key.pem"])
     (tmp_path / "proof.json.sig").write_text("{}")

@@ -62,8 +62,9 @@ _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horo
 # Without the working folder, whose modules Python would import first: it may be the publisher's.
 # Python's option -I would hide a package of the user's folder or of PYTHONPATH, too.
 _COMMAND = """
-import sys
-sys.path[:] = filter(None, sys.path)
+import os, sys
+here = os.path.realpath("")
+sys.path[:] = [own for own in sys.path if os.path.realpath(own) != here]
 import runpy
 runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
 """
@@ -457,7 +458,7 @@ def check_verdict(
     elif verdict.predicate.properties != _list_properties(report):
         problems.append(f"What it says does not follow from its check: {said}.")
     # Once each, and from the segments that are there.
-    elif there != report.there or sorted(numbers) != [own for own in chosen if own in numbers]:
+    elif there != report.there or sorted(numbers) != sorted({*chosen} & {*numbers}):
         problems.append(f"Its check has other segments than those that were chosen: {numbers}.")
     elif number not in (None, report.choice):
         problems.append(f"Its segments were not chosen with {number}: {said}.")
