@@ -212,7 +212,7 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
 def list_source(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines that the JSON of `d9m locate` names, with those around them.
 
-    Whoever reads the JSON later may have another file of this name, as the receiver of a bundle.
+    For use where runs were located: elsewhere, another file may have such a name.
     """
     places = [(line.get("file"), line.get("line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
