@@ -188,7 +188,7 @@ class CheckpointError(D9mError, RuntimeError):
     names: tuple[str, ...] = ()
 
 
-def explain_file_error(error: OSError | ValueError) -> str:
+def explain_file_error(error: OSError | ValueError | RecursionError) -> str:
     """Return the cause of a failed file operation and what to do about it."""
     number = getattr(error, "errno", None)
     if number is None:
@@ -206,14 +206,15 @@ def file_errors(kind: type[D9mError], what: str, advice: str = "") -> Iterator[N
         advice: Further advice.
 
     Raises:
-        D9mError: If the body raises an ``OSError`` or a ``ValueError``.
+        D9mError: If the body raises an ``OSError`` or a ``ValueError``, or a ``RecursionError``, as
+            decoders do for values that are nested too deeply.
     """
     # `LedgerError` is an `OSError`, too, and has said already what is wrong.
     try:
         yield
     except D9mError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise kind(
             " ".join(filter(None, [f"{what}: {explain_file_error(error)}", advice]))
         ) from error

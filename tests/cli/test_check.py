@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,34 @@ def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
     (found,) = report.checked
     assert (found.number, found.verdict, report.verdict) == (7, "failed", "incomplete")
     assert "exit status 2. d9m: error: 'no-such-command' is not a command" in found.reason
+
+
+def test_a_signal_leaves_what_was_checked_and_no_job(tmp_path, monkeypatch):
+    """The second of three jobs ends first, and the signal comes while the third one starts."""
+    jobs, starting = [], threading.Event()
+    code = "import json, sys, time\nsys.argv[1] == '1' or time.sleep(20)\n"
+    code += "print(json.dumps({'checked': [{'number': 1, 'first': 0, 'last': 0}]}))"
+
+    class SlowJob(subprocess.Popen):
+        def __init__(self, words, **options):
+            if words[-1] == "2":
+                starting.set()
+                time.sleep(0.5)
+            super().__init__([sys.executable, "-c", code, words[-1]], **options)
+            jobs.append(self)
+
+    def interrupt(*_, **__):
+        starting.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_make_job", lambda _, number, __: [str(number)])
+    monkeypatch.setattr(module, "print", interrupt, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", SlowJob)
+    report = CheckReport(str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        module._run_jobs(SimpleNamespace(jobs=2), [0, 1, 2], report)
+    assert [own.number for own in report.checked] == [1]
+    assert sorted(job.returncode for job in jobs) == [-signal.SIGTERM, -signal.SIGTERM, 0]
 
 
 def test_segments_are_printed_for_a_scheduler(check, tmp_path):

@@ -209,11 +209,29 @@ def test_wrong_words_are_one_clear_error(here, bundle, words, message):
     assert not Path("d9m-bundle.zip").exists()
 
 
-def test_a_result_of_locate_that_was_edited_is_an_error(located, bundle):
-    (located / "runs/locate.json").write_text("[")
+@pytest.mark.parametrize("text", ["[", '{"report":[3]}', '{"x":' + "[" * 400 + "]" * 400 + "}"])
+def test_a_result_of_locate_that_was_edited_is_an_error(located, bundle, text):
+    (located / "runs/locate.json").write_text(text)
     status, _, errors = bundle("runs")
     assert status == 2
     assert "The result of d9m locate in runs cannot be used" in errors
+
+
+@pytest.mark.parametrize(
+    "facts", [{"lines": [1]}, {"op": "mm"}, {"lines": [{"file": "train.py", "line": 1}]}]
+)
+def test_no_file_is_read_that_a_result_of_a_stranger_names(located, bundle, facts):
+    file = located / "runs/locate.json"
+    known = json.loads(file.read_text()) | {"report": ["different"], "source": []}
+    file.write_text(json.dumps(known | facts))
+    status, out, errors = bundle("runs", "-v")
+    assert status == 1, errors
+    assert "import numpy" not in out
+
+
+def test_the_next_command_has_no_secret(here, bundle):
+    out = " ".join(bundle("runs/run-001", "runs/run-002")[1].split())
+    assert "d9m locate -- python train.py --hf-token [removed]" in out
 
 
 @pytest.mark.parametrize(

@@ -31,34 +31,48 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
     write, read = sign
     (tmp_path / "key.pem").write_text("no key")
     # A module of the working folder, which may be the publisher's, does not verify.
-    (tmp_path / "model_signing.py").write_text("raise SystemExit(0)")
+    for name in ("model_signing.py", "runpy.py"):
+        (tmp_path / name).write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingError, match=r"cannot be signed with .*Unable to load PEM"):
+    monkeypatch.setenv("PYTHONPATH", ".")
+    with pytest.raises(SettingError, match=r"cannot sign .* with .*Unable to load PEM"):
         write(["key", "--private_key", "key.pem"])
     (tmp_path / "proof.json.sig").write_text("{}")
-    found, problems = read(["key", "--public_key", "key.pem"])
-    assert found == PROOF
-    assert "has no valid signature by key" in problems[0]
+    for words, said in (
+        (["key", "--public_key", "key.pem"], "Unable to load PEM"),
+        (["key", "--public_key", "none.pem"], "No such file or directory: 'none.pem'"),
+        (["key", "--public"], "No such option"),
+    ):
+        with pytest.raises(SettingError, match=f"cannot verify .* with key .*{said}"):
+            read(words)
 
 
-def test_the_package_that_signs_is_absent(monkeypatch, sign):
+def test_the_package_that_signs_is_absent_or_elsewhere(tmp_path, monkeypatch, sign):
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     monkeypatch.setattr(sys, "executable", sys._base_executable)
     with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
         sign[0](["sigstore"])
+    (tmp_path / "proof.json.sig").write_text("{}")
+    with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
+        sign[1](["sigstore"])
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/model_signing.py").write_text("raise SystemExit(0)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    assert sign[1](["sigstore"]) == (PROOF, [])
 
 
 def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
     used = []
 
     def run(words, **_):
-        used.append(words[4:])
+        used.append(words[3:])
         return subprocess.CompletedProcess(words, 0, b"succeeded")
 
     monkeypatch.setattr(subprocess, "run", run)
     file, (write, read) = tmp_path / "proof.json", sign
     write(None)
     write(["sigstore"])
+    (tmp_path / "proof.json.sig").touch()
     assert read(["sigstore", "--identity", "my job"])[1] == read(None)[1] == []
     files = ["--signature", f"{file}.sig", str(file)]
     assert used == [

@@ -130,9 +130,11 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     def verify(*words):
         return d9m("verify", "verdict.json", "proof.json", *words)[:2]
 
-    assert verify("--signer", public, "--choose", "7")[0] == 0
-    verdict = json.loads(Path("verdict.json").read_text())
     equal = "LIGHTNING_D9M_SEGMENTS_EQUAL_1_OF_4_CHOSEN_BY_"
+    status, said = verify("--signer", public, "--choose", "7")
+    assert status == 0
+    assert f"holds: {equal}7." in " ".join(said.split())
+    verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == [f"{equal}7"]
     # A replayed verdict: one of another check, on another proof, edited, or without its signature.
     status, said = verify("--choose", "8")
@@ -143,6 +145,23 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     status, said = verify("--signer", public, "--choose", "8")
     assert status == 1
     assert "has no valid signature" in " ".join(said.split())
+    check = verdict["predicate"]["urn:lightning-d9m:check:1"]
+    segment = check["checked"][0]
+    other = {**segment, "number": (segment["number"] + 1) % 4}
+    # What it says must follow from what was checked, and that from the number.
+    for words, choice, checked, count in (
+        ("does not follow from its check", 7, [], 4),
+        ("does not follow from its check", 7, [{**segment, "verdict": "program"}], 1),
+        ("other segments than those that were chosen", 7, [other], 1),
+        ("other segments than those that were chosen", None, [segment] * 4, 4),
+    ):
+        check |= {"choice": choice, "checked": checked}
+        by = f"_CHOSEN_BY_{choice}" if choice else ""
+        verdict["predicate"]["properties"] = [f"LIGHTNING_D9M_SEGMENTS_EQUAL_{count}_OF_4{by}"]
+        edit(verdict, "verdict.json")
+        status, said = verify()
+        assert status == 1
+        assert words in " ".join(said.split())
     verdict["predicate"]["properties"] = []
     edit(verdict, "verdict.json")
     assert "does not say that the run is equal" in verify()[1]
@@ -174,9 +193,23 @@ LIES = {
     "proof of another run": "The ledger's field created",
     "ledger of another run": MODEL,
     "checkpoint left out": "step=15.ckpt is not in the proof",
+    "everything excused": "rank-0.jsonl is not in the proof",
+    "gap passed for a package": "does not say that it does not commit to: validation data",
     "gap left out": "does not say that it does not commit to: validation data",
     "more of the run": f"The ledger's field accuracy {DIFFERS}",
 }
+
+
+def excuse(proof):
+    """Leave out the files and facts of a proof, and say that it does not commit to them."""
+    said, files = proof["predicate"], [own["name"] for own in proof["subject"]]
+    said["uncommitted"].update(dict.fromkeys([*said["run"], *files], ""))
+    proof["subject"], said["run"] = [], {}
+
+
+def rename_gap(proof):
+    said = proof["predicate"]
+    said["packages"]["validation data"] = said["uncommitted"].pop("validation data")
 
 
 def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_path):
@@ -187,6 +220,8 @@ def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_p
     honest = shutil.copytree(tmp_path, tmp_path.parent / "honest")
     claim = lambda proof: proof["predicate"]["run"].update(accuracy=1.0)  # noqa: E731 - as the others
     lies = measured.list_lies(other)
+    lies["everything excused"] = lambda folder: measured.edit_proof(folder, excuse)
+    lies["gap passed for a package"] = lambda folder: measured.edit_proof(folder, rename_gap)
     lies["more of the run"] = lambda folder: measured.edit_proof(folder, claim)
     assert {*lies} - {*LIES} == {"records, checks and their hash made again"}
     for name, words in LIES.items():
@@ -218,7 +253,7 @@ def test_what_is_not_a_proof(d9m, stranger):
         return "check", "proof.json", *options, "--", "python", "train.py"
 
     Path("proof.json").write_text('{"x":' + "[" * 10_000)
-    refuses("nested too deeply", *check())
+    refuses("maximum recursion depth", *check())
     statement = {"_type": "https://in-toto.io/Statement/v1", "subject": [], "predicate": {}}
     edit({"predicateType": "other", **statement})
     refuses("Invalid value 'other' - at `$.predicateType`", *check())
@@ -226,8 +261,14 @@ def test_what_is_not_a_proof(d9m, stranger):
     edit(statement)
     refuses("missing required field `ledger`", *check())
     predicate = {"ledger": "no", "run": {}, "models": [], "uncommitted": {}, "packages": {}}
-    edit({**statement, "predicate": predicate})
+    proof = {**statement, "predicate": predicate}
+    edit(proof)
     refuses("The ledger", *check())
+    for name in ("_type", "predicateType"):
+        edit({key: value for key, value in proof.items() if key != name})
+        refuses("it lacks _type or predicateType", *check())
+    edit({**proof, "subject": [{"name": "a", "digest": {"sha256": own}} for own in "01"]})
+    refuses("two files have one name", *check())
     refuses("exists already, so nothing can", "prove", "run")
     for option in ("--signer", "--choose"):
         refuses(f"{option} has no effect here", "check", "run", option, "1", "--", "python")

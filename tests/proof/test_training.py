@@ -105,7 +105,15 @@ def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_name
     changed = Sources(program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",))
     run = write_run(tmp_path / "fit-001", make_final(**TOTALS), changed)
     said = make_proof(run, [], tmp_path).predicate.uncommitted
-    assert "the training used 0.1, and here is" in said["numpy"]
+    assert "the training used 0.1, and here is" in said["package numpy"]
+
+
+def test_a_broken_installation_hides_no_package(tmp_path, monkeypatch):
+    (tmp_path / "pytest-0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    used = Sources(program={}, named={}, packages={"pytest": pytest.__version__}, used=("pytest",))
+    run = write_run(tmp_path / "fit-001", make_final(**TOTALS), used)
+    assert "pytest" in make_proof(run, [], tmp_path).predicate.packages
 
 
 def test_the_interpreter_hashes_its_own_pytest():

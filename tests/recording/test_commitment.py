@@ -41,6 +41,25 @@ def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
     assert find_sources(before).named == {"config.yaml": hashlib.sha256(b"a: 1").hexdigest()}
 
 
+def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
+    program, tmp_path, monkeypatch
+):
+    file, _ = program
+    for folder, module in (("project/mypkg", "linked"), ("real/site-packages/other", "installed")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("x = 1\n")
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/mypkg").symlink_to(tmp_path / "project/mypkg")
+    (tmp_path / "path").symlink_to(tmp_path / "real/site-packages")
+    (tmp_path / "v1.py").symlink_to(file)
+    sys.modules["linked"].__file__ = str(tmp_path / "site-packages/mypkg/a.py")
+    sys.modules["installed"].__file__ = str(tmp_path / "path/other/a.py")
+    sys.modules["own_program"].__file__ = str(tmp_path / "v1.py")
+    found = {name for name in find_sources().program if name.endswith(("a.py", "v1.py", "own.py"))}
+    assert found == {"project/mypkg/a.py", "v1.py"}
+
+
 def test_packages_are_those_that_python_imports(program, tmp_path, monkeypatch):
     from lightning_d9m.engine.recording import commitment
 

@@ -22,11 +22,7 @@ from lightning_d9m.program import PACKAGE_FOLDERS, is_of_framework
 
 # A command may name its data, which would take minutes.
 _MOST_BYTES = 2**28
-# Parts of the paths of files that are not the program's: of Python, and of packages.
-_INSTALLED = (
-    f"{Path(os.__file__).parent}{os.sep}",
-    *(f"{os.sep}{own}{os.sep}" for own in PACKAGE_FOLDERS),
-)
+_STANDARD = Path(os.__file__).resolve().parent
 
 
 def chain_batch(before: str, batch: object) -> str:
@@ -95,13 +91,19 @@ def _hash_files(names: Iterable[str]) -> dict[str, str]:
 
     A name may be that of no file, such as a word of a command.
     """
-    found = {}
+    found, resolved = {}, dict[str, Path]()
     # Names are texts here: a Path for each of thousands of modules takes most of the time, and
     # raises an error for a word that is too long for a name.
     for name in filter(os.path.isfile, names):
+        folder, base = os.path.split(name)
+        # Resolved, as a link may lead into or out of a folder of packages, and once each, as
+        # thousands of modules are in a few hundred folders.
+        if folder not in resolved:
+            resolved[folder] = Path(folder).resolve()
+        inner = resolved[folder]
         # A package that is installed from its folder (pip install -e) is the program's.
-        is_installed = any(part in name for part in _INSTALLED)
+        is_installed = _STANDARD in (inner, *inner.parents) or PACKAGE_FOLDERS & {*inner.parts}
         if not is_installed and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202 - as above
-            path = Path(name).resolve()
-            found[os.path.relpath(path)] = hash_file(path)
+            # Of a file that is a link the own name counts, by which the program opens it.
+            found[os.path.relpath(inner / base)] = hash_file(inner / base)
     return found

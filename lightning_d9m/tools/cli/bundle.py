@@ -159,7 +159,7 @@ def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> in
     lines = [*evidence, *report, "", *table, f"bundle: {shlex.quote(str(output))}"]
     steps = []
     if not (report or found.comparison.equal):
-        command = printable(find_command(found.ledgers) or "COMMAND")
+        command = printable(secrets.clean(find_command(found.ledgers) or "COMMAND"))
         steps = [(f"d9m locate -- {command}", "finds the line, for a new bundle")]
     verdict = state_verdict(found.comparison)
     print_result(arguments.format, facts, list(map(printable, lines)), verdict, steps=steps)

@@ -7,10 +7,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
+from threading import Event, Lock
 from typing import Any
 
 from lightning_d9m.errors import SettingError
@@ -196,7 +197,7 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
     """Check each segment in its own process; a signal to this process ends all of them."""
-    jobs = list[subprocess.Popen[str]]()
+    jobs, lock, has_ended = list[subprocess.Popen[str]](), Lock(), Event()
 
     def run_job(number: int) -> CheckedSegment:
         words = _make_job(arguments, number, Path(report.output))
@@ -204,8 +205,11 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
         options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
         options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         options["env"] = {**os.environ, **share_cores()}
-        job = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words], **options)
-        jobs.append(job)
+        with lock:  # a job that starts at the moment of a signal would outlive the check
+            if has_ended.is_set():
+                raise CancelledError
+            job = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words], **options)
+            jobs.append(job)
         out, errors = job.communicate()
         try:
             return CheckedSegment(**json.loads(out)["checked"][0])
@@ -216,12 +220,17 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         try:
-            for checked in pool.map(run_job, numbers):
-                report.checked.append(checked)
+            # As they end, so that a signal loses none of those that have.
+            for ended in as_completed([pool.submit(run_job, number) for number in numbers]):
+                report.checked.append(checked := ended.result())
                 done = f"segment {checked.number} ({len(report.checked)} of {len(numbers)})"
                 print(f"{done}: {checked.verdict}", file=sys.stderr)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            with lock:
+                has_ended.set()
             for job in jobs:
                 job.terminate()
             raise
+        finally:
+            report.checked.sort(key=lambda own: own.number)

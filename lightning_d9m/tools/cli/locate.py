@@ -19,7 +19,7 @@ from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
-from lightning_d9m.tools.history.bundle import LOCATE_JSON
+from lightning_d9m.tools.history.bundle import LOCATE_JSON, list_source
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
     )
     # For `d9m bundle`.
-    facts = found.as_json() | {"report": lines}
+    facts = found.as_json()
+    facts |= {"report": lines, "source": [*list_source(facts)]}
     if found.pair is not None:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]

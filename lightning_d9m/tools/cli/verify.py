@@ -106,10 +106,11 @@ def _verify_verdict(arguments: argparse.Namespace) -> int:
     path, proof = arguments.checkpoint, arguments.ledger
     if proof is None:
         raise SettingError(f"Name the proof that {path} is on: d9m verify {path} proof.json")
-    problems = check_verdict(path, proof, arguments.signer, arguments.choose)
-    facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "problems": problems}
+    said, problems = check_verdict(path, proof, arguments.signer, arguments.choose)
+    facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "says": said}
+    facts["problems"] = problems
     lines = [
-        *(problems or [f"{path} is a verdict that {proof} holds."]),
+        *(problems or [f"{path} is a verdict that {proof} holds: {said}."]),
         *([] if arguments.signer else [UNSIGNED]),
     ]
     print_result(arguments.format, facts, wrap_on_terminal(lines))

@@ -27,9 +27,13 @@ LOCATE_JSON = "locate.json"
 SIDES = ("reference", "this-run")
 # Lines of source before and after the one that is named.
 _CONTEXT = 5
-_EXCERPT = re.compile(r"\S.*\.py, line \d+:")
 _CALLED_AT = re.compile(r"(.+):(\d+) in ")
 REMOVED = "[removed]"
+# The values of a result that may come from anybody: what is nested more deeply than that of
+# d9m locate would end the recursion that removes secrets.
+_Json: Any = str | int | float | bool | None
+for _ in range(8):
+    _Json = str | int | float | bool | None | list[_Json] | dict[str, _Json]
 # A name is secret by its last word, so that ``HF_TOKEN`` is and ``max_tokens`` is not.
 _NAME = (
     r"(?:(?:[\w-]*[_-])?(?:token|secret|passw(?:or)?d|passphrase|credentials?|auth|signature|sig"
@@ -114,11 +118,10 @@ def find_located(start: Path, parents: int = 3) -> tuple[dict[str, Any], list[Pa
         path = folder / LOCATE_JSON
         try:
             if path.is_file():
-                facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-                # One that was in a bundle may come from anybody.
-                facts["report"] = msgspec.convert(facts.get("report", []), list[str])
-                names = msgspec.convert(facts.get("ledgers", []), list[str])
-                return facts, [folder / name for name in names]
+                facts = msgspec.json.decode(path.read_bytes(), type=dict[str, _Json])
+                for name in ("report", "source", "ledgers"):
+                    facts[name] = msgspec.convert(facts.get(name, []), list[str])
+                return facts, [folder / name for name in facts["ledgers"]]
         except (OSError, ValueError) as error:
             raise LedgerError(
                 f"The result of d9m locate in {folder} cannot be used: {error}. Run d9m locate "
@@ -159,7 +162,7 @@ def write_bundle(
                 _copy_records(ledger, rank, rank_path(folder / side, rank), secrets)
         facts, report = located
         if facts:
-            facts = secrets.clean_values({**facts, "report": [], "ledgers": SIDES})
+            facts = secrets.clean_values({**facts, "report": [], "source": [], "ledgers": SIDES})
             facts["report"] = list(map(secrets.clean_code, report))
             text = msgspec.json.format(msgspec.json.encode(facts), indent=1)
             (folder / LOCATE_JSON).write_bytes(text)
@@ -203,19 +206,17 @@ def read_located(ledgers: Sequence[Ledger]) -> tuple[dict[str, Any], list[str]]:
     paths = [ledger.path.resolve() for ledger in ledgers]
     if paths != [path.resolve() for path in compared]:
         facts = {}
-    return facts, list(_list_report(facts))
+    return facts, [*facts.get("report", []), *facts.get("source", [])]
 
 
-def _list_report(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report of `d9m locate`, and the lines that it names, as far as they are here."""
-    yield from (report := facts.get("report", []))
+def list_source(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that the JSON of `d9m locate` names, with those around them.
+
+    For use where runs were located: elsewhere, another file may have such a name.
+    """
     places = [(line.get("file"), line.get("line")) for line in facts.get("lines", [])]
     if called := _CALLED_AT.match(str((facts.get("op") or {}).get("source"))):
         places.insert(0, (called[1], int(called[2])))
-    if any(
-        map(_EXCERPT.fullmatch, report)
-    ):  # in a bundle it has them, and a file here may be another one
-        places.clear()
     for file, number in dict.fromkeys(places):
         path = Path(str(file))
         if path.suffix == ".py" and path.is_file() and isinstance(number, int):

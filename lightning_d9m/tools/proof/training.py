@@ -13,6 +13,7 @@ and identities that Sigstore knows can be used as there.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeAlias
 
-from msgspec import Struct, json
+from msgspec import Raw, Struct, json
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued
@@ -42,13 +43,13 @@ from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun
 from lightning_d9m.version import __version__
 
-_EQUAL = "LIGHTNING_D9M_SEGMENTS_EQUAL_"
 UNSIGNED = "Nobody's signature was verified: give --signer."
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
 _MOST_BYTES = 64 * 2**20
 # What pip writes beside the files of a package: it names the installer and where it came from, so
 # two machines with the same package differ in it.
 _NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
+_GAP = "package "
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
     "validation data": "only the batches of training are hashed",
@@ -58,6 +59,17 @@ _NEVER = {
 }
 # A session sets them, and a process without one has others.
 _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.", "package.")
+# Without the working folder, whose modules Python would import first: it may be the publisher's.
+# Python's option -I would hide a package of the user's folder or of PYTHONPATH, too.
+_COMMAND = """
+import os, sys
+here = os.path.realpath("")
+sys.path[:] = [own for own in sys.path if os.path.realpath(own) != here]
+import runpy
+runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
+"""
+# Its status is 1 for a signature that is not valid, for a key that cannot be read, and without it.
+_ANSWER = re.compile(r"Verification failed with error: (?!.*\[Errno|Unable to load PEM)")
 Method: TypeAlias = Sequence[str] | None
 
 
@@ -71,6 +83,11 @@ class _Subject(Struct):
 class _Statement(Struct, kw_only=True, tag_field="predicateType", rename={"form": "_type"}):
     form: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
     subject: list[_Subject]
+
+    def __post_init__(self) -> None:
+        """Refuse two files of one name, of which ``files`` would have the last alone."""
+        if len(self.files) != len(self.subject):
+            raise ValueError("two files have one name")
 
     @property
     def files(self) -> dict[str, str]:
@@ -107,7 +124,7 @@ class _Result(Struct, rename={"time": "timeCreated", "check": "urn:lightning-d9m
     verifier: dict[str, str]
     time: str
     properties: list[str]
-    check: dict[str, Any]
+    check: CheckReport
 
 
 class _Verdict(_Statement, tag="https://in-toto.io/attestation/svr/v0.1"):
@@ -123,12 +140,7 @@ def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> 
     """
     with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
         part.write_bytes(json.format(json.encode(statement), indent=1) + b"\n")
-    if problem := _call_signer("sign", path, method):
-        raise SettingError(
-            f"{path} is written and cannot be signed with {' '.join(method or ())}: {problem}. "
-            "Install 'lightning-d9m[proof]', and give the words of model_signing sign, such as "
-            "sigstore, or with a private key of an elliptic curve: key --private_key FILE."
-        )
+    _call_signer("sign", path, method)
 
 
 def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, list[str]]:
@@ -136,34 +148,48 @@ def read_statement(path: Path, kind: type[Any], method: Method) -> tuple[Any, li
 
     Raises:
         LedgerError: If the file cannot be read, or is not a statement of this kind.
+        SettingError: If ``model-signing`` is not installed, or the method cannot be used.
     """
     with file_errors(LedgerError, f"{path} cannot be read"):
-        try:
-            text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
-            found = json.decode(text, type=kind)
-        except RecursionError as error:
-            raise ValueError("its values are nested too deeply") from error
+        text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
+        found = json.decode(text, type=kind)
+        # msgspec lets a tag and a field with a default be left out.
+        if not {"_type", "predicateType"} <= json.decode(text, type=dict[str, Raw]).keys():
+            raise ValueError("it lacks _type or predicateType")
     problem = _call_signer("verify", path, method)
     said = f"{path}, as it is now, has no valid signature by {' '.join(method or ())}: {problem}."
     return found, [said] if problem else []
 
 
 def _call_signer(verb: str, path: Path, method: Method) -> str:
-    """Run the command, if there is a method; return the last line that it prints if it fails."""
+    """Run the command, if there is a method; return why the signature is not valid, if it is not.
+
+    Raises:
+        SettingError: If the command says nothing of the signature.
+    """
+    signature = Path(f"{path}.sig")
     if method is None:
         return ""
+    if verb == "verify" and not signature.is_file():
+        return f"No such file: {signature}"
     # The command, not the functions below it: what a method means stays that package's affair, and
     # anybody can verify with the same words and without this package.
-    # Isolated (-I), because Python would import the modules of the working folder first, and it may
-    # be the publisher's.
-    words = [sys.executable, "-I", "-m", "model_signing", verb, *method]
-    words += ["--signature", f"{path}.sig", str(path)]
+    words = [sys.executable, "-c", _COMMAND, verb, *method]
+    words += ["--signature", str(signature), str(path)]
     # Without keys, it may open a browser or ask for a code, so that its words must be seen.
-    if verb == "sign" and sys.stdin.isatty():
-        return f"exit status {status}" if (status := subprocess.call(words, stdout=2)) else ""
-    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    text = done.stdout.decode(errors="replace").strip() or f"exit status {done.returncode}"
-    return text.rpartition("\n")[2] if done.returncode else ""
+    pipes = None if verb == "sign" and sys.stdin.isatty() else subprocess.PIPE
+    done = subprocess.run(words, check=False, stdout=pipes or 2, stderr=pipes and subprocess.STDOUT)
+    if not done.returncode:
+        return ""
+    text = (done.stdout or b"").decode(errors="replace").strip()
+    problem = text.rpartition("\n")[2] or f"exit status {done.returncode}"
+    if verb == "verify" and _ANSWER.match(problem):
+        return problem
+    raise SettingError(
+        f"model_signing cannot {verb} {path}, which is here, with {' '.join(method)}: {problem}. "
+        "Install 'lightning-d9m[proof]', and give its words, such as sigstore, or with a key of "
+        "an elliptic curve: key --private_key FILE to sign, key --public_key FILE to verify."
+    )
 
 
 def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> Proof:
@@ -282,13 +308,15 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     of_module = packages_distributions()
     used = {name for module in sources.used for name in of_module.get(module, ())}
     for name in sorted(used & sources.packages.keys()):
-        here, version = Distribution.from_name(name), sources.packages[name]
+        # What a broken installation leaves has no version, and hides the package.
+        there = (own for own in Distribution.discover(name=name) if own.version)
+        here, version = next(there, Distribution.from_name(name)), sources.packages[name]
         if here.version != version:
-            unread[name] = f"the training used {version}, and here is {here.version}"
+            unread[_GAP + name] = f"the training used {version}, and here is {here.version}"
         elif digest := hash_package(here):
             hashes[name] = digest
         else:
-            unread[name] = "it is a package that lists no files, as one installed from a folder"
+            unread[_GAP + name] = "it lists no files, as one installed from a folder"
     return hashes, unread
 
 
@@ -351,7 +379,8 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
     ]
     # For another Python or platform, the same version of a package has other files.
     is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in stack)
-    gaps = own.uncommitted.keys() - said.uncommitted.keys() - said.packages.keys()
+    # No package has the name of another gap, nor does a gap excuse what is not a package.
+    gaps = own.uncommitted.keys() - said.uncommitted.keys() - {_GAP + own for own in said.packages}
     problems = [
         f"The proof does not say that it does not commit to: {gap}." for gap in sorted(gaps)
     ]
@@ -362,14 +391,16 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
         ("package", said.packages, own.packages),
     ]
     for what, expected, actual in parts:
-        for name in sorted(expected.keys() | (actual.keys() - said.uncommitted.keys())):
+        for name in sorted(expected.keys() | actual.keys()):
             text = f"The {what} {escape(name, 200)}"
+            if name not in expected and what == "package" and _GAP + name in said.uncommitted:
+                continue
             if name not in expected:
                 problems.append(f"{text} is not in the proof.")
             elif actual.get(name) == expected[name]:
                 continue
             elif what == "package" and (is_other or name not in actual):
-                why = own.uncommitted.get(name, "it has other content, or was not loaded")
+                why = own.uncommitted.get(_GAP + name, "it has other content, or was not loaded")
                 differing.append(f"{name}: {why}")
             else:
                 problems.append(f"{text} is not here as the proof has it.")
@@ -385,18 +416,24 @@ def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) 
 
 def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) -> None:
     """Write and sign the verdict of a check on a proof, as ``write_statement`` does."""
-    # What a third party compares, so that it cannot pass for the verdict of another check.
-    found = f"{_EQUAL}{len(report.equal)}_OF_{len(report.there)}"
-    found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
-    properties = [found] * (report.verdict == "equal")
-    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, report.as_json())
+    properties = _list_properties(report)
+    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, report)
     verdict = _Verdict(subject=_hash_subjects({proof.name: proof}), predicate=result)
     write_statement(path, verdict, method)
 
 
-def check_verdict(path: Path, proof: Path, signer: Method, number: int | None) -> list[str]:
-    """Return sentences on why a verdict is not one that a proof holds.
+def _list_properties(report: CheckReport) -> list[str]:
+    """Return what a third party compares, so that no check passes for another."""
+    found = f"LIGHTNING_D9M_SEGMENTS_EQUAL_{len(report.equal)}_OF_{len(report.there)}"
+    found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
+    return [found] * (report.verdict == "equal")
+
+
+def check_verdict(
+    path: Path, proof: Path, signer: Method, number: int | None
+) -> tuple[str, list[str]]:
+    """Return what a verdict says, and sentences on why it is not one that a proof holds.
 
     Args:
         path: The verdict.
@@ -411,9 +448,18 @@ def check_verdict(path: Path, proof: Path, signer: Method, number: int | None) -
     # By content, because a stranger may have renamed it.
     if [*verdict.files.values()] != [hash_file(proof)]:
         problems.append(f"It is a verdict on another file than {proof}.")
-    said = " ".join(verdict.predicate.properties)
-    if not said.startswith(_EQUAL):
+    report, said = verdict.predicate.check, escape(" ".join(verdict.predicate.properties), 200)
+    numbers, there = [own.number for own in report.checked], sorted({*report.there})
+    chosen = there
+    if report.choice is not None:
+        chosen = choose_segments(proof, report.choice, there, len(numbers))
+    if not said:
         problems.append("It does not say that the run is equal.")
-    elif number is not None and not said.endswith(f"_CHOSEN_BY_{number}"):
-        problems.append(f"Its segments were not chosen with {number}: {escape(said)}.")
-    return problems
+    elif verdict.predicate.properties != _list_properties(report):
+        problems.append(f"What it says does not follow from its check: {said}.")
+    # Once each, and from the segments that are there.
+    elif there != report.there or sorted(numbers) != sorted({*chosen} & {*numbers}):
+        problems.append(f"Its check has other segments than those that were chosen: {numbers}.")
+    elif number not in (None, report.choice):
+        problems.append(f"Its segments were not chosen with {number}: {said}.")
+    return said, problems
