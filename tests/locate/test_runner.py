@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 from ledger_program import PROGRAM
 
 from lightning_d9m.tools.launch.run import Runs, make_output
@@ -23,11 +24,27 @@ lock.unlink()
 """
 
 
-def test_runs_follow_each_other_if_one_fails_beside_the_other(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def make(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(PROGRAM + LOCKED)
-    runner = Runner(Runs([sys.executable, "train.py"], make_output(None), 60.0), {})
+
+    def runner(program, **words):
+        Path("train.py").write_text(PROGRAM + program)
+        return Runner(Runs([sys.executable, "train.py"], make_output(None), 60.0), {}, **words)
+
+    return runner
+
+
+def test_runs_follow_each_other_if_one_fails_beside_the_other(make, capsys):
+    runner = make(LOCKED)
     (pair,) = runner.run_pairs(WHOLE, 1)
     assert (pair.differs, len(runner.made)) == (False, 2)
     assert "a run failed beside the other: one after the other" in capsys.readouterr().err
     assert sorted(path.name for path in Path("d9m-runs/000").iterdir()) == ["run-001", "run-002"]
+
+
+def test_a_difference_counts_although_one_run_has_begun_a_further_fit(make):
+    """Both are killed where they differ, and one may have come further than the other."""
+    runner = make("train(run)\nif run == 1: train(7)", beside=False)
+    (pair,) = runner.run_pairs(WHOLE, 1)
+    assert (pair.differs, pair.fit, pair.fits) == (True, "fit-000", 1)
