@@ -43,6 +43,13 @@ def test_runs_follow_each_other_if_one_fails_beside_the_other(make, capsys):
     assert sorted(path.name for path in Path("d9m-runs/000").iterdir()) == ["run-001", "run-002"]
 
 
+def test_the_first_two_runs_count_as_made(make):
+    """Their settings name the ops that may vary."""
+    runner = make("train()")
+    (pair,) = runner.run_pairs(WHOLE, 1)
+    assert [run.fits[pair.fit] for run in runner.made] == [pair.expected, pair.actual]
+
+
 def test_a_difference_counts_although_one_run_has_begun_a_further_fit(make):
     """Both are killed where they differ, and one may have come further than the other."""
     runner = make("train(run)\nif run == 1: train(7)", beside=False)

@@ -171,6 +171,8 @@ class Runner:
                 shutil.rmtree(folder, ignore_errors=True)
             words: dict[str, Any] = dict(settings)
             return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
+        # Not of runs that are made again: nothing of these is left.
+        self.made += runs
         return [*runs]
 
     def run_pairs(
