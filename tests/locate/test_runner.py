@@ -1,13 +1,17 @@
 """A search runs the command twice at once, and one after the other if that fails."""
 
 import sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ledger_program import PROGRAM
 
 from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.locate import runner as runners
 from lightning_d9m.tools.locate.runner import WHOLE, Runner
+from lightning_d9m.tools.segments.segment import Segment
 
 # The first run has what the second one needs, until that has failed.
 LOCKED = """
@@ -55,3 +59,13 @@ def test_a_difference_counts_although_one_run_has_begun_a_further_fit(make):
     runner = make("train(run)\nif run == 1: train(7)", beside=False)
     (pair,) = runner.run_pairs(WHOLE, 1)
     assert (pair.differs, pair.fit, pair.fits) == (True, "fit-000", 1)
+
+
+def test_a_later_look_may_take_as_long_as_the_first_that_finds_a_difference(make, monkeypatch):
+    clock = count(0, 100)  # each time that it is read
+    monkeypatch.setattr(runners, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    runner = make("train(run)")
+    first = next(runner.run_pairs(WHOLE, 2))
+    clock = count(0, 40)
+    looks = runner.run_pairs("values", 1, segment=Segment(None, 4))
+    assert (first.differs, len(list(looks))) == (True, 3)

@@ -211,9 +211,10 @@ class Runner:
                 watched = folder if stage == WHOLE else None
                 others = [self.run(stage, watched=watched, **words)]
             made += 1
+            # Before the first comparison: who searches ends this generator at a difference.
+            if stage == WHOLE and not self._seconds:
+                self._seconds = time.monotonic() - begun
             yield self._compare(first, others.pop())
-        if stage == WHOLE:
-            self._seconds = time.monotonic() - begun
 
     def _announce(self, stage: str) -> None:
         if self._runs.seconds is not None:
