@@ -56,9 +56,11 @@ def test_the_first_two_runs_count_as_made(make):
 
 def test_a_difference_counts_although_one_run_has_begun_a_further_fit(make):
     """Both are killed where they differ, and one may have come further than the other."""
-    runner = make("train(run)\nif run == 1: train(7)", beside=False)
+    runner = make("print(request)\ntrain(run)\nif run == 1: train(7)", beside=False)
     (pair,) = runner.run_pairs(WHOLE, 1)
     assert (pair.differs, pair.fit, pair.fits) == (True, "fit-000", 1)
+    logs = sorted(Path("d9m-runs").rglob("output.log"))
+    assert [log.read_text() for log in logs] == ["keep\n"] * 2  # checkpoints for later looks
 
 
 def test_a_later_look_may_take_as_long_as_the_first_that_finds_a_difference(make, monkeypatch):

@@ -70,8 +70,7 @@ class RunPair:
 class Runner:
     """Runs the command, each time in a new folder.
 
-    The first two runs train side by side and end at their first difference; they keep checkpoints,
-    from which later looks begin.
+    The first two runs train side by side and end at their first difference.
 
     Args:
         runs: The runs of the command.
@@ -117,7 +116,7 @@ class Runner:
             CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
                 ledger.
         """
-        folder, variables = self._prepare(settings, filled=filled)
+        folder, variables = self._prepare(settings, filled=filled, keeps=stage == WHOLE)
         title = f"{folder.name.replace('-', ' ')}, {stage}"
         words: dict[str, Any] = {"variables": variables, "later": later}
         if segment is not None:
@@ -134,12 +133,16 @@ class Runner:
         return run
 
     def _prepare(
-        self, settings: Mapping[str, str], *, filled: bool = False
+        self, settings: Mapping[str, str], *, filled: bool = False, keeps: bool = False
     ) -> tuple[Path, dict[str, str]]:
-        """Return the folder of the next run, and its variables."""
+        """Return the folder of the next run, and its variables.
+
+        With ``keeps`` it keeps checkpoints, from which later looks begin.
+        """
         folder = self._runs.output / f"run-{next(self._numbers):03d}"
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in settings.items()}
         variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
+        variables |= {INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} if keeps else {}
         return folder, {**self._variables, **variables}
 
     @staticmethod
@@ -150,11 +153,11 @@ class Runner:
 
     def run_first(self, stage: str, **settings: str) -> list[Run]:
         """Run twice, and compare while the runs train; both end where they first differ."""
-        made = [self._prepare(settings) for _ in range(_PAIR)]
+        made = [self._prepare(settings, keeps=True) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
         variables = [
-            {**own, INTERRUPT: f"{KEEP}:{other}", FOLDER: str(folder / KEPT)}
-            for (folder, own), other in zip(made, reversed(folders), strict=True)
+            {**own, INTERRUPT: f"{KEEP}:{other}"}
+            for (_, own), other in zip(made, reversed(folders), strict=True)
         ]
         names = [folder.name for folder in folders]
         title = f"runs 1 and 2, {stage}"
