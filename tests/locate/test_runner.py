@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ledger_program import PROGRAM
 
+from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.locate import runner as runners
 from lightning_d9m.tools.locate.runner import WHOLE, Runner
@@ -19,6 +20,7 @@ lock, tried = Path("lock"), Path("tried")
 try:
     lock.touch(exist_ok=False)
 except FileExistsError:
+    rank_path(create_ledger_folder(ledgers), 0).write_text("no header\\n")
     tried.touch()
     sys.exit("busy")
 train()
@@ -45,6 +47,13 @@ def test_runs_follow_each_other_if_one_fails_beside_the_other(make, capsys):
     assert (pair.differs, len(runner.made)) == (False, 2)
     assert "a run failed beside the other: one after the other" in capsys.readouterr().err
     assert sorted(path.name for path in Path("d9m-runs/000").iterdir()) == ["run-001", "run-002"]
+
+
+def test_a_program_that_always_fails_does_not_run_again(make, capsys):
+    runner = make("print(ledgers)\nsys.exit('broken')")
+    with pytest.raises(CommandError, match=r"\| broken"):
+        next(runner.run_pairs(WHOLE, 1))
+    assert "one after the other" not in capsys.readouterr().err
 
 
 def test_the_first_two_runs_count_as_made(make):

@@ -17,7 +17,7 @@ from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
-from lightning_d9m.errors import CommandError
+from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
@@ -128,7 +128,8 @@ class Runner:
             else:
                 with PairWatch((watched, folder)) as watch:
                     run = self._runs.run(folder.name, title, killed_when=watch.differs, **words)
-        self._check(run)
+        if (failure := self._find_failure(run)) is not None:
+            raise failure
         self.made.append(run)
         return run
 
@@ -146,10 +147,10 @@ class Runner:
         return folder, {**self._variables, **variables}
 
     @staticmethod
-    def _check(run: Run) -> None:
-        """Raise the failure of a run, unless a difference between ranks ended it."""
-        if run.failure is not None and not any(map(is_drift, list_ends(*run.fits.values()))):
-            raise run.failure
+    def _find_failure(run: Run) -> CommandError | LedgerError | None:
+        """Return why a run failed, unless a difference between ranks ended it."""
+        drifts = run.failure is not None and any(map(is_drift, list_ends(*run.fits.values())))
+        return None if drifts else run.failure
 
     def run_first(self, stage: str, **settings: str) -> list[Run]:
         """Run twice, and compare while the runs train; both end where they first differ."""
@@ -163,20 +164,21 @@ class Runner:
         title = f"runs 1 and 2, {stage}"
         with PairWatch((folders[0], folders[1])) as watch:
             runs = self._runs.run_beside(names, title, variables, watch.differs)
-        try:
-            for run in runs:
-                self._check(run)
-        except CommandError:
-            # They may need a port, a device or memory that only one of them can have.
-            print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)
-            self._numbers = count(1)
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-            words: dict[str, Any] = dict(settings)
-            return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
-        # Not of runs that are made again: nothing of these is left.
-        self.made += runs
-        return [*runs]
+        failures = [self._find_failure(run) for run in runs]
+        if not any(failures):
+            self.made += runs
+            return runs
+        # What both fail with needs no third run to show it.
+        own = zip(map(str, failures), map(str, folders), strict=True)
+        if len({text.replace(folder, "") for text, folder in own}) == 1 and failures[0]:
+            raise failures[0]
+        # They may need a port, a device or memory that only one of them can have.
+        print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)
+        self._numbers, self._runs.fits = count(1), {}
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        words: dict[str, Any] = dict(settings)
+        return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
 
     def run_pairs(
         self,
