@@ -371,6 +371,12 @@ def test_a_point_that_fails_leaves_the_verdicts_of_the_others(resume, cause, adv
     assert " ".join(out.split()).count(str(advice)) == (advice is not None)
 
 
+def test_objects_in_checkpoints_are_named_above_the_end_of_a_log(resume):
+    prints = "import atexit\natexit.register(print, *'x' * 30, sep='\\n')\n"
+    _, out, _ = resume(prints + FAIL_ONCE.format(cause="Weights only load failed.") + "train()")
+    assert "add --allow-objects" in " ".join(out.split())
+
+
 EVALUATE = """
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -389,7 +395,7 @@ def test_a_program_that_only_evaluates_has_no_point(resume):
 def test_the_advice_on_objects_is_found_by_words_of_the_real_error(tmp_path):
     path = tmp_path / "object.ckpt"
     torch.save({"loop": D9mError()}, path)
-    with pytest.raises(UnpicklingError, match=_OBJECTS):
+    with pytest.raises(UnpicklingError, match=_OBJECTS.decode()):
         torch.load(path)
 
 

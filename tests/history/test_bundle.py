@@ -124,6 +124,15 @@ def test_a_report_names_the_line_of_the_pair_that_was_located(located, d9m, orde
     assert ("Next: <code>d9m locate" in page) is not shown
 
 
+def test_a_page_says_what_it_leaves_out_of_a_report(located, d9m):
+    file = located / "runs/locate.json"
+    facts = json.loads(file.read_text()) | {"report": ["<" * 500] * 1005, "lines": []}
+    file.write_text(json.dumps(facts))
+    assert d9m("report", "runs")[0] == 1
+    page = (located / "report.html").read_text()
+    assert (page.count(f"{'&lt;' * 400} ...\n"), "5 more are left out." in page) == (1000, True)
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 @pytest.mark.parametrize("words", [["runs"], ["runs/run-001", "runs/run-002"]])
 def test_what_was_located_is_said_in_place_of_the_advice_to_locate(located, d9m, command, words):

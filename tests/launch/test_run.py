@@ -1,10 +1,14 @@
 """Runs of the user's command: their folders, and which fits of two runs belong together."""
 
+import sys
+from pathlib import Path
+
 import pytest
+from ledger_program import PROGRAM
 
 from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
-from lightning_d9m.errors import LedgerError
-from lightning_d9m.tools.launch.run import make_output, pair_fits
+from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.tools.launch.run import Runs, make_output, pair_fits
 
 
 @pytest.fixture
@@ -79,3 +83,35 @@ def test_a_link_that_leads_nowhere_is_one_error(tmp_path, monkeypatch):
     (tmp_path / "d9m-runs").symlink_to("gone")
     with pytest.raises(LedgerError, match=r"The folder d9m-runs cannot be made"):
         make_output(None)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Return a function that runs a program, which begins with ``PROGRAM``."""
+    monkeypatch.chdir(tmp_path)
+    runs = Runs([sys.executable, "train.py"], make_output(tmp_path / "runs"), 60.0)
+
+    def run(program, number=1, **options):
+        Path("train.py").write_text(PROGRAM + program)
+        return runs.run(f"run-{number:03d}", "a run", **options)
+
+    return run
+
+
+def test_a_fit_whose_header_a_killed_run_did_not_write_is_left_out(start):
+    begun = Path("runs/run-001/fit-001/rank-0.jsonl")
+    program = "train()\npath = rank_path(create_ledger_folder(ledgers), 0)\npath.write_text('{')\n"
+    assert [*start(f"{program}time.sleep(60)", killed_when=begun.exists).fits] == ["fit-000"]
+    with pytest.raises(LedgerError, match="fit-001"):
+        start(program, 2)
+    with pytest.raises(CommandError, match=r"\| broken"):
+        start(f"{program}sys.exit('broken')", 3)
+
+
+def test_the_failure_of_a_run_precedes_that_of_its_ledgers(start):
+    start("train(), train()")  # they are paired by what they contain
+    edits = "path = train()\npath.write_text(path.read_text().replace('weights', 'w'))\n"
+    with pytest.raises(LedgerError):
+        start(f"train()\n{edits}", 2)
+    with pytest.raises(CommandError, match=r"\| broken"):
+        start(f"train()\n{edits}sys.exit('broken')", 3)

@@ -177,7 +177,7 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
     ("most", "variables", "warning"),
     [
         (9, {"EVERY_N_STEPS": 0}, "is 0; allowed: a number of optimizer steps from 1"),
-        (9, {"INTERRUPT": "points", "CHECKPOINT_DIR": "x"}, "Add a Recorder to the loop"),
+        (9, {"INTERRUPT": "points", "CHECKPOINT_DIR": "x"}, "\nAdd a Recorder to the loop"),
         (9, {"LEDGER_DIR": __file__}, "no longer records the optimizer steps"),
         (0, {}, "has written 0 ledgers, one for each model"),
     ],

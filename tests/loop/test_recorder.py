@@ -82,7 +82,7 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, prepare):
         assert [entry.step for entry in comparison.ranks[0].actual.breaks] == [stop]
 
 
-def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path):
+def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path, monkeypatch):
     state = torch.load(io.BytesIO(train(tmp_path, stop=5)), weights_only=True)
     drawn = torch.ones(16, dtype=torch.uint8)
     state["run"]["rng"] |= {"devices": {"cuda": [drawn]}, "own": {"cuda": 0}}
@@ -90,6 +90,11 @@ def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path):
     torch.save(state, buffer)
     with pytest.raises(InexactResumeError, match="the device cuda:0, and its generator cannot be"):
         train(tmp_path, state=buffer.getvalue())
+    monkeypatch.setenv("LIGHTNING_D9M_ON_INEXACT_RESUME", "warn")
+    with pytest.warns(UserWarning, match="the device cuda:0, and its generator cannot be"):
+        resumed = train(tmp_path, state=buffer.getvalue())
+    (found,) = compare(resumed.ledger, resumed.ledger).ranks[0].actual.breaks
+    assert "the device cuda:0" in found.inexact[0]
 
 
 @pytest.fixture

@@ -45,6 +45,22 @@ def test_a_run_waits_until_the_other_has_come_as_far(clock, write):
     assert seconds[0] == before
 
 
+def test_no_wait_lasts_long_and_none_is_for_a_run_without_a_ledger(clock, write, monkeypatch):
+    """Other ranks would give up."""
+    monkeypatch.setattr(pace, "_POLL_SECONDS", 10.0)
+    seconds, calls = clock
+    own = write("a", 10**6)
+    kept = Pace(own, own.parent / "b")
+    kept.keep()
+    assert seconds == [100.0]
+    calls.append(lambda: write("b", size_ledgers(own.parent / "b") + 1))
+    write("b", 1)
+    for waits in (1, 2):
+        seconds[0] += 1
+        kept.keep()
+        assert 180 * waits < seconds[0] - 100 < 200 * waits
+
+
 def test_a_run_waits_thirty_seconds_for_one_that_writes_nothing_and_no_more(clock, write):
     """It looks four times a second, and waits again once the other one writes."""
     seconds, calls = clock

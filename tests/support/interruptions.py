@@ -1,13 +1,15 @@
 """Trainings that save at points and are resumed there, in this process."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from lightning_d9m import compare
 from lightning_d9m.engine.ledger.folder import read_ledger
+from lightning_d9m.engine.ledger.format.reader import RankReader
+from lightning_d9m.engine.ledger.format.records import Checkpoint
 from lightning_d9m.engine.recording import interruption
-from lightning_d9m.tools.segments.segment import RecordedRun
 
 
 class KilledError(BaseException):
@@ -48,10 +50,12 @@ def resume_points(train, folder, *names, **arguments):
         (epoch, step, batch) of each checkpoint in the folder, by name.
     """
     straight = train(interrupt="points", **arguments)
+    with RankReader(read_ledger(straight.ledger).files[0]) as reader:
+        saved = [record for record in reader.read_lines() if isinstance(record, Checkpoint)]
     places = {
-        point.path.stem: (point.epoch, point.step, point.batch)
-        for point in RecordedRun(straight.ledger).saved
-        if point.path.parent.name == "points" and point.is_there
+        path.stem: (record.epoch, record.step, record.batch)
+        for record in saved
+        if (path := folder / "points" / Path(record.path).name).exists()
     }
     for name in names:
         resumed = train(resume=folder / f"points/{name}.ckpt", **arguments)

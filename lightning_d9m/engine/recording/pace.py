@@ -1,7 +1,7 @@
 """The pace of two runs of one command that train at once.
 
-The one that is ahead waits after a step, so that both keep checkpoints of the same steps, and
-neither trains long past a difference.
+The one that is ahead waits after a step of the first fit of its process, so that neither trains
+long past a difference there.
 
 Nothing here imports torch.
 """
@@ -13,6 +13,8 @@ from pathlib import Path
 _AHEAD_BYTES = 2**16
 # The other run may have ended, or wait for a lock that this one holds.
 _STALLED_SECONDS = 30.0
+# Other ranks wait for rank 0 in a collective meanwhile, and NCCL's ends after 10 minutes.
+_MOST_SECONDS = 180.0
 # A look takes about 0.1 ms, and training steps may be as short.
 _LOOK_SECONDS, _POLL_SECONDS = 0.25, 0.02
 
@@ -32,11 +34,14 @@ class Pace:
 
     def keep(self) -> None:
         """Wait until the other run has come as far, or writes nothing for some time."""
-        now = since = time.monotonic()
+        now = since = begun = time.monotonic()
         if now < self._next:
             return
         size = size_ledgers(self._other)
-        while size != self._stalled and size_ledgers(self._own) > size + _AHEAD_BYTES:
+        # One without a ledger may start when this one has ended, or have failed.
+        while size not in (0, self._stalled) and size_ledgers(self._own) > size + _AHEAD_BYTES:
+            if now - begun > _MOST_SECONDS:
+                break
             time.sleep(_POLL_SECONDS)
             before, size, now = size, size_ledgers(self._other), time.monotonic()
             since = since if size == before else now
@@ -48,6 +53,6 @@ class Pace:
 def size_ledgers(folder: Path) -> int:
     """Return the bytes of the ledgers in a folder.
 
-    Those of equal ledgers are equal, so they measure how far a run is without a look into records.
+    Those of equal runs are about equal, so they tell how far a run is without a look into records.
     """
     return sum(path.stat().st_size for path in folder.glob("fit-*/rank-0.jsonl"))

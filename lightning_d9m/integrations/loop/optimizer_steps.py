@@ -206,7 +206,7 @@ class StepRecorder(Recorder):
             name = INTERRUPT if request.resume is None else RESUME
             raise SettingError(
                 f"The variable {name} is set, and this training has no Trainer and no "
-                "lightning_d9m.Recorder, so it cannot be saved and resumed. Add a Recorder to the "
+                "lightning_d9m.Recorder, so it cannot be saved and resumed.\nAdd a Recorder to the "
                 "loop; see docs/loops.md."
             )
         return request

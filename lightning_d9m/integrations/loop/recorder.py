@@ -607,7 +607,8 @@ class Recorder:
         Raises:
             CheckpointError: If the state is not one, or of another rank, seed or number of ranks.
             InexactResumeError: If FSDP1 shards the model within groups of ranks, the generator of a
-                device cannot be restored, or a sampler has changed what no checkpoint can hold.
+                device cannot be restored, or a sampler has changed what no checkpoint can hold;
+                unless ``on_inexact_resume="warn"``.
             SettingError: After the training has begun.
         """
         _ = self._open_session
@@ -627,13 +628,14 @@ class Recorder:
         problems += list_unsaved(saved["samplers"])
         problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN_DATA))
         if problems:
-            text = f"This loop would not resume exactly: {' '.join(problems)}"
-            raise InexactResumeError(text, reasons=problems)
+            self._accept(f"This loop would not resume exactly: {' '.join(problems)}", problems)
         self._loaders.release()
         self._fit = self._loaders.fit = saved["fit"]
         self._resumed = saved
         place = {name: saved[name] for name in ("epoch", "step", "batch")}
-        parent = Resume(parent=saved["folder"], parent_check=saved["check"], **place)
+        parent = Resume(
+            parent=saved["folder"], parent_check=saved["check"], inexact=tuple(problems), **place
+        )
         self._run.resume(parent, saved["loss"], self._report, data=saved["data"])
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
@@ -642,16 +644,21 @@ class Recorder:
 
     def _report(self, problem: str) -> None:
         """Raise or warn if this loop does not continue the one that saved its state."""
-        text = (
-            f"{problem}\nTo continue anyway, with a break that the ledger records, pass "
-            'on_inexact_resume="warn" to the recorder or callback.'
-        )
         place = {"epoch": self.next_epoch, "step": self.global_step, "batch": self._batch}
         reasons = {"kind": "resume", "parent": "", "parent_check": "", "inexact": [problem]}
         self._run.append({**reasons, **place})
+        self._accept(problem, [problem], warns=self._ranks.rank == 0)
+
+    def _accept(self, said: str, problems: list[str], *, warns: bool = True) -> None:
+        """Raise the problems of a resume, or warn of them if that is chosen."""
+        text = (
+            f"{said}\nTo continue anyway, with a break that the ledger records, pass "
+            'on_inexact_resume="warn" to the recorder or callback, or set '
+            "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
+        )
         if self._run.options.on_inexact_resume != "warn":
-            raise InexactResumeError(text, reasons=[problem])
-        if self._ranks.rank == 0:
+            raise InexactResumeError(text, reasons=problems)
+        if warns:
             warnings.warn(text, stacklevel=2)
 
     @property

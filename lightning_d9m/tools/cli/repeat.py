@@ -12,6 +12,7 @@ The user's program is not changed: variables control the callback in it or the r
 import argparse
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,7 @@ EXAMPLE = "d9m repeat -n 3 -- python train.py"
 # as Lightning does, and raises if the second is set beside it.
 _ALLOW_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
 # What torch says then names `torch.load`, which the program does not call.
-_OBJECTS = "Weights only load failed"
+_OBJECTS = b"Weights only load failed"
 _ADVICE = (
     "The checkpoint holds Python objects. To load them, add --allow-objects, or call "
     "fit(..., weights_only=False) in the program."
@@ -206,7 +207,7 @@ def _interrupt_and_resume(runs: Runs, arguments: argparse.Namespace) -> CheckRep
             title = f"segment {segment.number} ({segment.number} of {len(segments)})"
             checked = _check_resumed(recorded, runs, segment, label, title, **options, later=later)
             report.checked.append(checked)
-            if _OBJECTS in checked.reason:
+            if _ADVICE in checked.reason:
                 break  # those of all points hold them
     return report
 
@@ -218,9 +219,17 @@ def _check_resumed(
     known = CheckedSegment.of(segment, min(segment.stop, recorded.last_step), label)
     # The straight run has records after its points alone, not at the end of each segment.
     checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
-    if _OBJECTS in checked.reason:
+    log = runs.output / f"segment-{checked.number:03d}" / "output.log"
+    if checked.verdict == "failed" and _names_objects(log):
         return replace(checked, reason=f"{checked.reason}\n{_ADVICE}")
     return replace(checked, reason=_LACKS) if checked.verdict == "persistent" else checked
+
+
+def _names_objects(log: Path) -> bool:
+    """Return whether a log names the objects, at any place: programs print more at their end."""
+    with suppress(OSError), log.open("rb") as lines:
+        return any(_OBJECTS in line for line in lines)
+    return False  # without a log only the advice is lost
 
 
 def _choose_segments(

@@ -305,7 +305,7 @@ def run_beside(
         found = _wait(tree, limit, tick, killed_when, ends_at_failure=False)
     statuses = [*(found or ()), 0, 0]  # one that was killed, or had not begun, has not failed
     return [
-        CommandError(_describe_failure(command, 0, status, logs=[log], timeout=timeout))
+        CommandError(_describe_failure(command, 0, status, logs=[log], timeout=limit))
         if status != 0
         else None
         for log, status in zip(logs, statuses, strict=False)

@@ -60,13 +60,13 @@ class Run:
         fits: Its ledgers by name (``fit-000``), in order. An evaluation outside a fit has one too.
         processes: The number of processes that trained; None if the command decided.
         seconds: How long it took; None if it was not measured.
-        failure: Why it failed; None if it did not.
+        failure: Why it failed, or why its ledgers cannot be read; None if neither.
     """
 
     fits: Mapping[str, Ledger]
     processes: int | None = None
     seconds: float | None = None
-    failure: CommandError | None = None
+    failure: CommandError | LedgerError | None = None
 
 
 @dataclass
@@ -95,6 +95,7 @@ class Runs:
         command: Sequence[str] = (),
         may_fail: bool = False,
         later: int = 0,
+        killed_when: Callable[[], bool] = lambda: False,
         **options: Any,
     ) -> Run:
         """Run the command once.
@@ -105,6 +106,7 @@ class Runs:
             command: Another form of the command; empty for that of all runs.
             may_fail: Whether to return a failure, with the ledgers that are there.
             later: The number of runs that follow, for the time that is left.
+            killed_when: As in ``run_once``.
             **options: Further arguments of ``run_once``.
 
         Raises:
@@ -115,14 +117,16 @@ class Runs:
         failure: CommandError | None = None
         start = time.monotonic()
         progress = RunProgress(title, folder, self.seconds or 0.0, later)
+        options |= {"killed_when": killed_when, "timeout": self.timeout}
         try:
-            run_once(command, folder, progress=progress, timeout=self.timeout, **options)
+            run_once(command, folder, progress=progress, **options)
         except CommandError as error:
             failure = error
             with suppress(OSError):  # a command that did not start leaves nothing, not a folder
                 folder.rmdir()
                 self.output.rmdir()
-        run = self._collect(folder, time.monotonic() - start, failure, command)
+        was_killed, seconds = killed_when(), time.monotonic() - start
+        run = self._collect(folder, seconds, failure, command, was_killed=was_killed)
         if run.failure is not None and not may_fail:
             raise run.failure
         return run
@@ -138,7 +142,6 @@ class Runs:
 
         Raises:
             CommandError: If the command does not start.
-            LedgerError: If a ledger cannot be read.
         """
         folders = [self._make_folder(name) for name in names]
         start = time.monotonic()
@@ -150,9 +153,9 @@ class Runs:
             variables=variables,
             killed_when=killed_when,
         )
-        seconds = time.monotonic() - start
+        was_killed, seconds = killed_when(), time.monotonic() - start
         return [
-            self._collect(folder, seconds, failure, self.command)
+            self._collect(folder, seconds, failure, self.command, was_killed=was_killed)
             for folder, failure in zip(folders, failures, strict=True)
         ]
 
@@ -168,15 +171,21 @@ class Runs:
         seconds: float,
         failure: CommandError | None,
         command: Sequence[str],
+        *,
+        was_killed: bool,
     ) -> Run:
         """Return the ledgers that a run has left in its folder."""
         try:
             # An evaluation outside of a fit has a ledger of the same form.
             paths = [*list_fits(folder), *list_evaluations(folder)]
+            if was_killed or failure is not None:  # maybe before the header was written
+                paths = [path for path in paths if _has_headers(path)]
             fits = {path.name: read_ledger(path) for path in paths}
+            # The first run names the fits, and later ones are paired with it.
+            paired = pair_fits(self.fits or fits, fits)
         except LedgerError as error:
             # The log of a run that failed says more than the ledger that it left.
-            raise failure or error from None
+            return Run({}, seconds=seconds, failure=failure or error)
         if not fits and failure is None:
             failure = CommandError(
                 f"The command {describe_command(command)} ended well but wrote no ledger. Let it "
@@ -188,9 +197,18 @@ class Runs:
             )
         if failure is None:
             self.seconds = seconds
-        # The first run names the fits, and later ones are paired with it.
         self.fits = self.fits or fits
-        return Run(pair_fits(self.fits, fits), seconds=seconds, failure=failure)
+        return Run(paired, seconds=seconds, failure=failure)
+
+
+def _has_headers(ledger: Path) -> bool:
+    """Return whether each rank that has begun to write a ledger has written its header."""
+    files = list(ledger.glob("rank-*.jsonl"))
+    for file in files:
+        with file_errors(LedgerError, f"{file} cannot be read"), file.open("rb") as stream:
+            if not stream.readline().endswith(b"\n"):
+                return False
+    return bool(files)
 
 
 def read_runs(output: Path) -> dict[int, Run]:

@@ -17,7 +17,7 @@ from lightning_d9m.engine.ledger.differences import Divergence
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
-from lightning_d9m.errors import CommandError
+from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
@@ -70,8 +70,7 @@ class RunPair:
 class Runner:
     """Runs the command, each time in a new folder.
 
-    The first two runs train side by side and end at their first difference; they keep checkpoints,
-    from which later looks begin.
+    The first two runs train side by side and end at their first difference.
 
     Args:
         runs: The runs of the command.
@@ -117,7 +116,7 @@ class Runner:
             CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
                 ledger.
         """
-        folder, variables = self._prepare(settings, filled=filled)
+        folder, variables = self._prepare(settings, filled=filled, keeps=stage == WHOLE)
         title = f"{folder.name.replace('-', ' ')}, {stage}"
         words: dict[str, Any] = {"variables": variables, "later": later}
         if segment is not None:
@@ -129,49 +128,57 @@ class Runner:
             else:
                 with PairWatch((watched, folder)) as watch:
                     run = self._runs.run(folder.name, title, killed_when=watch.differs, **words)
-        self._check(run)
+        if (failure := self._find_failure(run)) is not None:
+            raise failure
         self.made.append(run)
         return run
 
     def _prepare(
-        self, settings: Mapping[str, str], *, filled: bool = False
+        self, settings: Mapping[str, str], *, filled: bool = False, keeps: bool = False
     ) -> tuple[Path, dict[str, str]]:
-        """Return the folder of the next run, and its variables."""
+        """Return the folder of the next run, and its variables.
+
+        With ``keeps`` it keeps checkpoints, from which later looks begin.
+        """
         folder = self._runs.output / f"run-{next(self._numbers):03d}"
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in settings.items()}
         variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
+        variables |= {INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} if keeps else {}
         return folder, {**self._variables, **variables}
 
     @staticmethod
-    def _check(run: Run) -> None:
-        """Raise the failure of a run, unless a difference between ranks ended it."""
-        if run.failure is not None and not any(map(is_drift, list_ends(*run.fits.values()))):
-            raise run.failure
+    def _find_failure(run: Run) -> CommandError | LedgerError | None:
+        """Return why a run failed, unless a difference between ranks ended it."""
+        drifts = run.failure is not None and any(map(is_drift, list_ends(*run.fits.values())))
+        return None if drifts else run.failure
 
     def run_first(self, stage: str, **settings: str) -> list[Run]:
         """Run twice, and compare while the runs train; both end where they first differ."""
-        made = [self._prepare(settings) for _ in range(_PAIR)]
+        made = [self._prepare(settings, keeps=True) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
         variables = [
-            {**own, INTERRUPT: f"{KEEP}:{other}", FOLDER: str(folder / KEPT)}
-            for (folder, own), other in zip(made, reversed(folders), strict=True)
+            {**own, INTERRUPT: f"{KEEP}:{other}"}
+            for (_, own), other in zip(made, reversed(folders), strict=True)
         ]
         names = [folder.name for folder in folders]
         title = f"runs 1 and 2, {stage}"
         with PairWatch((folders[0], folders[1])) as watch:
             runs = self._runs.run_beside(names, title, variables, watch.differs)
-        try:
-            for run in runs:
-                self._check(run)
-        except CommandError:
-            # They may need a port, a device or memory that only one of them can have.
-            print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)
-            self._numbers = count(1)
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-            words: dict[str, Any] = dict(settings)
-            return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
-        return [*runs]
+        failures = [self._find_failure(run) for run in runs]
+        if not any(failures):
+            self.made += runs
+            return runs
+        # What both fail with needs no third run to show it.
+        own = zip(map(str, failures), map(str, folders), strict=True)
+        if len({text.replace(folder, "") for text, folder in own}) == 1 and failures[0]:
+            raise failures[0]
+        # They may need a port, a device or memory that only one of them can have.
+        print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)
+        self._numbers, self._runs.fits = count(1), {}
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        words: dict[str, Any] = dict(settings)
+        return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
 
     def run_pairs(
         self,
@@ -209,9 +216,10 @@ class Runner:
                 watched = folder if stage == WHOLE else None
                 others = [self.run(stage, watched=watched, **words)]
             made += 1
+            # Before the first comparison: who searches ends this generator at a difference.
+            if stage == WHOLE and not self._seconds:
+                self._seconds = time.monotonic() - begun
             yield self._compare(first, others.pop())
-        if stage == WHOLE:
-            self._seconds = time.monotonic() - begun
 
     def _announce(self, stage: str) -> None:
         if self._runs.seconds is not None:
@@ -225,11 +233,6 @@ class Runner:
 
     def _compare(self, *runs: Run) -> RunPair:
         expected, actual = (run.fits for run in runs)
-        if expected.keys() != actual.keys() and not self._is_cut(expected, actual):
-            raise CommandError(
-                f"The two runs left different ledgers: {', '.join(expected)} and "
-                f"{', '.join(actual)}. Each run must fit the same models in the same order."
-            )
         both = [name for name in expected if name in actual]
         firsts = [
             name for name in expected if name.startswith("fit-") and not expected[name].header.fit
@@ -253,11 +256,11 @@ class Runner:
             pair = next((found for found in drifting if found.rank_drift), None)
             if pair is None:
                 raise error
+        # After the comparison: a run that was ended where it differs may lack later fits, or have
+        # begun one that the other has not.
+        if pair is None and expected.keys() != actual.keys():
+            raise CommandError(
+                f"The two runs left different ledgers: {', '.join(expected)} and "
+                f"{', '.join(actual)}. Each run must fit the same models in the same order."
+            )
         return pair or pairs[-1]
-
-    @staticmethod
-    def _is_cut(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> bool:
-        """Return whether a run was ended where it differs, so that it lacks later fits."""
-        fewer = min(expected, actual, key=len)
-        last = list(fewer.values())[-1] if fewer else None
-        return last is not None and last.outcome(min(last.files)).end is None

@@ -137,7 +137,11 @@ def render_page(compared: ComparedRuns) -> str:
         weights="" if final is None else final.totals.get("weights", ""),
         facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
         command=find_command(ledgers),
-        located=[printable(line[:_LONGEST]) for line in compared.located[:_MAX_LINES]],
+        located=[
+            printable(line[:_LONGEST]) + " ..." * (len(line) > _LONGEST)
+            for line in compared.located[:_MAX_LINES]
+        ],
+        located_left=len(compared.located) - _MAX_LINES,
         first=found[0] if found else None,
         evidence=evidence[:_MAX_LINES],
         evidence_left=len(evidence) - _MAX_LINES,

@@ -3,7 +3,7 @@
 Numbers that a program logs, such as measured times, may differ without an effect on the training.
 """
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import chain, islice
 from pathlib import Path
 
@@ -57,8 +57,11 @@ class PairWatch(AbstractContextManager["PairWatch"]):
             for folder in self._folders
         )
         for name in sorted(one & other - self._files.keys()):
-            with suppress(LedgerError):
-                self._files[name] = [(RankReader(own / name), []) for own in self._folders]
+            with suppress(LedgerError), ExitStack() as opened:
+                paths = (own / name for own in self._folders)
+                readers = [opened.enter_context(RankReader(path)) for path in paths]
+                self._files[name] = [(reader, []) for reader in readers]
+                opened.pop_all()  # of both or none: the other header may come later
 
     def _compare(self, name: str) -> bool:
         files = self._files[name]
