@@ -9,8 +9,9 @@ Nothing here imports torch.
 import time
 from pathlib import Path
 
-# A run may be ahead by some steps of a small model: as many waits as steps would take long.
-_AHEAD_BYTES = 2**16
+# A run may be ahead by a twentieth and so many bytes, which are some steps of a small model: as
+# many waits as steps would take long.
+_AHEAD, _AHEAD_BYTES = 1.05, 2**14
 # The other run may have ended, or wait for a lock that this one holds.
 _STALLED_SECONDS = 30.0
 # Other ranks wait for rank 0 in a collective meanwhile, and NCCL's ends after 10 minutes.
@@ -39,7 +40,7 @@ class Pace:
             return
         size = size_ledgers(self._other)
         # One without a ledger may start when this one has ended, or have failed.
-        while size not in (0, self._stalled) and size_ledgers(self._own) > size + _AHEAD_BYTES:
+        while size not in (0, self._stalled) and self._is_ahead(size):
             if now - begun > _MOST_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
@@ -48,6 +49,9 @@ class Pace:
             if now - since > _STALLED_SECONDS:
                 self._stalled = size
         self._next = now + _LOOK_SECONDS
+
+    def _is_ahead(self, size: int) -> bool:
+        return size_ledgers(self._own) > _AHEAD * size + _AHEAD_BYTES
 
 
 def size_ledgers(folder: Path) -> int:
