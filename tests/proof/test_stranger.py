@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+from base64 import b64decode, b64encode
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -116,6 +118,20 @@ def edit(proof, path="proof.json"):
     Path(path).write_text(json.dumps(proof))
 
 
+@contextmanager
+def forged(path):
+    """Change one bit of a signature."""
+    sealed = path.read_text()
+    bundle = json.loads(sealed)
+    (own,) = bundle["dsseEnvelope"]["signatures"]
+    raw = bytearray(b64decode(own["sig"]))
+    raw[-1] ^= 1
+    own["sig"] = b64encode(raw).decode()
+    path.write_text(json.dumps(bundle))
+    yield
+    path.write_text(sealed)
+
+
 def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check, d9m, keys):
     private, public = (f"key --{name}_key {key}" for name, key in keys.items())
     prove("--sign", private)
@@ -136,6 +152,10 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     assert f"holds: {equal}7." in " ".join(said.split())
     verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == [f"{equal}7"]
+    with forged(Path("verdict.json.sig")):
+        status, said = verify("--signer", public)
+    assert status == 1
+    assert "has no valid signature" in " ".join(said.split())
     # A replayed verdict: one of another check, on another proof, edited, or without its signature.
     status, said = verify("--choose", "8")
     assert status == 1

@@ -628,7 +628,8 @@ class Recorder:
         problems += list_unsaved(saved["samplers"])
         problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN_DATA))
         if problems:
-            self._accept(f"This loop would not resume exactly: {' '.join(problems)}", problems)
+            text = f"This loop would not resume exactly: {' '.join(problems)}"
+            self._accept(text, problems, warns=rank == 0)
         self._loaders.release()
         self._fit = self._loaders.fit = saved["fit"]
         self._resumed = saved

@@ -219,8 +219,8 @@ def _check_resumed(
     known = CheckedSegment.of(segment, min(segment.stop, recorded.last_step), label)
     # The straight run has records after its points alone, not at the end of each segment.
     checked = check_segment(recorded, runs, segment, known, segment.first, title, **options)
-    log = runs.output / f"segment-{checked.number:03d}" / "output.log"
-    if checked.verdict == "failed" and _names_objects(log):
+    logs = (runs.output / f"segment-{checked.number:03d}").glob("output*.log")  # of all ranks
+    if checked.verdict == "failed" and any(map(_names_objects, logs)):
         return replace(checked, reason=f"{checked.reason}\n{_ADVICE}")
     return replace(checked, reason=_LACKS) if checked.verdict == "persistent" else checked
 

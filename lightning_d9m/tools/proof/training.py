@@ -69,7 +69,9 @@ import runpy
 runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
 """
 # Its status is 1 for a signature that is not valid, for a key that cannot be read, and without it.
-_ANSWER = re.compile(r"Verification failed with error: (?!.*\[Errno|Unable to load PEM)")
+_ANSWER = re.compile(
+    r"^Verification failed with error:(?!.*\[Errno| Unable to load PEM) ?(.*)", re.MULTILINE
+)
 Method: TypeAlias = Sequence[str] | None
 
 
@@ -183,8 +185,8 @@ def _call_signer(verb: str, path: Path, method: Method) -> str:
         return ""
     text = (done.stdout or b"").decode(errors="replace").strip()
     problem = text.rpartition("\n")[2] or f"exit status {done.returncode}"
-    if verb == "verify" and _ANSWER.match(problem):
-        return problem
+    if verb == "verify" and (answer := _ANSWER.search(text)):
+        return answer[1] or "it is not that of this file and key"  # as cryptography says nothing
     raise SettingError(
         f"model_signing cannot {verb} {path}, which is here, with {' '.join(method)}: {problem}. "
         "Install 'lightning-d9m[proof]', and give its words, such as sigstore, or with a key of "

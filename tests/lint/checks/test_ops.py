@@ -126,6 +126,9 @@ def test_what_the_source_does_not_show_is_not_certain(code, certainty):
         ("torch.nn.AvgPool3d(3, stride=(3, 3, 2))", "certain"),
         ("torch.nn.functional.grid_sample(x, grid)", "depends"),  # who needs its gradient?
         ("torch.nn.functional.grid_sample(self.table, grid)", "certain"),
+        ("torch.nn.functional.grid_sample(x.to(self.table.device), grid)", "depends"),
+        ("torch.nn.functional.grid_sample(self.table.detach() + x, grid)", "depends"),
+        ("torch.nn.functional.grid_sample(x.table, grid)", "depends"),
         ("torch.median(x, **words)", "depends"),
         ("torch.median(x, dim=1).indices", "certain"),
     ],
@@ -140,3 +143,11 @@ class Model(torch.nn.Module):
         return {code}
 """
     assert [report.certainty for report in find_ops(source)] == [certainty]
+
+
+def test_a_value_of_many_lines_is_followed_once():
+    """Each line holds the value of those before it."""
+    lines = "\n".join(f"        x = x + g{n}(x)" for n in range(100))
+    call = "torch.nn.functional.grid_sample(x, grid)"
+    source = f"import torch\nclass M:\n    def f(self, x, grid):\n{lines}\n        return {call}\n"
+    assert [report.certainty for report in find_ops(source)] == ["depends"]

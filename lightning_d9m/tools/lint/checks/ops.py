@@ -36,6 +36,8 @@ _INTERPOLATIONS = {
 }
 # They return new tensors, which have no gradient without `requires_grad`.
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
+# Of a tensor, what is not its numbers, and its numbers without the gradient.
+_WITHOUT_GRADIENT = {"device", "dtype", "shape", "ndim", "size", "dim", "numel", "detach", "data"}
 # Sums of integers are exact in any order.
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 # Methods that return the same numbers. Those that round to 16 bits are missing: they count ones
@@ -102,21 +104,30 @@ def _is_module(name: str) -> bool:
     return name.rpartition(".")[2][:1].isupper()
 
 
-def _takes_parameter(node: ast.AST | None, scope: Scope, depth: int = 4) -> bool:
+def _takes_parameter(node: ast.AST | None, scope: Scope) -> bool:
     """Return whether a value is computed from a parameter of its class, and so has a gradient.
 
     Of other values, such as batches and images, the source does not show whether anybody needs it.
     """
-    for part in ast.walk(node) if node is not None and depth else ():
-        if isinstance(part, ast.Attribute | ast.Name):
-            values, _, _ = scope.follow(part)
-            for value in values:
-                if isinstance(value, ast.Call) and read_last_name(value.func) == "Parameter":
-                    fixed = any(word.arg == "requires_grad" for word in value.keywords)
-                    return not fixed
-                named = value is not node and isinstance(part, ast.Name)
-                if named and _takes_parameter(value, scope, depth - 1):
-                    return True
+    waiting, seen = [node], set[int]()
+    while waiting:
+        part = waiting.pop()
+        named = part.func if isinstance(part, ast.Call) else part
+        is_free = isinstance(named, ast.Attribute) and named.attr in _WITHOUT_GRADIENT
+        if part is None or is_free or id(part) in seen:
+            continue
+        seen.add(id(part))
+        waiting += ast.iter_child_nodes(part)
+        if isinstance(part, ast.Name):
+            waiting += scope.follow(part)[0]
+        elif isinstance(part, ast.Attribute) and read_last_name(part.value) == "self":
+            made = [own for own in scope.follow(part)[0] if isinstance(own, ast.Call)]
+            if any(
+                read_last_name(own.func) == "Parameter"
+                and not any(word.arg == "requires_grad" for word in own.keywords)
+                for own in made
+            ):
+                return True
     return False
 
 
