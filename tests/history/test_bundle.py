@@ -126,7 +126,7 @@ def test_a_report_names_the_line_of_the_pair_that_was_located(located, d9m, orde
 
 def test_a_page_says_what_it_leaves_out_of_a_report(located, d9m):
     file = located / "runs/locate.json"
-    facts = json.loads(file.read_text()) | {"report": ["<" * 500] * 1005, "lines": []}
+    facts = json.loads(file.read_text()) | {"report": ["<" * 500] * 1005, "source": []}
     file.write_text(json.dumps(facts))
     assert d9m("report", "runs")[0] == 1
     page = (located / "report.html").read_text()
