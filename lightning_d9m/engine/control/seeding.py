@@ -135,6 +135,7 @@ def restore_rng(state: RngState) -> None:
 # NumPy's global functions, such as ``np.random.rand``, are methods of this object.
 _numpy: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _set_bits: Any = vars(np.random)["set_bit_generator"]  # which its stubs do not have
+_WITHOUT_WORDS = SimpleNamespace(state={"bit_generator": "MT19937"})
 _spare: list[Any] = []  # bit generators for `SeededHost`, as many as are nested
 
 
@@ -153,8 +154,9 @@ class SeededHost:
         self._states = random.getstate(), torch.default_generator.get_state()
         self._own = _numpy._bit_generator  # noqa: SLF001 - as `get_bit_generator`, in half the time
         # NumPy reads its state in place of the generator's words; numbers are drawn elsewhere.
-        _numpy._bit_generator = SimpleNamespace(state={"bit_generator": "MT19937"})  # noqa: SLF001 - no call reads it alone
-        self._normal = _numpy.get_state(legacy=False)
+        _numpy._bit_generator = _WITHOUT_WORDS  # noqa: SLF001 - no call reads it alone
+        normal = _numpy.get_state(legacy=False)
+        self._normal = {**normal, "state": None} if normal["has_gauss"] else None
         self._other = _spare.pop() if _spare else np.random.MT19937(0)
         _set_bits(self._other)
         random.seed(self._seed)
@@ -167,9 +169,9 @@ class SeededHost:
         random.setstate(python)
         torch.default_generator.set_state(cpu)
         _set_bits(self._own)
-        if self._normal["has_gauss"]:
+        if self._normal is not None:
             _numpy._bit_generator = SimpleNamespace()  # noqa: SLF001 - as above
-            _numpy.set_state({**self._normal, "state": None})
+            _numpy.set_state(self._normal)
             _numpy._bit_generator = self._own  # noqa: SLF001 - as above
         _spare.append(self._other)
 

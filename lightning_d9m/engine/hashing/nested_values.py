@@ -59,6 +59,10 @@ def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) 
         del above[id(value)]
 
 
+def _encode_text(text: str) -> bytes:
+    return _tag(b"S", text.encode("utf-8", "surrogatepass"))
+
+
 _ARRAYS = (np.generic, np.ndarray)
 # How a value is encoded: by the first entry that has its type. So bool and enumerations, which may
 # be integers, come before int.
@@ -70,7 +74,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
     (int, lambda value: _tag(b"I", b"%x" % value)),
     # The bytes of the number, because a text would lose the sign and the payload of a NaN.
     (float, lambda value: b"F" + struct.pack("<d", value)),
-    (str, lambda value: _tag(b"S", value.encode("utf-8", "surrogatepass"))),
+    (str, _encode_text),
     (complex, lambda value: b"C" + struct.pack("<2d", value.real, value.imag)),
     ((bytes, bytearray, memoryview), lambda value: _tag(b"Y", bytes(value))),
     (PurePath, lambda value: _tag(b"P", value.as_posix().encode("utf-8", "surrogateescape"))),
@@ -151,6 +155,8 @@ def _encode_object(
 
 
 def _encode_key(key: object, where: str) -> bytes:
+    if type(key) is str:  # nearly all, as those of an optimizer's settings in each epoch
+        return _encode_text(key)
     pieces: list[Piece] = []
     _encode(key, pieces, f"a key of {where}", {})
     if any(isinstance(piece, torch.Tensor) for piece in pieces):
