@@ -310,8 +310,13 @@ def _hash_packages(sources: Sources) -> tuple[dict[str, str], dict[str, str]]:
     of_module = packages_distributions()
     used = {name for module in sources.used for name in of_module.get(module, ())}
     for name in sorted(used & sources.packages.keys()):
-        # What a broken installation leaves has no version, and hides the package.
-        there = (own for own in Distribution.discover(name=name) if own.version)
+        # What a broken installation leaves has no metadata, and hides the package. Its version is
+        # None or an error, by the package that finds it.
+        there = (
+            own
+            for own in Distribution.discover(name=name)
+            if own.read_text("METADATA") or own.read_text("PKG-INFO")
+        )
         here, version = next(there, Distribution.from_name(name)), sources.packages[name]
         if here.version != version:
             unread[_GAP + name] = f"the training used {version}, and here is {here.version}"
