@@ -161,7 +161,7 @@ class SeededHost:
         _set_bits(self._other)
         random.seed(self._seed)
         # As `np.random.seed` in half the time; a new bit generator has no second normal number.
-        self._other._legacy_seeding(self._seed & 0xFFFFFFFF)  # noqa: SLF001
+        self._other._legacy_seeding(self._seed & 0xFFFFFFFF)  # noqa: SLF001 - which that calls
         torch.default_generator.manual_seed(self._seed)
 
     def __exit__(self, *_: object) -> None:

@@ -150,7 +150,7 @@ def _encode_object(
 ) -> None:
     out.append(_tag(b"O", _name(type(value)).encode()) + b"%x:" % len(names))
     for name in names:
-        out.append(_tag(b"S", name.encode()))
+        out.append(_encode_text(name))
         _encode(getattr(value, name), out, f"{where}.{name}", above)
 
 

@@ -112,6 +112,7 @@ class Changes:
         replaced: The objects that are left out, and that the last ``capture`` found in the place of
             others, by path.
         unlike: The paths of what the last ``restore`` found to be other than it was.
+        has_settled: Whether ``settle`` was called.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Changes:
         self._device = torch.device("cpu")
         self._copies = copies
         self._expects = expects
-        self._has_settled = False
+        self.has_settled = False
         self.filled: set[str] = set()
         self.unknown: list[str] = []
         self.replaced: list[tuple[str, object]] = []
@@ -169,9 +170,9 @@ class Changes:
 
         Only the first call does so.
         """
-        if self._has_settled:
+        if self.has_settled:
             return
-        self._has_settled = True
+        self.has_settled = True
         for node in self._watch.find_changed():
             now = node.kind.read(node.owner)
             if isinstance(node.kind, Dict):

@@ -629,7 +629,7 @@ class Recorder:
         problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN_DATA))
         if problems:
             text = f"This loop would not resume exactly: {' '.join(problems)}"
-            self._accept(text, problems, warns=rank == 0)
+            self._accept(text, problems)
         self._loaders.release()
         self._fit = self._loaders.fit = saved["fit"]
         self._resumed = saved
@@ -648,9 +648,9 @@ class Recorder:
         place = {"epoch": self.next_epoch, "step": self.global_step, "batch": self._batch}
         reasons = {"kind": "resume", "parent": "", "parent_check": "", "inexact": [problem]}
         self._run.append({**reasons, **place})
-        self._accept(problem, [problem], warns=self._ranks.rank == 0)
+        self._accept(problem, [problem])
 
-    def _accept(self, said: str, problems: list[str], *, warns: bool = True) -> None:
+    def _accept(self, said: str, problems: list[str]) -> None:
         """Raise the problems of a resume, or warn of them if that is chosen."""
         text = (
             f"{said}\nTo continue anyway, with a break that the ledger records, pass "
@@ -659,7 +659,7 @@ class Recorder:
         )
         if self._run.options.on_inexact_resume != "warn":
             raise InexactResumeError(text, reasons=problems)
-        if warns:
+        if self._ranks.rank == 0:
             warnings.warn(text, stacklevel=2)
 
     @property

@@ -152,16 +152,28 @@ def is_patched(name: str) -> bool:
     return "::" not in name and bool(find_op(name).kernels)
 
 
+def read_flag() -> tuple[bool, bool]:
+    """Return whether deterministic algorithms are on in torch, and whether others only warn."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def put_flag(flag: tuple[bool, bool]) -> None:
+    """Set what ``read_flag`` returns."""
+    torch._C._set_deterministic_algorithms(flag[0], warn_only=flag[1])  # noqa: SLF001 - the public one loads the compiler
+
+
 def _run_varying(call: Any, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     # The kernel reads the flag when it is called, and so may other ops in other threads: it is off
     # for the call alone.
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch._C._set_deterministic_algorithms(False)  # noqa: FBT003, SLF001 - the public one loads the compiler
+    before = read_flag()
+    put_flag((False, False))
     try:
         return call(keyset, *args, **kwargs)
     finally:
-        torch._C._set_deterministic_algorithms(before, warn_only=warns)  # noqa: SLF001 - as above
+        put_flag(before)
 
 
 class RefusedError(Exception):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
-from lightning_d9m.ops.patches.registration import RefusedError, Update
+from lightning_d9m.ops.patches.registration import RefusedError, Update, put_flag, read_flag
 from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
 from lightning_d9m.ops.portability.library import count_threads
 from lightning_d9m.ops.portability.optimizers import list_replacements
@@ -279,17 +279,6 @@ _MODE = PortableMode()
 _FILL = "fill_uninitialized_memory"
 
 
-def _read_flag() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-def _put_flag(given: tuple[bool, bool]) -> None:
-    torch._C._set_deterministic_algorithms(given[0], warn_only=given[1])  # noqa: SLF001 - the public one loads the compiler
-
-
 @contextmanager
 def portable() -> Iterator[None]:
     """Compute every operation of the body with the same bits on every machine.
@@ -327,7 +316,7 @@ def portable() -> Iterator[None]:
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
         # Threads of torch write numbers to one place in any order without it. It only warns of what
         # has no such kernel, as that is mostly not torch's here.
-        (_read_flag, _put_flag, (True, _read_flag() != (True, False))),
+        (read_flag, put_flag, (True, read_flag() != (True, False))),
         # The fast path of encoder layers is one operation.
         (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
         # On some devices optimizers and averages choose formulas for lists, which round otherwise.
@@ -336,7 +325,7 @@ def portable() -> Iterator[None]:
             for own, name, value in (
                 *((own, _LISTS, list) for own in _CHOOSE),
                 # Which the flag would switch on, at the price of writing each new tensor.
-                (uninitialized, _FILL, _read_flag()[0] and getattr(uninitialized, _FILL)),
+                (uninitialized, _FILL, read_flag()[0] and getattr(uninitialized, _FILL)),
                 *list_replacements(),
             )
         ),

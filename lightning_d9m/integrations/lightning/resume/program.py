@@ -86,9 +86,10 @@ class Program(Part):
         )
 
     def settle(self) -> None:
-        """Take objects that hooks have made since as held at first."""
-        self.changes.ignore(self._find_left_out())
-        self.changes.settle()
+        """Take objects that hooks have made since as held at first; later calls do nothing."""
+        if not self.changes.has_settled:  # each epoch calls this, and the search takes a while
+            self.changes.ignore(self._find_left_out())
+            self.changes.settle()
 
     def find_changes(self) -> Captured:
         """Return what has changed."""

@@ -123,13 +123,11 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not any(entry["outcome"] == "ran" for entry in default):
         reasons = sorted({entry["reason"] for entry in default})
         return [f"Not measured: {'; '.join(reasons)}"]
-    # What was not measured is not steady.
-    lost = [one for pair in zip(default, patched, strict=True) for one in pair if is_lost(one)]
-    findings = (
-        [f"Not measured in {len(lost)} of {2 * len(rows)} runs: {lost[0]['reason']}"]
-        if lost
-        else []
-    )
+    findings = []
+    if lost := [entry for entry in (*default, *patched) if entry["outcome"] == "lost"]:
+        # What was not measured is not steady.
+        said = f"Not measured in {len(lost)} of {2 * len(rows)} runs: {lost[0]['reason']}"
+        findings.append(said)
     if any(map(varies, flagged)):
         findings.append("Varies although deterministic algorithms are on, and does not raise.")
     raised = [entry["outcome"] == "raised" for entry in flagged]
@@ -140,11 +138,6 @@ def judge_op(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     elif any(raised):
         findings.append("Torch refuses it with the flag on.")
     return findings
-
-
-def is_lost(entry: Mapping[str, Any]) -> bool:
-    """Return whether a case ended the process in a condition, or before it."""
-    return bool(entry["outcome"] == "lost")
 
 
 def varies(entry: Mapping[str, Any]) -> bool:
