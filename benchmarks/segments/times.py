@@ -135,22 +135,24 @@ def measure_locate(name: str) -> dict[str, Any]:
     place, stop = PLACES[name]
     with tempfile.TemporaryDirectory() as root:
         Path(root, "train.py").write_text(PROGRAM)
-        words = [sys.executable, "train.py", place]
+        # Runs that exist have their own checkpoints, one after each epoch.
+        words = [sys.executable, "train.py", place, *["100"] * (name == "rare")]
 
         def train_part(request: str, own: str = place) -> list[float]:
-            folder = f"{root}/{request.replace(':', '-')}-{own}"
+            folder = f"{root}/{request.replace(':', '-') or 'run'}-{own}"
             Path(folder, "kept").mkdir(parents=True)
             names = {"INTERRUPT": request, "CHECKPOINT_DIR": f"{folder}/kept", "LEDGER_DIR": folder}
-            variables = {f"LIGHTNING_D9M_{name}": value for name, value in names.items()}
-            return time_command([*words[:2], own], root, LIGHTNING_D9M="1", **variables)[0]
+            variables = {f"LIGHTNING_D9M_{name}": value for name, value in names.items() if value}
+            command = [*words[:2], own, *words[3:]]
+            return time_command(command, root, LIGHTNING_D9M="1", **variables)[0]
 
         begin = train_part("stop:1")
         one = begin if stop == 1 else train_part(f"stop:{stop}")
         locate = [sys.executable, "-m", "lightning_d9m", "locate", "--json", "-o", "out"]
         if name == "rare":  # two runs that exist, of which one has differed
             for own in ("none", "1552"):
-                train_part("keep", own)
-                locate.append(f"keep-{own}/fit-000")
+                train_part("", own)
+                locate.append(f"run-{own}/fit-000")
         search, printed = time_command([*locate, "--", *words], root)
         runs = len([*Path(root, "out").glob("run-*")])
     found = json.loads(printed)
