@@ -1,8 +1,8 @@
 """Calls of the catalog's ops, and the conditions under which they vary.
 
-A condition gets a call and returns the catalog's name of the op that the call runs and whether
-that is certain, or None where the call is deterministic: it depends on modes, dtypes, sizes and on
-which results are used.
+A condition gets a call and returns the catalog's name of the op that the call runs, or None where
+the source shows that the call is deterministic, by modes, dtypes, sizes and which results are used.
+What it finds always depends: the source shows neither the device nor who needs the gradient.
 """
 
 import ast
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op
-from lightning_d9m.tools.lint.rules import RULES, Certainty
+from lightning_d9m.tools.lint.rules import RULES
 from lightning_d9m.tools.lint.tree import (
     UNKNOWN,
     Call,
@@ -24,8 +24,7 @@ from lightning_d9m.tools.lint.tree import (
     resolve,
 )
 
-Verdict: TypeAlias = tuple[str, Certainty] | None
-Condition: TypeAlias = Callable[[Call], Verdict]
+Condition: TypeAlias = Callable[[Call], str | None]
 
 _FUNCTIONAL = "torch.nn.functional."
 _INTERPOLATIONS = {
@@ -36,8 +35,6 @@ _INTERPOLATIONS = {
 }
 # They return new tensors, which have no gradient without `requires_grad`.
 _MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
-# Of a tensor, what is not its numbers, and its numbers without the gradient.
-_WITHOUT_GRADIENT = {"device", "dtype", "shape", "ndim", "size", "dim", "numel", "detach", "data"}
 # Sums of integers are exact in any order.
 _INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
 # Methods that return the same numbers. Those that round to 16 bits are missing: they count ones
@@ -87,48 +84,15 @@ def check_op(call: Call) -> Iterator[Report]:
         call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
     # A module may run several ops, such as a convolution and its padding.
     for condition in conditions:
-        verdict = condition(call)
-        if verdict is not None and not _is_spared(verdict[0], call, name):
-            op, reason, fix = explain_op(verdict[0])
-            known = (
-                _is_module(name)
-                or not op.name.endswith("_backward")
-                or _takes_parameter(call.get(0, "input") or call.receiver, call.scope)
-            )
-            certainty = verdict[1] if known else "depends"
-            yield Report(rule_of(op), call.node, certainty, reason, fix, op.name)
+        found = condition(call)
+        if found is not None and not _is_spared(found, call, name):
+            yield report_op(found, call)
 
 
-def _is_module(name: str) -> bool:
-    """Return whether a call makes a module, which trains, and runs no op itself."""
-    return name.rpartition(".")[2][:1].isupper()
-
-
-def _takes_parameter(node: ast.AST | None, scope: Scope) -> bool:
-    """Return whether a value is computed from a parameter of its class, and so has a gradient.
-
-    Of other values, such as batches and images, the source does not show whether anybody needs it.
-    """
-    waiting, seen = [node], set[int]()
-    while waiting:
-        part = waiting.pop()
-        named = part.func if isinstance(part, ast.Call) else part
-        is_free = isinstance(named, ast.Attribute) and named.attr in _WITHOUT_GRADIENT
-        if part is None or is_free or id(part) in seen:
-            continue
-        seen.add(id(part))
-        waiting += ast.iter_child_nodes(part)
-        if isinstance(part, ast.Name):
-            waiting += scope.follow(part)[0]
-        elif isinstance(part, ast.Attribute) and read_last_name(part.value) == "self":
-            made = [own for own in scope.follow(part)[0] if isinstance(own, ast.Call)]
-            if any(
-                read_last_name(own.func) == "Parameter"
-                and not any(word.arg == "requires_grad" for word in own.keywords)
-                for own in made
-            ):
-                return True
-    return False
+def report_op(name: str, call: Call) -> Report:
+    """Return the finding of an op of the catalog."""
+    op, reason, fix = explain_op(name)
+    return Report(rule_of(op), call.node, "depends", reason, fix, op.name)
 
 
 def _is_spared(op: str, call: Call, name: str) -> bool:
@@ -138,7 +102,8 @@ def _is_spared(op: str, call: Call, name: str) -> bool:
     # The catalog describes CUDA; on a CPU most of these ops have a fixed order.
     if op not in _ON_CPU_TOO and on_cpu:
         return True
-    if not op.endswith("_backward") or _is_module(name):
+    # A call that makes a module runs no op itself, and the module trains.
+    if not op.endswith("_backward") or name.rpartition(".")[2][:1].isupper():
         return False
     match first:  # a new tensor has no gradient
         case ast.Call(function, keywords=words) if read_last_name(function) in _MAKERS:
@@ -212,35 +177,28 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     return op, reason, fix
 
 
-def _always(op: str, certainty: Certainty = "certain") -> Condition:
+def _always(op: str) -> Condition:
     """Accept any arguments."""
-    return lambda _: (op, certainty)
+    return lambda _: op
 
 
 def _unless(op: str, default: object, position: int | None, name: str, *fine: object) -> Condition:
     """Accept a call unless an argument, or its default, has one of the ``fine`` values."""
-
-    def check(call: Call) -> Verdict:
-        value = call.read(position, name, default=default)
-        return None if value in fine else (op, "depends" if value is UNKNOWN else "certain")
-
-    return check
+    return lambda call: None if call.read(position, name, default=default) in fine else op
 
 
 def _interpolated(position: int) -> Condition:
     """Choose the op by the mode of an interpolation."""
 
-    def check(call: Call) -> Verdict:
+    def check(call: Call) -> str | None:
         mode = call.read(position, "mode", default="nearest")
         if mode is UNKNOWN or mode == "area":
             # In this mode torch calls adaptive average pooling, of as many dimensions as the image
             # has.
-            area = "adaptive_avg_pool2d_backward"
-            return area if mode == "area" else "upsample_bilinear2d_backward", "depends"
+            return "adaptive_avg_pool2d_backward" if mode == "area" else _INTERPOLATIONS["bilinear"]
         if call.read(None, "antialias", default=False) is True and mode != "linear":
-            return f"upsample_{mode}2d_aa_backward", "certain"
-        op = _INTERPOLATIONS.get(str(mode))
-        return (op, "certain") if op else None
+            return f"upsample_{mode}2d_aa_backward"
+        return _INTERPOLATIONS.get(str(mode))
 
     return check
 
@@ -248,60 +206,35 @@ def _interpolated(position: int) -> Condition:
 def _padded(default: str, position: int, name: str, dims: int | None = None) -> Condition:
     """Choose the op by the mode of a padding and the padded dimensions."""
 
-    def check(call: Call) -> Verdict:
+    def check(call: Call) -> str | None:
         mode = call.read(position, name, default=default)
         pad = None if dims else call.read(1, "pad")
         count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
-        if mode is UNKNOWN:
-            return f"reflection_pad{count}d_backward", "depends"
-        kind = {"reflect": "reflection", "replicate": "replication"}.get(str(mode))
-        return (f"{kind}_pad{count}d_backward", "certain") if kind else None
+        kinds = {"reflect": "reflection", "replicate": "replication"}
+        kind = "reflection" if mode is UNKNOWN else kinds.get(str(mode))
+        return f"{kind}_pad{count}d_backward" if kind else None
 
     return check
 
 
-def _pooled(op: str, position: int) -> Condition:
-    """Accept a pooling unless its output has one element.
+def _averaged(op: str, position: int) -> Condition:
+    """Accept a mean over windows unless its output has one element, for which torch adds no op."""
 
-    For the mean of all torch calls no pooling; for the largest its flag raises, although nothing is
-    added into one place.
-    """
-
-    def check(call: Call) -> Verdict:
+    def check(call: Call) -> str | None:
         size = call.read(position, "output_size", default=UNKNOWN)
-        if size == 1 or (isinstance(size, tuple) and set(size) == {1}):
-            return None if "avg" in op else (op, "depends")
-        return op, "depends" if size is UNKNOWN else "certain"
+        return None if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else op
 
     return check
 
 
-def _windowed(op: str, position: int) -> Condition:
-    """Accept a pooling; unless its windows are seen to overlap, only torch's flag shows it."""
-
-    def check(call: Call) -> Verdict:
-        size = call.read(position, "kernel_size", default=UNKNOWN)
-        stride = call.read(position + 1, "stride", default=None)
-        # One number stands for all three dimensions.
-        both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
-        known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
-        overlap = known and any(a > b for a, b in zip(*both, strict=True))
-        return op, "certain" if overlap else "depends"
-
-    return check
-
-
-def _sparse_mm(call: Call) -> Verdict:
+def _sparse_mm(call: Call) -> str | None:
     """Accept a product of a sparse matrix; with another reduction it exists only on a CPU."""
-    return None if call.get(2, "reduce") is not None else ("sparse_mm", "certain")
+    return None if call.get(2, "reduce") is not None else "sparse_mm"
 
 
-def _bincount(call: Call) -> Verdict:
-    """Accept ``bincount`` with weights."""
-    # Without weights it counts integers.
-    value = call.read(1, "weights")
-    given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
-    return None if value is None else ("bincount", "certain" if given else "depends")
+def _bincount(call: Call) -> str | None:
+    """Accept ``bincount`` with weights: without them it counts integers."""
+    return None if call.read(1, "weights") is None else "bincount"
 
 
 def _added(op: str, position: int = 3, *names: str) -> Condition:
@@ -310,10 +243,9 @@ def _added(op: str, position: int = 3, *names: str) -> Condition:
     Their sums are exact in any order: those of ones as long as a float can count them.
     """
 
-    def check(call: Call) -> Verdict:
+    def check(call: Call) -> str | None:
         source = call.get(position, *(names or ("src", "source")))
-        is_exact = source is not None and _is_whole(source, call.scope)
-        return None if is_exact else (op, "certain")
+        return None if source is not None and _is_whole(source, call.scope) else op
 
     return check
 
@@ -335,62 +267,54 @@ def _is_whole(value: ast.AST, scope: Scope, depth: int = _DEPTH) -> bool:
     return False
 
 
-def _scatter_reduce(call: Call) -> Verdict:
+def _scatter_reduce(call: Call) -> str | None:
     reduction = call.read(4, "reduce", default=UNKNOWN)
-    if reduction in {"prod", "sum", "mean"}:
-        return f"scatter_reduce_{'prod' if reduction == 'prod' else 'sum'}", "certain"
-    return ("scatter_reduce_prod", "depends") if reduction is UNKNOWN else None
+    if reduction in {"sum", "mean"}:
+        return "scatter_reduce_sum"
+    return "scatter_reduce_prod" if reduction is UNKNOWN or reduction == "prod" else None
 
 
-def _index_put(call: Call) -> Verdict:
+def _index_put(call: Call) -> str | None:
     if call.read(3, "accumulate", default=False) is not True:
-        return "index_put", "depends"
+        return "index_put"
     return _added("index_put_accumulate", 2, "values")(call)
 
 
-def _scatter(call: Call) -> Verdict:
-    """Accept a scatter unless its source is one number, as for one-hot vectors.
-
-    It depends on whether an index is there twice, with different values, as for all ops that
-    overwrite: the source does not show it.
-    """
+def _scatter(call: Call) -> str | None:
+    """Accept a scatter unless its source is one number, as for one-hot vectors."""
     # A value that is one number is the same wherever it is written first.
     source = call.get(3, "src", "value")
     if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
         return None
-    if isinstance(call.read(3, "src", default=UNKNOWN), (int, float)):
+    number = isinstance(call.read(3, "src", default=UNKNOWN), (int, float))
+    if number or read_kind(source, call.scope) == "other":
         return None
-    op = "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else "scatter"
-    return None if read_kind(source, call.scope) == "other" else (op, "depends")
+    return "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else "scatter"
 
 
-def _repeat_interleave(call: Call) -> Verdict:
+def _repeat_interleave(call: Call) -> str | None:
     """Accept ``repeat_interleave`` unless it repeats all elements equally, which torch expands."""
-    if isinstance(call.read(1, "repeats", default=UNKNOWN), int):
-        return None
-    tensor = read_kind(call.get(1, "repeats"), call.scope) == "tensor"
-    return "repeat_interleave_backward", "certain" if tensor else "depends"
+    equally = isinstance(call.read(1, "repeats", default=UNKNOWN), int)
+    return None if equally else "repeat_interleave_backward"
 
 
-def _histc(call: Call) -> Verdict:
-    """Accept ``histc`` of floating point; it depends if the source does not show the dtype."""
+def _histc(call: Call) -> str | None:
+    """Accept ``histc`` unless its input is cast to integers, which it counts exactly."""
     match _find_input(call):
         case ast.Call(ast.Attribute(attr=method), args, keywords):
             dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
             names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
             if method in _INTEGER_CASTS or any(n.strip("u").startswith("int") for n in names):
                 return None
-            if any(n.startswith(("float", "double", "half", "bfloat")) for n in (method, *names)):
-                return "histc", "certain"
-    return "histc", "depends"
+    return "histc"
 
 
-def _bmm(call: Call) -> Verdict:
+def _bmm(call: Call) -> str | None:
     """Accept ``bmm`` of a sparse tensor."""
     first = _find_input(call)
     parts = ast.walk(first) if first is not None else ()
     sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
-    return ("bmm_sparse", "certain") if sparse else None
+    return "bmm_sparse" if sparse else None
 
 
 def _find_input(call: Call) -> ast.AST | None:
@@ -400,40 +324,30 @@ def _find_input(call: Call) -> ast.AST | None:
 
 
 def _selected(op: str) -> Condition:
-    """Accept an op along a dimension if its indices, which vary, are used."""
+    """Accept an op along a dimension unless its indices, which vary, are seen not to be used."""
 
-    def check(call: Call) -> Verdict:
-        if call.get(1, "dim") is None and not call.unpacked:
-            return None
-        if "dim" not in call.named and not call.owned:
-            return None
-        used = _uses_indices(call.node, call)
-        if used is False:
-            return None
-        return op, "certain" if used and call.owned else "depends"
+    def check(call: Call) -> str | None:
+        along = call.get(1, "dim") is not None or call.unpacked
+        is_tensors = call.owned or "dim" in call.named
+        return op if along and is_tensors and _may_use_indices(call.node, call) else None
 
     return check
 
 
-def _uses_indices(node: ast.AST, call: Call) -> bool | None:
-    """Return whether the second of an op's two results is used; None if it is not known."""
+def _may_use_indices(node: ast.AST, call: Call) -> bool:
+    """Return whether the second of an op's two results may be used."""
     parent = call.tree.parent[node]
     match parent:
-        case ast.Attribute(attr=name):
-            return name == "indices" if name in {"values", "indices"} else None
-        case ast.Subscript(value, ast.Constant(number)) if value is node:
-            return number != 0
-        case ast.Assign([ast.Tuple([_, last]), *_]):
-            return not (isinstance(last, ast.Name) and not last.id.strip("_"))
-        case ast.Assign([ast.Name() as name], value) if value is node:
-            _, area, key = call.scope.follow(name)
-            # The result has a name: what is done with the name decides.
-            uses = call.tree.find_uses(area, key, parent)
-            found = {_uses_indices(use, call) for use in uses}
-            return True if True in found else None if None in found else False
-        case ast.Expr():
+        case ast.Attribute(attr="values") | ast.Subscript(slice=ast.Constant(0)) | ast.Expr():
             return False
-    return None
+        case ast.Assign([ast.Tuple([_, ast.Name(last)]), *_]):
+            return bool(last.strip("_"))
+        case ast.Assign([ast.Name() as name], value) if value is node:
+            # The result has a name: what is done with the name decides.
+            _, area, key = call.scope.follow(name)
+            uses = call.tree.find_uses(area, key, parent)
+            return any(_may_use_indices(use, call) for use in uses)
+    return True
 
 
 def _is_indexed(call: Call, least: int) -> bool:
@@ -461,12 +375,12 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:
     for dims in (1, 2, 3):
         # In one dimension torch calls the two-dimensional op.
         planes = max(dims, 2)
-        average, largest = (f"adaptive_{kind}_pool{planes}d_backward" for kind in ("avg", "max"))
-        add(f"AdaptiveAvgPool{dims}d", "", _pooled(average, 0))
-        add("", f"adaptive_avg_pool{dims}d", _pooled(average, 1))
-        add(f"AdaptiveMaxPool{dims}d", "", _pooled(largest, 0))
-        for function in (f"adaptive_max_pool{dims}d", f"adaptive_max_pool{dims}d_with_indices"):
-            add("", function, _pooled(largest, 1))
+        average = f"adaptive_avg_pool{planes}d_backward"
+        add(f"AdaptiveAvgPool{dims}d", "", _averaged(average, 0))
+        add("", f"adaptive_avg_pool{dims}d", _averaged(average, 1))
+        largest = _always(f"adaptive_max_pool{planes}d_backward")
+        add(f"AdaptiveMaxPool{dims}d", f"adaptive_max_pool{dims}d", largest)
+        add("", f"adaptive_max_pool{dims}d_with_indices", largest)
         add(f"MaxUnpool{dims}d", f"max_unpool{dims}d", _always(f"max_unpool{planes}d"))
         for kind in ("Reflection", "Replication"):
             add(f"{kind}Pad{dims}d", "", _always(f"{kind.lower()}_pad{dims}d_backward"))
@@ -479,56 +393,48 @@ def _list_layers() -> dict[str, tuple[Condition, ...]]:
         pool = f"fractional_max_pool{dims}d"
         add(f"FractionalMaxPool{dims}d", pool, _always(f"{pool}_backward"))
     for kind in ("avg", "max"):
-        add(f"{kind.title()}Pool3d", "", _windowed(f"{kind}_pool3d_backward", 0))
-        add("", f"{kind}_pool3d", _windowed(f"{kind}_pool3d_backward", 1))
+        add(f"{kind.title()}Pool3d", f"{kind}_pool3d", _always(f"{kind}_pool3d_backward"))
     add("Upsample", "", _interpolated(2))
     add("UpsamplingBilinear2d", "upsample_bilinear", _always("upsample_bilinear2d_backward"))
     add("", "interpolate", _interpolated(3))
     add("", "upsample", _interpolated(3))
     add("", "pad", _padded("constant", 2, "mode"))
     add("", "grid_sample", _always("grid_sampler_2d_backward"))
-    add("NLLLoss", "", _nll_loss(4))
-    add("", "nll_loss", _nll_loss(6))
+    # An NLL loss varies if its input has two spatial dimensions, which the source does not show.
+    add("NLLLoss", "", _unless("nll_loss2d", "mean", 4, "reduction", "none"))
     add("NLLLoss2d", "", _unless("nll_loss2d", "mean", 4, "reduction", "none"))
-    add("CTCLoss", "ctc_loss", _always("ctc_loss_backward", "depends"))
+    add("", "nll_loss", _unless("nll_loss2d", "mean", 6, "reduction", "none"))
+    add("CTCLoss", "ctc_loss", _always("ctc_loss_backward"))
     for module, function, position in (("EmbeddingBag", "", 5), ("", "embedding_bag", 6)):
         bag = _unless("embedding_bag_max_backward", "mean", position, "mode", "mean", "sum")
         add(module, function, bag)
     for module in ("RNN", "LSTM", "GRU"):
-        add(module, "", _always("rnn_cudnn", "depends"))
+        add(module, "", _always("rnn_cudnn"))
     attention = "scaled_dot_product_attention"
     add("", attention, _always(f"{attention}_backward"))
     return table
-
-
-def _nll_loss(position: int) -> Condition:
-    """Accept an NLL loss, which varies if its input has two spatial dimensions (unknown here)."""
-    check = _unless("nll_loss2d", "mean", position, "reduction", "none")
-    return lambda call: ("nll_loss2d", "depends") if check(call) else None
 
 
 # Functions of torch that are methods of tensors, too.
 _TENSOR_OPS: dict[str, Condition] = {
     "bincount": _bincount,
     "bmm": _bmm,
-    "gather": lambda call: (
-        ("gather_backward", "certain") if call.owned or _is_indexed(call, 2) else None
-    ),
+    "gather": lambda call: "gather_backward" if call.owned or _is_indexed(call, 2) else None,
     "histc": _histc,
     "index_select": _always("index_select_backward"),
     "median": _selected("median"),
     "nanmedian": _selected("nanmedian"),
     "repeat_interleave": _repeat_interleave,
-    "take": lambda call: ("put_", "certain") if call.owned else None,  # its gradient
+    "take": lambda call: "put_" if call.owned else None,  # its gradient
     "take_along_dim": _always("gather_backward"),
 }
 # These also exist with a trailing underscore.
 _IN_PLACE: dict[str, Condition] = {
     "index_add": _added("index_add"),
-    "index_copy": _always("index_copy", "depends"),
+    "index_copy": _always("index_copy"),
     "index_put": _index_put,
     "index_reduce": _always("index_reduce"),
-    "put": _always("put_", "depends"),
+    "put": _always("put_"),
     "scatter": _scatter,
     "scatter_add": _added("scatter_add"),
     "scatter_reduce": _scatter_reduce,
@@ -554,7 +460,7 @@ FUNCTIONS: Mapping[str, tuple[Condition, ...]] = {
     **_list_layers(),
     "torch.sparse.mm": (_sparse_mm,),
     "torch.sparse.addmm": (_always("sparse_mm"),),
-    **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
+    **dict.fromkeys(_SCATTERING, (_always("scatter_add"),)),
     **dict.fromkeys(_ATTENTION, (_ATTENTION_OP,)),
     **{f"torch.{name}": (condition,) for name, condition in _ALL_TENSOR_OPS.items()},
 }
