@@ -176,6 +176,7 @@ def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
     )
 
 
+# Before the encoding, so that no value has the digest of a tensor whose header it spells.
 _VALUE = f"{VERSION} value\n".encode()
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]

@@ -70,6 +70,7 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     return out
 
 
+# In float64 on the CPU, and then moved: a device might compute other numbers.
 def _number(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return numbers between 0 and 1, with all digits, of which a fused kernel rounds others."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
@@ -196,8 +197,10 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
     out = x.new_empty(shape if keepdim else [x.shape[dim] for dim in kept])
     if not x.numel():
         return out.zero_()
+    # By sizes and strides: a transposed view, such as that of a gradient, needs no copy.
     kernel, results, terms = find_kernel("row_sums", x), _merge(x, kept), _merge(x, dims)
     if kernel and results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
+        # Neighboring results are neighbors in memory: whole pieces of rows are added to them.
         columns = results[-1][0]
         matrices, step = results[0] if len(results) == 2 else (1, 0)
         count, row_step = terms[0] if terms else (1, 0)

@@ -25,7 +25,7 @@ from lightning_d9m.tools.cli.arguments import declare_command
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.version import __version__
 
-_MAX_WIDTH = 100
+_MAX_WIDTH = 100  # as of tables: longer lines are hard to read
 _MACHINE = "What is on this machine?"  # those of the folder `machine`
 # By the question that a group of commands answers: each command, and its summary.
 _GROUPS = {

@@ -10,6 +10,7 @@ from typing import Literal
 from lightning_d9m.tools.lint.rules import Certainty
 from lightning_d9m.tools.lint.tree import (
     FUNCTION_NODES,
+    NAMES,
     Call,
     Report,
     Scope,
@@ -24,54 +25,12 @@ from lightning_d9m.tools.lint.tree import (
 
 Elements = Literal["numbers", "strings", "unknown"]
 
-_LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
-_COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
-# Functions of os.path, and fields of a stat.
-_FILE_TIMES = {
-    *("getmtime", "getctime", "getatime"),
-    *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
-}
-_SETS = {"builtins.set", "builtins.frozenset", "weakref.WeakSet"}
-_SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
-_SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
-# What returns texts, and what returns numbers: the hash of a number is the same in each run.
-_TEXTS = {"str", "repr", "chr", "hex", "format", "basename", "strip", "lower", "upper", "split"}
-_NUMBERS = {"range", "int", "len", "ord", "round", "arange", "float"}
 _MIXED = (
     "If its elements are strings, or hashed by address, the order of the set changes from run to "
     "run."
 )
-# Functions whose result does not depend on the order of their argument.
-_FREE = {
-    "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
-    "isinstance", "print", "natsorted", "unique", "sum_", "type", "repr", "str", "update",
-    "issubset", "union", "intersection", "difference", "isdisjoint", "issuperset", "heapify",
-    "fsum", "iter_sorted",
-}  # fmt: skip
-# Functions whose result has the order of their argument.
-_PASSED_ON = {
-    "list", "tuple", "iter", "map", "filter", "reversed", "chain", "tqdm", "array", "asarray",
-    "from_iterable", "deque", "fspath", "islice", "enumerate", "zip",
-}  # fmt: skip
-_NUMBERED = {"enumerate", "zip"}
-# Methods that keep the order in which they are called.
-_COLLECTING = {
-    "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
-    "add_module", "register_module", "register_buffer", "register_parameter", "send",
-}  # fmt: skip
-# What a person reads does not steer a training.
-_SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
-# They pick or pair items by position, or keep them in their order as data.
-_PLACING = {
-    "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
-    "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
-}  # fmt: skip
 # Functions that give a set an order.
-_ORDERING = {
-    *(_PASSED_ON | _PLACING),
-    *("join", "extend", "fromkeys", "Series", "DataFrame", "cycle", "Index", "writelines"),
-}
-_DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
+_ORDERING = NAMES["passed on"] | NAMES["placing"] | NAMES["ordering"]
 _DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 
 
@@ -84,7 +43,7 @@ def check_listing(call: Call) -> Iterator[Report]:
         if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
         certainty = "depends"
-    elif call.name not in _LISTINGS:
+    elif call.name not in NAMES["listings"]:
         # Path.glob and similar methods of any object, since its type is not known.
         one_pattern = call.method == "glob" and len(call.node.args) == 1
         path_like = call.method in {"iterdir", "rglob"} or one_pattern
@@ -115,7 +74,7 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     """Find files that are sorted by time, unless one of them is chosen, such as the newest."""
     key = call.named.get("key")
     names = () if key is None else map(read_last_name, ast.walk(key))
-    if not any(name in _FILE_TIMES for name in names):
+    if not any(name in NAMES["file times"] for name in names):
         return
     ordered: ast.AST = call.node
     if call.receiver is not None and call.method == "sort":
@@ -141,7 +100,7 @@ def check_modification_time(call: Call) -> Iterator[Report]:
 
 def check_completion(call: Call) -> Iterator[Report]:
     """Find results in order of completion, and loaders with ``in_order=False``."""
-    unordered = call.name in _COMPLETIONS or call.method == "imap_unordered"
+    unordered = call.name in NAMES["completions"] or call.method == "imap_unordered"
     if unordered and (judged := _judge_order(call.node, call.tree)):
         yield Report("D9M305", call.node, judged)
     if call.read(None, "in_order") is False:
@@ -245,7 +204,7 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
             found = _read_all(elements)
         case ast.SetComp(element):
             found = _read_all([element])
-        case ast.Call(function, given) if resolve(function, scope) in _SETS:
+        case ast.Call(function, given) if resolve(function, scope) in NAMES["sets"]:
             match given:
                 case [ast.GeneratorExp(element) | ast.ListComp(element), *_]:
                     found = _read_all([element])
@@ -258,7 +217,7 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
                 case _:
                     first = given[0] if given else None
                     found = _read_elements(first, scope, depth - 1) or "unknown"
-        case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
+        case ast.Call(ast.Attribute(value, method)) if method in NAMES["set methods"]:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
             found = _merge(_read_elements(side, scope, depth - 1) for side in (left, right))
@@ -269,7 +228,7 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
             kinds: list[Elements | None] = []
             for one in bindings:
                 base = one.node.value if isinstance(one.node, ast.Subscript) else one.node
-                if resolve(base, where) in _SET_TYPES:  # an annotation
+                if resolve(base, where) in NAMES["set types"]:  # an annotation
                     kinds.append("unknown")
                 else:
                     assigned = one.node if one.kind == "assign" else None
@@ -307,8 +266,10 @@ def _read_element(node: ast.AST) -> Elements:
             found = _read_all(elements)
         case ast.UnaryOp(operand=operand):
             found = _read_element(operand)
-        case ast.Call(function) if (name := read_last_name(function)) in _TEXTS | _NUMBERS:
-            found = "strings" if name in _TEXTS else "numbers"
+        case ast.Call(function):
+            name = read_last_name(function)
+            is_text, is_number = name in NAMES["texts"], name in NAMES["numbers"]
+            found = "strings" if is_text else "numbers" if is_number else "unknown"
         # "a%s" % x is a text.
         case ast.BinOp(left, ast.Mod() | ast.FloorDiv()):
             text = isinstance(left, (ast.Constant, ast.JoinedStr))
@@ -371,14 +332,14 @@ def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
 def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -> Certainty | None:
     """Judge the order of an argument of a call."""
     name = read_last_name(call.func)
-    if name in _PASSED_ON:
-        numbered |= name in _NUMBERED
+    if name in NAMES["passed on"]:
+        numbered |= name in NAMES["numbered"]
         judged = _judge_order(call, tree, numbered=numbered, depth=depth)
         if judged and name == "zip":  # it may pair the elements with those of an equal order
             judged = "depends"
     else:
-        judged = None if name in _FREE or "sort" in name.lower() else "depends"
-    return "certain" if judged and name in _PLACING else judged
+        judged = None if name in NAMES["free"] or "sort" in name.lower() else "depends"
+    return "certain" if judged and name in NAMES["placing"] else judged
 
 
 def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> Certainty | None:
@@ -445,9 +406,9 @@ def _judge_loop(  # noqa: C901 - one case for each kind of node
                 found.add("certain" if drawn or mentions(value, counts) else None)
             case ast.Call(function):
                 name, owner = read_last_name(function), getattr(function, "value", None)
-                if name.startswith(_DRAWING):
+                if name.startswith(tuple(NAMES["drawing"])):
                     found.add("certain")
-                elif name in _COLLECTING and getattr(owner, "id", None) not in made:
+                elif name in NAMES["collecting"] and getattr(owner, "id", None) not in made:
                     judged: Certainty | None = "depends"
                     if depth > 1 and name == "append" and owner is not None:
                         judged = _judge_name(owner, loop, tree, depth - 2)
@@ -459,7 +420,7 @@ def _judge_loop(  # noqa: C901 - one case for each kind of node
 def _is_message(node: ast.AST, tree: Tree) -> bool:
     """Return whether a value is only said: in an exception, a warning or a log."""
     for outer in tree.around(node):
-        if isinstance(outer, ast.Call) and read_last_name(outer.func) in _SAYING:
+        if isinstance(outer, ast.Call) and read_last_name(outer.func) in NAMES["saying"]:
             return True
         if isinstance(outer, ast.stmt):
             return isinstance(outer, ast.Raise)
