@@ -36,7 +36,6 @@ _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
     settings.check_choice_by_time,
     settings.check_seed,
-    settings.check_system_draw,
     settings.check_worker_seed,
     order.check_listing,
     order.check_modification_time,

@@ -11,7 +11,7 @@ from lightning_d9m.tools.lint.source import SourceError, list_imports, read_pyth
 # A folder of scripts is small; one that holds an environment would take minutes to scan.
 _MOST_FILES = 500
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
-_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
+_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 207, 301, 302, 303, 305, 306))
 # By the kind of the cause.
 _RULES = {
     **dict.fromkeys(("data", "initial weights", "inputs", "value from outside torch"), _ANY),

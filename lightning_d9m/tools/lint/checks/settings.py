@@ -133,29 +133,6 @@ def check_seed(call: Call) -> Iterator[Report]:
             yield Report("D9M203", node)
 
 
-def check_system_draw(call: Call) -> Iterator[Report]:
-    """Find numbers that the system draws; within a seed D9M203 covers them.
-
-    A text that is made of them names something, such as a run or a folder.
-    """
-    if call.name not in NAMES["system draws"]:
-        return
-    for outer in call.tree.around(call.node):
-        match outer:
-            case ast.JoinedStr() | ast.BinOp(ast.Constant(str())) | ast.stmt():
-                break
-            case ast.Call(ast.Name("str" | "hex") | ast.Attribute(attr="join" | "format")):
-                break
-            case ast.Call(function) if (
-                resolve(function, call.scope) in NAMES["global seeds"] | NAMES["generators"]
-            ):
-                break
-    else:
-        return
-    if isinstance(outer, ast.stmt):
-        yield Report("D9M206", call.node, "depends")
-
-
 def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
     """Find what differs in each run in the expression of a seed."""
     if found := _find_entropy(seed, call.scope):
