@@ -53,7 +53,7 @@ class Finding:
         end_line: The last line of the code.
         end_column: The column behind it.
         certainty: ``"certain"`` if the source shows everything that matters; otherwise
-            ``"depends"``, as of each op.
+            ``"depends"``, as of each op and order.
         reason: The mechanism.
         fix: The remedy.
         code: The code, cut to one line.

@@ -23,15 +23,17 @@ def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
     """Scan the program of a command and the modules beside it that it imports.
 
     Returns:
-        The findings of the rules that explain the cause, the likeliest first; then what is certain
-        and explains others. An empty cause has these alone.
+        The findings of the rules that explain the cause, the likeliest first; then what explains
+        others and is certain or has one right answer. An empty cause has these alone.
     """
     program = find_program(command)
     if program is None:
         return []
     scans = [scan_file(str(path), frozenset(_ANY)) for path in _list_modules(program)]
     found = [finding for scan in scans for finding in scan.findings]
-    found = [one for one in found if explains(one.rule, cause) or one.certainty == "certain"]
+    found = [
+        one for one in found if explains(one.rule, cause) or one.edit or one.certainty == "certain"
+    ]
     order = (*_RULES.get(cause, ()), *_ANY)
     return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 
