@@ -64,6 +64,7 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
         members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in used)
         periods = (len(inputs[k]) for k, place in formula.inputs.items() if place == "r % period")
         run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
+    # Of what is replaced a copy was made where it is not contiguous, as a weight in channels_last.
     for key in formula.outputs.keys() & inputs.keys():
         if places[key] is not inputs[key]:
             inputs[key].copy_(places[key])
@@ -124,7 +125,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     if not terms:  # as of a convolution without input channels
         out.zero_()
         return
-    # A product of the transposed matrices has the same sequence for each result.
+    # A kernel shares out columns; a product of the transposed matrices has the same sequence for
+    # each result, and as many columns as this one has rows.
     if columns < min(_FEW, rows):
         places = tuple(Offsets(one.columns, one.rows, one.batch) for one in places)
         left, right, rows, columns = right, left, columns, rows

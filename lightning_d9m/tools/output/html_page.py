@@ -201,7 +201,7 @@ def _make_environment() -> "Environment":
 
     environment = Environment(
         loader=PackageLoader("lightning_d9m.tools.output"),
-        autoescape=True,
+        autoescape=True,  # a ledger may come from a stranger
         # A misspelled name in the template is an error, not an empty text.
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -282,6 +282,8 @@ def _decides(  # noqa: C901 - one case for each kind of parent
     ``numbered`` says whether numbers go with its elements, as ``enumerate`` gives them, and
     ``depth`` how many names and loops are followed at most.
     """
+    # By what is around it and not by data flow: what the source does not show does not count, as a
+    # finding that is mostly wrong would hide the others.
     parent = tree.parent.get(node)
     decides = False
     match parent:
