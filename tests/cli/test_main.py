@@ -47,6 +47,7 @@ def test_each_command_explains_itself_in_80_columns(command, monkeypatch, d9m):
         ("repeat --processes 1,2,1", 2, "1,2,1 is not valid; allowed: two or more different"),
         ("repeat --processes 2", 2, "2 is not valid; allowed: two or more different numbers"),
         ("repeat --processes 1,2 --interrupt", 2, "not allowed with argument --processes"),
+        ("repeat --portable -n 3 -- true", 2, "not allowed with argument --portable"),
         ("repeat", 2, "no command to run. Give it after `--`: d9m repeat -n 3 -- python train.py"),
         ("bisect -- python a.py", 2, "arguments are required: GOOD..BAD"),
         ("audit ops -- train.py", 2, "audit: error: unrecognized arguments: train.py"),
