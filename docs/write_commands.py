@@ -52,12 +52,10 @@ def format_page() -> str:
 
 
 def _list_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser of each command that does something, and of those below it."""
+    """Yield the parser of each command."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list commands
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
-            for child in action.choices.values():
-                below = list(_list_commands(child))
-                yield from below or [child]
+            yield from action.choices.values()
 
 
 def _format_usage(parser: argparse.ArgumentParser) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_d9m.ops.patches.catalog.catalog import OPS, Op
-from lightning_d9m.tools.cli.ops import list_op_facts
+from lightning_d9m.tools.cli.machine.ops import list_op_facts
 
 PAGE = Path(__file__).with_name("ops.md")
 _HEADINGS = {

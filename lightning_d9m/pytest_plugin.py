@@ -54,6 +54,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # A conftest.py may import libraries that read the variables, so `pytest_configure` is too late.
     from lightning_d9m.engine.control.environment import EarlyVariables
 
+    # Python's own hash seed is not among them: it would need another interpreter.
     variables = EarlyVariables()
     try:
         variables.set()

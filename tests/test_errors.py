@@ -80,7 +80,7 @@ CASES = [
         lambda g: g.module.load_checkpoint(g.folder),
         "{folder} cannot be read: [Errno 21] Is a directory",
     ),
-    ("tools.cli.install_horovod", run_pip_that_fails, "` failed with exit status"),
+    ("tools.cli.machine.install_horovod", run_pip_that_fails, "` failed with exit status"),
     (
         "tools.cli.locate",
         lambda g: g.module._read_runs(SimpleNamespace(expected="a", actual=None)),

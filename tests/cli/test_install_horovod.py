@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lightning_d9m.errors import CommandError
-from lightning_d9m.tools.cli import install_horovod
+from lightning_d9m.tools.cli.machine import install_horovod
 
 
 @pytest.fixture

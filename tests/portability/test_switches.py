@@ -18,7 +18,6 @@ from lightning_d9m.errors import SettingError, StackDifferenceError
 from lightning_d9m.integrations.lightning.trainer_session import resolve_settings
 from lightning_d9m.ops.portability import is_portable
 from lightning_d9m.ops.portability.draws import draw
-from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.output.comparison_text import format_comparison
 
 
@@ -63,12 +62,6 @@ def test_the_variable_alone_makes_the_session_of_a_program_portable():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.stdout == "True True\n", done.stderr
-
-
-def test_repeat_takes_one_way_to_choose_its_runs(capsys):
-    with pytest.raises(SystemExit):
-        main(["repeat", "--portable", "-n", "3", "--", "true"])
-    assert "-n/--runs: not allowed with argument --portable" in capsys.readouterr().err
 
 
 def test_a_generator_of_a_device_is_refused():

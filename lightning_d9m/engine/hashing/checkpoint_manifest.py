@@ -9,6 +9,7 @@ from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.errors import CheckpointError
 from lightning_d9m.text import describe_names, quote
 
+# Another one where other bytes are hashed: an older manifest would call any file damaged.
 _VERSION = 4
 # Keys whose repr names them; that of another object may hold its address.
 _PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))

@@ -24,10 +24,6 @@ from lightning_d9m.errors import DigestError
 VERSION = "d9m-digest-1"
 
 ORDINARY = {torch.Tensor, torch.nn.Parameter}
-# Grouped, because each launch takes time of the host, and a model in channels_last has many such
-# tensors. Bounded, because copies of all of them would take as much memory as the model.
-_MOST_COPIED = 2**26
-"""Bytes of tensors that are copied at once because they cannot be read in place."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -86,24 +82,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     integer = _INTEGERS.get(tensor.itemsize)
     tensor = tensor if integer is None else tensor.view(integer)
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _group(data: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return numbers of tensors: of those that can be read in place, then of others in groups.
-
-    Each of these groups has at most ``_MOST_COPIED`` bytes, or one tensor.
-    """
-    groups, left = [list[int]()], 0
-    for number, tensor in enumerate(data):
-        if _can_be_read_in_place(tensor):
-            groups[0].append(number)
-            continue
-        if left < tensor.nbytes or len(groups) == 1:
-            groups.append([])
-            left = _MOST_COPIED
-        groups[-1].append(number)
-        left -= tensor.nbytes
-    return groups
 
 
 def locate(data: torch.Tensor) -> tuple[int, int]:
@@ -176,6 +154,7 @@ def _refuse(tensor: torch.Tensor, reason: str, remedy: str) -> DigestError:
     )
 
 
+# Before the encoding, so that no value has the digest of a tensor whose header it spells.
 _VALUE = f"{VERSION} value\n".encode()
 # The parts that are hashed at the end: bytes, and numbers of dense tensors for their digests.
 _Recipe = int | list["bytes | _Recipe"]
@@ -339,14 +318,16 @@ class DigestQueue:
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
         """Read tensors that have memory (see ``locate``), in one launch on each CUDA device.
 
-        Those that cannot be read in place are copied and read in groups.
+        Those that cannot be read in place are copied and read one after the other.
         """
         start = len(self._chunks)
         self._chunks += [b""] * len(data)
-        ordered, *others = _group(data)
-        self._read_group({start + number: data[number] for number in ordered})
-        for group in others:  # whose copies are alive only in the call
-            self._read_group({start + number: _copy(data[number]) for number in group})
+        numbered = dict(enumerate(data, start))
+        in_place = {n: one for n, one in numbered.items() if _can_be_read_in_place(one)}
+        self._read_group(in_place)
+        for number in numbered.keys() - in_place.keys():
+            # Copies of all of them would take as much memory as the model.
+            self._read_group({number: _copy(numbered[number])})
 
     def _read_group(self, group: Mapping[int, torch.Tensor]) -> None:
         """Read tensors that can be read in place."""

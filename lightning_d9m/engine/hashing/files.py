@@ -3,7 +3,7 @@
 from hashlib import sha256
 from pathlib import Path
 
-_BLOCK = 2**20
+_BLOCK = 2**20  # bytes in memory at once: a file of weights may be larger than that
 
 
 def hash_file(path: Path) -> str:

@@ -243,6 +243,7 @@ def optimizer_state(
 ) -> Iterable[tuple[str, Any]]:
     """Yield (name, value) for each group's settings and each parameter's state."""
     position = 0
+    # Settings by group and state by parameter, because a difference in each has another cause.
     for number, group in enumerate(optimizer.param_groups):
         # Loading a full checkpoint into sharded optimizers turns tuples (betas) into lists.
         yield (

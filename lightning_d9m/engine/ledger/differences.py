@@ -31,8 +31,9 @@ from lightning_d9m.text import cut_digests, describe_names, escape
 
 Table: TypeAlias = Mapping[str, Json]
 
-NAMES_KEPT = 10
-# Most places of the first divergence that are kept; all are counted.
+NAMES_KEPT = 10  # more than a message shows, for those who catch the error
+# Most places of the first divergence that are kept; all are counted. A step whose operations are
+# probed may have a hundred thousand.
 PLACES_KEPT = 10_000
 _TOTAL = "(total)"
 # Kind of the place that stands for the step of a batch.
@@ -268,7 +269,8 @@ def header_differences(
     refusals, settings = [], []
     # `stack_differences` compares the stacks, which a policy of the user judges.
     apart = {"settings", "stack", *(("world_size",) if any_processes else ())}
-    # The seed first: a different one changes everything else by design.
+    # The seed first: a different one changes everything else by design, and a reader sees the first
+    # field's reason alone.
     for name in sorted(list_compared(Header), key="seed".__ne__):
         values = getattr(expected, name), getattr(actual, name)
         if name not in apart and values[0] != values[1]:

@@ -288,6 +288,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
             f"There is no ledger under {folder}. Name the folder in which a run with "
             "DeterminismCallback or lightning_d9m.Recorder left one."
         )
+    # One that cannot be read is a row of the list: it must not hide the others.
     found = []
     for path in paths:
         try:

@@ -19,7 +19,7 @@ Item: TypeAlias = Record | Batch
 LEDGER_START: LedgerPosition = (0, 0, 0)
 # The fields that identify an evaluation.
 _NAMED = ("epoch", "step", "name")
-_LAST = 2**63
+_LAST = 2**63  # beyond each epoch that a record can have
 
 
 def record_key(record: Item) -> Key:

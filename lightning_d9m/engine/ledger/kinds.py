@@ -33,9 +33,11 @@ ALL = "all"
 # What the module that holds everything is called; its own name is empty.
 ROOT = "(model)"
 # The number of the first batch of a validation, which comes after the training batch of its step.
+# One field serves for both, so that probes of a validation need no other record.
 VALIDATION = 10**9
 
 # The number of steps after a checkpoint, and after a resume, whose state is recorded.
+# More than one: a generator that was not restored shows only in the step that draws from it.
 FOLLOWED_STEPS = 3
 
 

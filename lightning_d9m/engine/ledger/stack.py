@@ -20,22 +20,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.errors import StackDifferenceError
-from lightning_d9m.text import escape, pluralize
+from lightning_d9m.text import escape, pluralize, read_stanzas
 
 StackDifference: TypeAlias = tuple[str, Any, Any]
 
+_INFORMATIONAL, _PACKAGES, _VARIABLES, _TORCH = read_stanzas(Path(__file__).with_suffix(".txt"))
 # Recorded but never compared; each with the reason.
-INFORMATIONAL = {
-    "os.release": "the kernel computes nothing that reaches a tensor",
-    "cpu.count": "the threads that share out the work are recorded as threads.*",
-    "threads.interop": "whole ops are shared out among these, never the terms of one sum",
-    "variable.CUDA_LAUNCH_BLOCKING": "changes when kernels run, not what they compute",
-    "variable.CUDA_VISIBLE_DEVICES": "the rank's own device is recorded as device.*",
-    "compiler.cache": "holds what the compiler would make again",
-    "device.count": "each rank computes on its own device alone",
-    "device.visible": "as device.count",
-    "device.order": "equal devices compute equal bits; NCCL builds its ring from their order",
-}
+INFORMATIONAL = {name: reason for name, [reason] in _INFORMATIONAL.items()}
 
 # The number of logical ranks. Where two runs share it, their processes are not compared.
 LOGICAL_RANKS = "world.logical_ranks"
@@ -46,95 +37,7 @@ PIPELINE_STAGES = "world.pipeline_stages"
 """The number of parts of the model that ranks train one after the other, if there are several."""
 _PROCESSES = ("world.size", "world.nodes", "world.devices_per_node")
 
-# Installed packages whose code computes values that reach the model, or orders the computation.
-_PACKAGES = (
-    *("lightning-d9m", "numpy", "lightning", "pytorch-lightning", "horovod", "triton", "xxhash"),
-    *("torchvision", "torchaudio", "torchdata", "torchmetrics", "scipy", "scikit-learn"),
-    *("pillow", "opencv-python", "opencv-python-headless", "transformers", "accelerate", "timm"),
-    *("flash-attn", "transformer-engine", "deepspeed", "apex", "xformers", "bitsandbytes"),
-    *("mamba-ssm", "causal-conv1d", "torch-scatter", "torch-sparse", "torch-cluster", "pyg-lib"),
-    # torch takes other kernels if they are installed.
-    *("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvmath-python"),
-)
-
-# Variables by name only, never by prefix: a prefix would also record paths, addresses, ports and
-# keys (NCCL_TOPO_FILE, HOROVOD_GLOO_RENDEZVOUS_PORT, _HOROVOD_SECRET_KEY).
-_VARIABLES = (
-    # Python and NumPy: iteration order of sets, vector units.
-    *("PYTHONHASHSEED", "NPY_DISABLE_CPU_FEATURES"),
-    # How many threads share a sum.
-    *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_SCHEDULE", "OMP_THREAD_LIMIT"),
-    *("KMP_DETERMINISTIC_REDUCTION", "MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_DOMAIN_NUM_THREADS"),
-    *("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
-    # Which kernel a CPU library takes.
-    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE"),
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
-    # Which kernel a CUDA library takes.
-    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
-    *("TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER"),
-    *("TORCH_CUDNN_V8_API_DISABLED", "TORCH_CUDNN_SDPA_ENABLED", "DISABLE_ADDMM_CUDA_LT"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-    *("TORCH_DISABLE_NATIVE_JIT", "TORCH_DISABLE_NATIVE_AOT", "TORCH_NATIVE_SKIP_VERSION_CHECK"),
-    *("PYTORCH_SUM_INNER_TREE", "MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE"),
-    *("FLASH_ATTENTION_DETERMINISTIC", "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC"),
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    # What the compiler generates.
-    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_DETERMINISTIC"),
-    *("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FREEZING"),
-    "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
-    # In which order ranks are summed.
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MNNVL_ENABLE"),
-    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
-    *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"),
-    *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_PXN_DISABLE"),
-    *("NCCL_CUMEM_ENABLE", "NCCL_LAUNCH_MODE", "NCCL_NET", "NCCL_WORK_FIFO_DEPTH"),
-    *("NCCL_RINGS", "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS", "NCCL_NVLS_NCHANNELS"),
-    *("NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER"),
-    *("NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE"),
-    *("NCCL_P2P_DIRECT_DISABLE", "NCCL_NVB_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C"),
-    *("NCCL_IB_MERGE_NICS", "NCCL_NETDEVS_POLICY", "NCCL_CGA_CLUSTER_SIZE"),
-    *("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY"),
-    *("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
-    *("HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE", "HOROVOD_NUM_NCCL_STREAMS"),
-    *("HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_CPU_OPERATIONS", "HOROVOD_CONTROLLER"),
-    *("HOROVOD_REDUCESCATTER_CHUNK", "HOROVOD_MPI_THREADS_DISABLE"),
-)
-# What torch itself knows, under its dotted name below ``torch``; functions are called.
-_TORCH = {
-    "torch.version": "__version__",
-    "torch.git": "version.git_version",
-    "torch.cuda": "version.cuda",
-    "torch.hip": "version.hip",
-    "torch.cudnn": "backends.cudnn.version",
-    "threads.intraop": "get_num_threads",
-    "threads.interop": "get_num_interop_threads",
-    "flag.deterministic": "are_deterministic_algorithms_enabled",
-    "flag.deterministic_warn_only": "is_deterministic_algorithms_warn_only_enabled",
-    "flag.default_dtype": "get_default_dtype",
-    "flag.cudnn.enabled": "backends.cudnn.enabled",
-    "flag.cudnn.deterministic": "backends.cudnn.deterministic",
-    "flag.cudnn.benchmark": "backends.cudnn.benchmark",
-    "flag.mkldnn.enabled": "backends.mkldnn.enabled",
-    "flag.mkldnn.deterministic": "backends.mkldnn.deterministic",
-    # These names rather than allow_tf32: that one raises once a user has set one of these.
-    "flag.precision": "backends.fp32_precision",
-    "flag.precision.cuda.matmul": "backends.cuda.matmul.fp32_precision",
-    "flag.precision.cudnn.conv": "backends.cudnn.conv.fp32_precision",
-    "flag.precision.cudnn.rnn": "backends.cudnn.rnn.fp32_precision",
-    "flag.precision.mkldnn.matmul": "backends.mkldnn.matmul.fp32_precision",
-    "flag.precision.mkldnn.conv": "backends.mkldnn.conv.fp32_precision",
-    "flag.reduction.fp16": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "flag.reduction.bf16": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "flag.accumulation.fp16": "backends.cuda.matmul.allow_fp16_accumulation",
-    "flag.blas": "backends.cuda.preferred_blas_library",
-    "flag.linalg": "backends.cuda.preferred_linalg_library",
-    "flag.sdpa.flash": "backends.cuda.flash_sdp_enabled",
-    "flag.sdpa.efficient": "backends.cuda.mem_efficient_sdp_enabled",
-    "flag.sdpa.cudnn": "backends.cuda.cudnn_sdp_enabled",
-    "flag.sdpa.math": "backends.cuda.math_sdp_enabled",
-}
+# Also where they are shown: if they were cut, two values might look alike.
 _MAX_VALUE = 256
 
 
@@ -159,8 +62,8 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
     stack |= _capture_devices()
     # A copy: another thread may change the variables.
     present = dict(os.environ)
-    variables = {f"variable.{name}": present[name] for name in _VARIABLES if name in present}
-    stack |= {name: _bounded(value) for name, value in variables.items()} | capture_nccl_files()
+    names = " ".join(_VARIABLES["variables"]).split()
+    stack |= {f"variable.{name}": _bounded(present[name]) for name in names if name in present}
     return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
 
 
@@ -215,7 +118,7 @@ def _read_cpu_model() -> str:
 def _capture_packages() -> Mapping[str, Scalar]:
     """Read versions from installed metadata, so that nothing is imported; once for a process."""
     stack: dict[str, Scalar] = {}
-    for name in _PACKAGES:
+    for name in " ".join(_PACKAGES["packages"]).split():
         with suppress(metadata.PackageNotFoundError):
             stack[f"package.{name}"] = metadata.version(name)
     return stack
@@ -225,7 +128,7 @@ def _capture_torch() -> dict[str, Scalar]:
     import torch
 
     stack: dict[str, Scalar] = {}
-    for name, path in _TORCH.items():
+    for name, [path] in _TORCH.items():
         # A name that this version of torch does not know yet, or no longer, has no value to record.
         with suppress(AttributeError):
             value = attrgetter(path)(torch)
@@ -425,23 +328,3 @@ def _read_cxx() -> str | None:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603 - torch named it
         return text.partition("\n")[0][:256]
     return None
-
-
-# The links of the devices, the rings and trees between them, and the limits of each algorithm.
-_NAMED = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_TUNER_CONFIG_FILE")
-_USER, _SYSTEM = "NCCL_CONF_FILE", "/etc/nccl.conf"  # lines of VARIABLE=VALUE
-
-
-def capture_nccl_files() -> dict[str, str]:
-    """Return the hash of each file that NCCL reads, by dotted name.
-
-    A file that does not exist, or cannot be read, has no entry: NCCL continues without it.
-    """
-    hashes = {}
-    paths = {name: os.environ[name] for name in _NAMED if os.environ.get(name)}
-    paths |= {_USER: os.environ.get(_USER) or "~/.nccl.conf", "nccl.conf": _SYSTEM}
-    for name, path in paths.items():
-        with suppress(OSError, RuntimeError):  # there may be no home
-            content = Path(path).expanduser().read_bytes()
-            hashes[f"file.{name}"] = blake2b(content, digest_size=8).hexdigest()
-    return hashes

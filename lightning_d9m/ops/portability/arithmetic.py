@@ -27,6 +27,7 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
         dtype = inputs[0].dtype if len(inputs) == 1 else torch.result_type(*inputs)
     if not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
+    # A function of 16 bits is that of float32, rounded once more.
     working = torch.float64 if dtype == torch.float64 else torch.float32
     (device, *_) = {one.device for one in inputs if one.device.type != "cpu"} or {inputs[0].device}
     given = [one.to(device, working) for one in inputs]
@@ -113,7 +114,7 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
         wide = left.to(accumulation_dtype(left.dtype))
         return torch.div(wide, wide.new_full((), right)).to(left.dtype)
     dtype = torch.result_type(left, right)
-    # A quotient of float32 numbers is never rounded to a whole number in float64.
+    # Widened: a quotient of float32 numbers is never rounded to a whole number in float64.
     one, other = _widen(left, right)
     quotient = divide(one, other)
     return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)

@@ -21,6 +21,7 @@ _FLAGS += " -fwrapv -fPIC -shared"  # sums of whole numbers wrap
 _WIDTHS = {
     "AVX512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma",
+    # Without fused multiply-add: `fma` of the C library, exact and slower, has the same bits.
     "DEFAULT": "",
 }
 
@@ -49,6 +50,7 @@ def build(width: str, folder: Path) -> Path:
     ]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name_library(width)
+    # Within the folder, so that the last step is a rename on one file system.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch, path.name)
         flags = [*_FLAGS.split(), *list_widths()[width].split(), f"-I{scratch}"]

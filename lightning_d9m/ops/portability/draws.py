@@ -25,6 +25,7 @@ def draw(
             f"A generator is on {generator.device}; with portable bits, numbers are drawn on the "
             "CPU. Make it with torch.Generator()."
         )
+    # Whole numbers of torch's generator are the same on every machine; its fractions are not.
     key = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item()
     return kernels.draw(int(key), (size,) if isinstance(size, int) else tuple(size), dtype)
 

@@ -105,6 +105,7 @@ class Code(Number):
         """Append the result of an operation to the program."""
         codes = tuple(one for one in operands if isinstance(one, Code) and operation != "length")
         kinds = {one.kind for one in codes} - {"_Bool"}
+        # C would convert one of two types without a word, and Triton another one.
         assert len(kinds) <= 1, (operation, kinds)
         like = kinds.pop() if kinds else "double" if operation == "where" else "_Bool"
         names = [one.name if isinstance(one, Code) else self.write(one, like) for one in operands]
@@ -187,6 +188,7 @@ class Kernel:
             f"double {one}[{places[one]}];" if isinstance(places[one], int) else f"{kind}{one};"
             for one, kind in members.items()
         )
+        # Threads share out rows where rows are summed, and else elements: a tensor may be one row.
         rows = "for (long r = begin; r < end; r++) { const long from = 0, to = n, at = r * n;"
         elements = "{ const long r = 0, from = begin, to = end, at = 0; (void)r;"
         lines, buffers = self._write_row()

@@ -64,12 +64,14 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
         members = chain.from_iterable([one] if isinstance(one, Tensor) else one for one in used)
         periods = (len(inputs[k]) for k, place in formula.inputs.items() if place == "r % period")
         run(kernel, rows, 16 * x.numel(), count, next(periods, 1), *members, *out)
+    # Of what is replaced a copy was made where it is not contiguous, as a weight in channels_last.
     for key in formula.outputs.keys() & inputs.keys():
         if places[key] is not inputs[key]:
             inputs[key].copy_(places[key])
     return out
 
 
+# In float64 on the CPU, and then moved: a device might compute other numbers.
 def _number(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return numbers between 0 and 1, with all digits, of which a fused kernel rounds others."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
@@ -123,7 +125,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
     if not terms:  # as of a convolution without input channels
         out.zero_()
         return
-    # A product of the transposed matrices has the same sequence for each result.
+    # A kernel shares out columns; a product of the transposed matrices has the same sequence for
+    # each result, and as many columns as this one has rows.
     if columns < min(_FEW, rows):
         places = tuple(Offsets(one.columns, one.rows, one.batch) for one in places)
         left, right, rows, columns = right, left, columns, rows
@@ -196,8 +199,10 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
     out = x.new_empty(shape if keepdim else [x.shape[dim] for dim in kept])
     if not x.numel():
         return out.zero_()
+    # By sizes and strides: a transposed view, such as that of a gradient, needs no copy.
     kernel, results, terms = find_kernel("row_sums", x), _merge(x, kept), _merge(x, dims)
     if kernel and results and len(results) <= 2 and len(terms) <= 1 and results[-1][1] == 1:
+        # Neighboring results are neighbors in memory: whole pieces of rows are added to them.
         columns = results[-1][0]
         matrices, step = results[0] if len(results) == 2 else (1, 0)
         count, row_step = terms[0] if terms else (1, 0)

@@ -113,6 +113,7 @@ def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
         cost: About how many operations all of them take.
         *given: The members of the kernel's struct: whole numbers, floats, tensors.
     """
+    # A struct of bytes and not ctypes' classes: one call of C then takes any kernel's arguments.
     form, members = "", list[Any]()
     for one in given:
         form += "d" if type(one) is float else "q"

@@ -40,7 +40,9 @@ _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", 
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _SHARE = 2**15  # numbers for which torch takes another thread
-_MOST_NESTED = 8  # calls of one operation within each other
+# Calls of one operation within each other: some decompositions call theirs again, with simpler
+# arguments, and one that is taken apart into itself would not end.
+_MOST_NESTED = 8
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits
 _KEYS = torch._C.DispatchKey  # noqa: SLF001 - torch has no public name
 _CHOOSE = [sys.modules[f"torch.optim.{name}"] for name in ("optimizer", "swa_utils")]
@@ -77,6 +79,8 @@ class PortableMode(TorchDispatchMode):
         if space != "aten":
             return self._take_apart(func)
         base = name.removesuffix("_") if not name.startswith("__") else name
+        # A rule for the in-place form goes first: it writes once, where the result of a functional
+        # rule is copied.
         for one in (name, base):
             found = self._compose(COMPOSED[one]) if one in COMPOSED else RULES.get(one)
             if found is not None:
@@ -200,6 +204,7 @@ def _write(func: Any, general: Rule, *args: Any, **kwargs: Any) -> Any:
     for target, result in zip(
         targets, results if isinstance(results, tuple) else (results,), strict=True
     ):
+        # As torch does with what `out=` names; in place, another shape is an error of `copy_`.
         if outs and target.shape != result.shape:
             target.resize_(result.shape)
         target.copy_(result)
@@ -225,7 +230,7 @@ def _checked(
     """Apply a rule to dense real numbers; leave whole numbers, and what has none, to torch."""
     count, tensors, fractions = 0, False, False
     for one in _tensors(args):
-        if one.is_meta:
+        if one.is_meta:  # it has a shape and no numbers
             return func(*args, **kwargs)
         if one.is_complex() or one.layout != torch.strided:
             refuse(func)
@@ -292,6 +297,7 @@ def portable() -> Iterator[None]:
         ...     torch.tensor([0.5, 0.25]).exp().tolist()
         [1.6487212181091309, 1.2840254306793213]
     """
+    # The switches are on, and the mode is not entered twice: it would compute its own operations.
     if portability.is_portable():
         yield
         return

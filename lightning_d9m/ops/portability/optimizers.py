@@ -60,7 +60,7 @@ def _step_adam(decoupled: bool, *lists: list[Tensor], **given: Any) -> None:
     lr, beta1, beta2, decay = (float(given[name]) for name in names)
     shrink, decay = (1 - lr * decay, 0.0) if decoupled else (1, decay)
     numbers = [-1 if given["maximize"] else 1, shrink, decay, 1 - beta1, beta2, 1 - beta2]
-    torch._foreach_add_(counts, 1)
+    torch._foreach_add_(counts, 1)  # whole numbers in float32, which no order can change
     for place, (x, gradient, average, squares) in enumerate(zip(*lists_of_numbers, strict=True)):
         count = int(counts[place].item())
         length, divisor = lr / (1 - _power(beta1, count)), math.sqrt(1 - _power(beta2, count))

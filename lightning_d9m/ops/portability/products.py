@@ -34,6 +34,7 @@ from lightning_d9m.ops.portability.kernels import Offsets, add, count_steps, mul
 from lightning_d9m.ops.portability.kernels import multiply as multiply_batches
 from lightning_d9m.ops.portability.registry import RULES, rule
 
+# Coarser than the last places of float64, in which machines differ; finer than those of float32.
 _GRID = 2.0**30
 
 
@@ -237,7 +238,7 @@ def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
         return convolve(values.unsqueeze(0), weight, bias, *arguments)[0]
     given, transposed, groups = arguments[:3], arguments[3], arguments[5]
     more = (*given, transposed, arguments[4], groups)
-    # Torch's shape rules, and its errors for wrong shapes, without its kernel.
+    # On the meta device: torch's shape rules, and its errors for wrong shapes, without its kernel.
     shapes = (one.to("meta") for one in (values, weight))
     sizes = torch.ops.aten.convolution(*shapes, None, *more).shape[2:]
     image, windows = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)

@@ -236,7 +236,7 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
 
 
-# The decompositions of these changed between torch 2.6 and 2.13.
+# By layer normalization, which has a kernel. The decompositions changed between torch 2.6 and 2.13.
 @composed("native_group_norm")
 def group_norm(
     values: Tensor, weight: Any, bias: Any, n: int, c: int, area: int, groups: int, eps: float

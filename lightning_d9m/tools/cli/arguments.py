@@ -1,8 +1,7 @@
 """The description of a command's arguments, and arguments that several commands share.
 
 The module of a command has ``ARGUMENTS``, the text of its arguments, and ``EXAMPLE``, a call that
-works; or ``COMMANDS``, those below it with their summaries. It may have ``SETTINGS``, what the text
-cannot say, by the name of an argument.
+works. It may have ``SETTINGS``, what the text cannot say, by the name of an argument.
 """
 
 import argparse
@@ -10,14 +9,14 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightning_d9m.errors import SettingError
 
-# The exit status of a command whose result has a verdict.
+# The exit status of a command whose result has a verdict. A script that takes 1 for a difference
+# must not take a run that was cut off for one.
 STATUS = {"equal": 0, "different": 1, "incomplete": 3}
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000
@@ -103,17 +102,10 @@ COMMAND = f"""{TIMEOUT}
 
 
 def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
-    """Declare the arguments of a command's module, or of the commands below it."""
-    if not hasattr(command, "COMMANDS"):
-        declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
-        parser.set_defaults(run=command.run, parser=parser)
-        parser.epilog = f"example: {command.EXAMPLE}"
-        return
-    below = parser.add_subparsers(metavar="WHAT", required=True)
-    for name, summary in command.COMMANDS.items():
-        child = below.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        declare_command(child, import_module(f"{command.__name__}.{name}"))
-        parser.epilog = child.epilog
+    """Declare the arguments of a command's module."""
+    declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
+    parser.set_defaults(run=command.run, parser=parser)
+    parser.epilog = f"example: {command.EXAMPLE}"
 
 
 def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str, Any]) -> None:

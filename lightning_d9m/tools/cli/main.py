@@ -25,7 +25,8 @@ from lightning_d9m.tools.cli.arguments import declare_command
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.version import __version__
 
-_MAX_WIDTH = 100
+_MAX_WIDTH = 100  # as of tables: longer lines are hard to read
+_MACHINE = "What is on this machine?"  # those of the folder `machine`
 # By the question that a group of commands answers: each command, and its summary.
 _GROUPS = {
     "Is a training deterministic?": {
@@ -44,7 +45,7 @@ _GROUPS = {
         "report": "write the comparison of two ledgers as one HTML file",
         "bundle": "pack two ledgers and the cause of their difference for a bug report",
     },
-    "What is on this machine?": {
+    _MACHINE: {
         "doctor": "check this machine for what makes runs nondeterministic",
         "ops": "list the ops that torch leaves nondeterministic",
         "audit": "measure the nondeterminism of ops",
@@ -118,7 +119,8 @@ def build_parser(*chosen: str) -> argparse.ArgumentParser:
 
 
 def _import(command: str) -> ModuleType:
-    return import_module(f"lightning_d9m.tools.cli.{command.replace('-', '_')}")
+    folder = "machine." if command in _GROUPS[_MACHINE] else ""
+    return import_module(f"lightning_d9m.tools.cli.{folder}{command.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
         return _ERROR
     # argparse would take the first word of a training for an argument that may be left out.
-    trains = chosen and _TRAINING in getattr(_import(chosen), "ARGUMENTS", _TRAINING)
+    trains = chosen and _TRAINING in _import(chosen).ARGUMENTS
     end = argv.index("--") if trains and "--" in argv else len(argv)
     parser = build_parser(*[chosen] if chosen else [])
     arguments, unknown = parser.parse_known_args(argv[:end])

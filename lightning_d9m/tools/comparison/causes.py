@@ -52,14 +52,6 @@ _GROUP_NAMES = {
     "schedulers": "scheduler state",
 }
 UNINITIALIZED, OUTSIDE, OUTSIDE_NUMBER = (_CAUSES[name] for name in ("empty", "outside", "number"))
-# By the group of the initial digests.
-_INITIAL = {
-    "weights": "initial weights",
-    "buffers": "initial buffers",
-    "optimizers": "initial settings",
-    "schedulers": "initial settings",
-    "gradients": "initial gradients",
-}
 # Kind of what differs by the group of digests at the end of an epoch.
 _KINDS = {
     **KIND_OF_GROUP,
@@ -222,7 +214,8 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
 ) -> str:
     first = found[0]
     if first.moment == "initial":
-        return _INITIAL.get(first.kind, "unknown")
+        name = f"initial {first.kind.replace('schedulers', 'optimizers')}"
+        return name if name in _CAUSES else "unknown"
     if first.moment == "final" or first.kind == SAVED:
         return "after training" if first.moment == "final" else SAVED
     # A fit that an exception ended has the state there in place of that of the epoch's end.

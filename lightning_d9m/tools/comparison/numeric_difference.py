@@ -159,16 +159,10 @@ class Spread(Variation):
 
 
 class SpreadMeter:
-    """Measures outputs one after the other; keeps only the reference.
+    """Measures outputs one after the other; keeps only the first, with which it compares."""
 
-    With a given reference, no figure depends on the order of the runs.
-
-    Args:
-        reference: The output that others are compared with; None for the first run.
-    """
-
-    def __init__(self, reference: Output | None = None) -> None:
-        self._reference = None if reference is None else _keep(reference)
+    def __init__(self) -> None:
+        self._reference: list[Tensor] | None = None
         self._digests: set[tuple[str, ...]] = set()
         self._found: list[Variation] = []
 
@@ -176,7 +170,8 @@ class SpreadMeter:
         """Add an output."""
         tensors = _as_list(output)
         if self._reference is None:
-            self._reference = _keep(tensors)
+            # A copy: the next call may write into the same memory.
+            self._reference = [tensor.clone() for tensor in tensors]
         self._digests.add(tuple(digest_many(tensors)))
         self._found.append(measure_variation(self._reference, tensors))
 
@@ -199,11 +194,6 @@ class SpreadMeter:
 
 def _as_list(output: Output) -> list[Tensor]:
     return [output.detach()] if isinstance(output, Tensor) else [t.detach() for t in output]
-
-
-def _keep(output: Output) -> list[Tensor]:
-    """Copy an output: the next call may write into the same memory."""
-    return [tensor.clone() for tensor in _as_list(output)]
 
 
 def _bits(values: Tensor) -> Tensor:

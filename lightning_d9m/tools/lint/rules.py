@@ -52,8 +52,8 @@ class Finding:
         rule: The rule's id.
         end_line: The last line of the code.
         end_column: The column behind it.
-        certainty: ``"certain"`` if the source shows everything that matters (assuming CUDA and
-            gradients); otherwise ``"depends"``.
+        certainty: ``"certain"`` if the source shows everything that matters; otherwise
+            ``"depends"``, as of each op and order.
         reason: The mechanism.
         fix: The remedy.
         code: The code, cut to one line.

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_d9m.errors import SettingError, file_errors
 from lightning_d9m.ops.patches.catalog.catalog import find_op
-from lightning_d9m.tools.lint.checks import ops, order, packages, settings
+from lightning_d9m.tools.lint.checks import ops, order, settings
 from lightning_d9m.tools.lint.rules import CODE, RULES, Finding
 from lightning_d9m.tools.lint.source import Source, SourceError, parse, read_source
 from lightning_d9m.tools.lint.tree import Call, Report, Tree
@@ -34,10 +34,8 @@ _COMMENT = re.compile(r"#\s*d9m:\s*ignore\s*\[(?P<rules>[^\]]*)\]\s*\S.*")
 _NOT_SCANNED = "D9M001"
 _CALLS: tuple[Callable[[Call], Iterator[Report]], ...] = (
     ops.check_op,
-    packages.check_package,
     settings.check_choice_by_time,
     settings.check_seed,
-    settings.check_system_draw,
     settings.check_worker_seed,
     order.check_listing,
     order.check_modification_time,

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from lightning_d9m.text import read_stanzas
 from lightning_d9m.tools.lint.rules import Certainty
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -41,23 +43,12 @@ _REWRITES = tuple(
         (r"^lightning\.(?:[a-z_]+\.)*(?=Trainer$|Fabric$|seed_everything$)", "lightning."),
     )
 )  # fmt: skip
-# Packages whose objects have methods with the same names as tensors.
-_FOREIGN = {
-    "asyncio", "builtins", "collections", "cupy", "cv2", "dask", "itertools", "jax", "keras",
-    "matplotlib", "mxnet", "numba", "numpy", "os", "pandas", "plotly", "polars", "pyspark",
-    "random", "re", "scipy", "seaborn", "sklearn", "statistics", "tensorflow", "xarray",
-}  # fmt: skip
-# They return objects of NumPy, pandas or Python, whatever they were called on.
-_FOREIGN_METHODS = {"numpy", "tolist", "item", "to_numpy", "to_pandas"}
-_OTHER_NAMES = tuple(
-    f"torch.{name}"
-    for name in (
-        *("nn.", "optim.", "utils.", "distributed.", "distributions.", "jit.", "cuda."),
-        *("Generator", "compile", "device", "Size"),
-    )
-)
-
-
+NAMES = {
+    name: frozenset(" ".join(words).split())
+    for stanza in read_stanzas(Path(__file__).with_name("names.txt"))
+    for name, words in stanza.items()
+}
+"""The sets of names that checks look for."""
 UNKNOWN: Final = object()
 """The value of an expression that the source does not show."""
 
@@ -413,10 +404,10 @@ def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
             if name.startswith("torch."):
                 # Most of torch.nn makes modules.
                 made = name.startswith("torch.nn.functional.") or name == "torch.nn.Parameter"
-                return "other" if name.startswith(_OTHER_NAMES) and not made else "tensor"
+                return "other" if name.startswith(tuple(NAMES["other"])) and not made else "tensor"
             if name or not isinstance(function, ast.Attribute):
                 return _read_package(name)
-            if function.attr in _FOREIGN_METHODS:
+            if function.attr in NAMES["foreign methods"]:
                 return "other"
             kind = read_kind(function.value, scope, depth - 1)
             if function.attr == "cpu" and kind != "other":
@@ -429,4 +420,4 @@ def read_kind(  # noqa: C901, PLR0912 - one case for each kind of expression
 
 
 def _read_package(name: str) -> ValueKind:
-    return "other" if name.partition(".")[0] in _FOREIGN else "unknown"
+    return "other" if name.partition(".")[0] in NAMES["foreign"] else "unknown"

@@ -11,7 +11,7 @@ from lightning_d9m.tools.lint.source import SourceError, list_imports, read_pyth
 # A folder of scripts is small; one that holds an environment would take minutes to scan.
 _MOST_FILES = 500
 # Of draws, then of orders, which may also decide values: of labels that a set numbers, say.
-_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 206, 207, 301, 302, 303, 305, 306))
+_ANY = tuple(f"D9M{number}" for number in (201, 203, 204, 207, 301, 302, 303, 305, 306))
 # By the kind of the cause.
 _RULES = {
     **dict.fromkeys(("data", "initial weights", "inputs", "value from outside torch"), _ANY),
@@ -23,15 +23,17 @@ def find_cause_lines(command: Sequence[str], cause: str) -> list[Finding]:
     """Scan the program of a command and the modules beside it that it imports.
 
     Returns:
-        The findings of the rules that explain the cause, the likeliest first; then what is certain
-        and explains others. An empty cause has these alone.
+        The findings of the rules that explain the cause, the likeliest first; then what explains
+        others and is certain or has one right answer. An empty cause has these alone.
     """
     program = find_program(command)
     if program is None:
         return []
     scans = [scan_file(str(path), frozenset(_ANY)) for path in _list_modules(program)]
     found = [finding for scan in scans for finding in scan.findings]
-    found = [one for one in found if explains(one.rule, cause) or one.certainty == "certain"]
+    found = [
+        one for one in found if explains(one.rule, cause) or one.edit or one.certainty == "certain"
+    ]
     order = (*_RULES.get(cause, ()), *_ANY)
     return sorted(found, key=lambda f: (order.index(f.rule), f.certainty != "certain"))
 

@@ -9,6 +9,7 @@ from lightning_d9m.engine.ledger.differences import (
     name_call,
     name_value,
 )
+from lightning_d9m.engine.ledger.stack import format_differences
 from lightning_d9m.text import describe_names, describe_pair, escape, pluralize
 from lightning_d9m.tools.comparison.causes import advise, earliest_divergences
 from lightning_d9m.tools.comparison.ledgers import Comparison, RankComparison
@@ -19,8 +20,6 @@ _STACKS = {
     False: "The stacks differ, which alone may change results:",
     True: "The stacks differ; portable bits do not depend on them:",
 }
-# As long as a stack records a variable: if they were cut, two values might look alike.
-_VALUE = 256
 # A path, or a sentence about one, is shown in full.
 _LONGEST = 4_096
 
@@ -62,10 +61,8 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
 def format_field(entry: FieldDifference, ranks: int, *, verbose: bool = False) -> Iterator[str]:
     """Yield a field and its two values; ranks are named if not all of them differ in this way."""
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
-    yield f"  {escape(entry.field)}{where}"
-    expected, actual = (entry.expected, entry.actual) if verbose else entry.shown
-    yield f"    reference: {escape(expected, _VALUE)}"
-    yield f"    this run:  {escape(actual, _VALUE)}"
+    values = (entry.expected, entry.actual) if verbose else entry.shown
+    yield from format_differences([(f"{entry.field}{where}", *values)]).splitlines()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # `d9m report` replaces a file only if it finds this in its first bytes.
 GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
+# A browser lays out all rows of a table, and a model has up to a hundred thousand places. The first
+# rank that diverges shows what differs; those of the others share the second number.
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
 _MAX_SERIES = 24
 _MAX_LINES = 1_000
@@ -199,7 +201,7 @@ def _make_environment() -> "Environment":
 
     environment = Environment(
         loader=PackageLoader("lightning_d9m.tools.output"),
-        autoescape=True,
+        autoescape=True,  # a ledger may come from a stranger
         # A misspelled name in the template is an error, not an empty text.
         undefined=StrictUndefined,
         trim_blocks=True,

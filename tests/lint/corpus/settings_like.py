@@ -45,10 +45,7 @@ by_process = np.random.default_rng(os.getpid())  # expect: D9M203
 started = time.time()  # fine
 run_name = uuid.uuid4().hex  # fine
 token = os.urandom(8)  # fine
-augment = random.SystemRandom()  # expect: D9M206
-lucky = secrets.choice([1, 2, 3])  # expect: D9M206
-folder = f"run-{secrets.randbelow(1000)}"  # fine
-run_id = "".join(secrets.choice("abc") for _ in range(8))  # fine
+lucky = secrets.choice([1, 2, 3])  # fine
 state = default_rng()  # fine
 state.bit_generator.state = configured.bit_generator.state
 

@@ -47,6 +47,7 @@ from lightning_d9m.version import __version__
 
 # The first bytes tell a ledger from any other file before JSON of unknown size is parsed.
 _HEADER = b'{"kind":"header",'
+# Of one length, so that a line is verified and cut before any JSON of it is parsed.
 _TAIL = len(b',"check":"0123456789abcdef"}\n')
 
 
@@ -231,6 +232,7 @@ def _open_regular(path: Path) -> BinaryIO:
     with file_errors(LedgerError, f"{path} cannot be read"):
         # Before it is opened: opening a pipe that nobody writes to waits indefinitely.
         if stat.S_ISREG(path.stat().st_mode):
+            # Records of many digests have megabytes, which the default would read 8 KiB at a time.
             return path.open("rb", buffering=2**20)
     raise LedgerError(
         f"{path} is not a ledger: it is not a regular file. Name a folder fit-NNN or a file "

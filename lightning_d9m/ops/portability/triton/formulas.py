@@ -21,6 +21,7 @@ from lightning_d9m.ops.portability.triton.kernels import BLOCK, LANES
 
 _ROWS, _ELEMENTS = 4, 256  # of a program of four warps: one row each
 _BITS = {"to_bits": "int64", "from_bits": "float64"}
+# Triton has no tables of constants, so that a place is looked up by as many comparisons.
 _LOOK_UP = "tl.full([], 0, tl.int64)"
 for _place, _word in enumerate(TWO_OVER_PI):
     _LOOK_UP = f"tl.where({{0}} == {_place}, {_word - (_word >> 63 << 64)}, {_LOOK_UP})"
@@ -94,6 +95,7 @@ def write_kernel(kernel: Kernel) -> str:
     results = kernel.trace(Line, _PLACES)
     like = next(name for name, place in kernel.inputs.items() if place == "at")
     arguments = ", ".join((*kernel.fresh, *kernel.inputs, "count", "n", "period"))
+    # One kernel for all sizes: only tensors beyond 2**31 elements need counts of 64 bits.
     lines = [
         f"def kernel({arguments}, WIDE: tl.constexpr, BLOCK: tl.constexpr):",
         f"REAL: tl.constexpr = {like}.dtype.element_ty",

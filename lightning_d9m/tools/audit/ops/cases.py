@@ -25,6 +25,7 @@ SIZES = (
     (100_000, 1),
 )
 # Side of an input by its number of dimensions, for --quick and otherwise.
+# --quick takes two minutes with the small ones; in large ones more threads can race.
 _SIDES = {1: (256, 4096), 2: (24, 96), 3: (10, 24)}
 _SIDE = -1  # stands for it in a shape
 

@@ -1,7 +1,7 @@
 """The measurement of all cases, each in four conditions.
 
 Each row is appended to a file when it is measured, with what it depends on, so that an interrupted
-audit continues there; after a case that ended the process, with the next one.
+audit continues there.
 """
 
 import json
@@ -31,9 +31,8 @@ from lightning_d9m.tools.audit.ops.report import CONDITIONS
 from lightning_d9m.tools.comparison.numeric_difference import SpreadMeter, measure_variation
 from lightning_d9m.tools.launch.progress import StatusLine, describe_left
 
-_FEWEST_RUNS = 3
+_FEWEST_RUNS = 3  # the first also loads kernels, so that two give a time
 _REFUSED = "does not have a deterministic implementation"
-_LOST = {"outcome": "lost", "reason": "The process ended."}
 
 
 def plan_rows(settings: Mapping[str, Any]) -> tuple[list[tuple[Case, str]], dict[str, Any]]:
@@ -101,22 +100,13 @@ def _measure_row(
         "op": case.op,
         "parameters": dict(case.parameters),
         "dtype": dtype,
-        "conditions": dict.fromkeys(CONDITIONS, _LOST),
+        "conditions": measure_case(
+            case, settings["device"], dtype, settings["runs"], settings["seconds"]
+        ),
     }
-
-    def write(found: Mapping[str, Any] | None) -> None:
-        # After a line that an interruption cut, a new one begins.
-        file.write(f"\n{json.dumps({'settings': settings, 'key': row['key'], 'row': found})}")
-        file.flush()
-
-    write(row)  # a case that ends the process is not measured again
-    try:
-        limits = settings["runs"], settings["seconds"]
-        row["conditions"] = measure_case(case, settings["device"], dtype, *limits)
-    except BaseException:  # after an interruption it is measured again
-        write(None)
-        raise
-    write(row)
+    # After a line that an interruption cut, a new one begins.
+    file.write(f"\n{json.dumps({'settings': settings, 'row': row})}")
+    file.flush()
     return row
 
 
@@ -128,8 +118,8 @@ def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, A
             record = json.loads(line)
             # A row of another version of torch, or of more runs, is not one of this audit.
             if record["settings"] == settings:
-                done[record["key"]] = record["row"]
-    return {key: row for key, row in done.items() if row}
+                done[record["row"]["key"]] = record["row"]
+    return done
 
 
 def measure_case(case: Case, device: str, dtype: str, runs: int, seconds: float) -> dict[str, Any]:
@@ -180,7 +170,7 @@ def _measure(
     call: MeasuredCall, device: str, runs: int, seconds: float
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Return the first outputs, and the figures of all."""
-    # It keeps one output and the digests of the others.
+    # 100 outputs may not fit into memory: it keeps one and the digests of the others.
     meter = SpreadMeter()
     first: tuple[Tensor, ...] = ()
     times: list[float] = []

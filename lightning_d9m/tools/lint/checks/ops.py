@@ -1,17 +1,21 @@
 """Calls of the catalog's ops, and the conditions under which they vary.
 
-A condition gets a call and returns the catalog's name of the op that the call runs and whether
-that is certain, or None where the call is deterministic: it depends on modes, dtypes, sizes and on
-which results are used.
+A condition gets a call and returns the catalog's name of the op that the call runs, or None where
+the source shows that the call is deterministic, by modes, dtypes, sizes and which results are used.
+What it finds always depends: the source shows neither the device nor who needs the gradient.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op
-from lightning_d9m.tools.lint.rules import RULES, Certainty
+from lightning_d9m.text import read_stanzas
+from lightning_d9m.tools.lint.rules import RULES
 from lightning_d9m.tools.lint.tree import (
+    NAMES,
     UNKNOWN,
     Call,
     Report,
@@ -24,41 +28,22 @@ from lightning_d9m.tools.lint.tree import (
     resolve,
 )
 
-Verdict: TypeAlias = tuple[str, Certainty] | None
-Condition: TypeAlias = Callable[[Call], Verdict]
+Condition: TypeAlias = Callable[[Call], str | None]
 
-_FUNCTIONAL = "torch.nn.functional."
+_PREFIXES = {"nn": "torch.nn", "F": "torch.nn.functional", "Tensor": "torch"}
 _INTERPOLATIONS = {
     "linear": "upsample_linear1d_backward",
     "bilinear": "upsample_bilinear2d_backward",
     "bicubic": "upsample_bicubic2d_backward",
     "trilinear": "upsample_trilinear3d_backward",
 }
-# They return new tensors, which have no gradient without `requires_grad`.
-_MAKERS = {"tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn"}
-# Of a tensor, what is not its numbers, and its numbers without the gradient.
-_WITHOUT_GRADIENT = {"device", "dtype", "shape", "ndim", "size", "dim", "numel", "detach", "data"}
-# Sums of integers are exact in any order.
-_INTEGER_CASTS = {"int", "long", "short", "byte", "bool"}
-# Methods that return the same numbers. Those that round to 16 bits are missing: they count ones
-# only up to 256 or 2048, and `to` is here although it may round.
-_KEEP_NUMBERS = {
-    *("clone", "contiguous", "double", "expand", "expand_as", "flatten", "float", "repeat"),
-    *("reshape", "squeeze", "to", "type_as", "unsqueeze", "view"),
-}
 _DEPTH = 8  # of expressions that are followed; `x = x.float()` would have no end
-# Within these, or below such a decorator, no backward pass runs.
-_NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _RULES = {
     FlagEffect.RAISES: "D9M101",
     FlagEffect.NONE: "D9M102",
     FlagEffect.SWITCHES: "D9M103",
     FlagEffect.DECOMPOSES: "D9M103",
     FlagEffect.OUT_OF_REACH: "D9M104",
-}
-# Ops that vary, or raise, on a CPU as well.
-_ON_CPU_TOO = {
-    *("max_unpool2d", "max_unpool3d", "put_", "index_put", "index_put_accumulate", "index_copy")
 }
 
 
@@ -73,7 +58,7 @@ def check_op(call: Call) -> Iterator[Report]:
     if name == "functools.partial" and call.node.args:
         name = resolve(call.node.args[0], call.scope)
         call = Call(call.node, call.tree, shift=1)
-    conditions = FUNCTIONS.get(name, ())
+    conditions: Sequence[Condition] = FUNCTIONS.get(name, ())
     # A method may be called on an object, or by its full name on the class.
     if call.receiver is not None or (not conditions and name.startswith("torch.Tensor.")):
         method = METHODS.get(call.method or name.removeprefix("torch.Tensor."))
@@ -87,84 +72,26 @@ def check_op(call: Call) -> Iterator[Report]:
         call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
     # A module may run several ops, such as a convolution and its padding.
     for condition in conditions:
-        verdict = condition(call)
-        if verdict is not None and not _is_spared(verdict[0], call, name):
-            op, reason, fix = explain_op(verdict[0])
-            known = (
-                _is_module(name)
-                or not op.name.endswith("_backward")
-                or _takes_parameter(call.get(0, "input") or call.receiver, call.scope)
-            )
-            certainty = verdict[1] if known else "depends"
-            yield Report(rule_of(op), call.node, certainty, reason, fix, op.name)
-
-
-def _is_module(name: str) -> bool:
-    """Return whether a call makes a module, which trains, and runs no op itself."""
-    return name.rpartition(".")[2][:1].isupper()
-
-
-def _takes_parameter(node: ast.AST | None, scope: Scope) -> bool:
-    """Return whether a value is computed from a parameter of its class, and so has a gradient.
-
-    Of other values, such as batches and images, the source does not show whether anybody needs it.
-    """
-    waiting, seen = [node], set[int]()
-    while waiting:
-        part = waiting.pop()
-        named = part.func if isinstance(part, ast.Call) else part
-        is_free = isinstance(named, ast.Attribute) and named.attr in _WITHOUT_GRADIENT
-        if part is None or is_free or id(part) in seen:
-            continue
-        seen.add(id(part))
-        waiting += ast.iter_child_nodes(part)
-        if isinstance(part, ast.Name):
-            waiting += scope.follow(part)[0]
-        elif isinstance(part, ast.Attribute) and read_last_name(part.value) == "self":
-            made = [own for own in scope.follow(part)[0] if isinstance(own, ast.Call)]
-            if any(
-                read_last_name(own.func) == "Parameter"
-                and not any(word.arg == "requires_grad" for word in own.keywords)
-                for own in made
-            ):
-                return True
-    return False
+        found = condition(call)
+        if found is not None and not _is_spared(found, call, name):
+            op, reason, fix = explain_op(found)
+            yield Report(rule_of(op), call.node, "depends", reason, fix, op.name)
 
 
 def _is_spared(op: str, call: Call, name: str) -> bool:
     """Return whether a call cannot vary: on a CPU, or without a gradient."""
     first = call.receiver or next(iter(call.node.args), None)
-    on_cpu = read_kind(first, call.scope) == "cpu tensor" or _is_guarded(call.node, call.tree)
     # The catalog describes CUDA; on a CPU most of these ops have a fixed order.
-    if op not in _ON_CPU_TOO and on_cpu:
+    if op not in NAMES["on cpu too"] and read_kind(first, call.scope) == "cpu tensor":
         return True
-    if not op.endswith("_backward") or _is_module(name):
+    # A call that makes a module runs no op itself, and the module trains.
+    if not op.endswith("_backward") or name.rpartition(".")[2][:1].isupper():
         return False
     match first:  # a new tensor has no gradient
-        case ast.Call(function, keywords=words) if read_last_name(function) in _MAKERS:
+        case ast.Call(function, keywords=words) if read_last_name(function) in NAMES["makers"]:
             if not any(word.arg == "requires_grad" for word in words):
                 return True
     return _is_without_gradient(call.node, call.tree)
-
-
-def _is_guarded(node: ast.AST, tree: Tree) -> bool:
-    """Return whether a node runs only if something is not on a CUDA device."""
-    for parent in tree.around(node):
-        if isinstance(parent, ast.If | ast.IfExp):
-            body = parent.body if isinstance(parent.body, list) else [parent.body]
-            # The else branch is what runs on CUDA.
-            within = node in body
-            # `a and not x.is_cuda` excludes CUDA, and `a or not x.is_cuda` does not.
-            tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
-            every = not isinstance(parent.test, ast.BoolOp) or isinstance(parent.test.op, ast.And)
-            for test in tests if within and every else ():
-                match test:
-                    case ast.UnaryOp(ast.Not(), ast.Attribute(attr="is_cuda")):
-                        return True
-                    case ast.UnaryOp(ast.Not(), ast.Call(ast.Attribute(attr="is_cuda"))):
-                        return True
-        node = parent
-    return False
 
 
 def _is_without_gradient(node: ast.AST, tree: Tree) -> bool:
@@ -181,11 +108,11 @@ def _is_without_gradient(node: ast.AST, tree: Tree) -> bool:
 def _turns_off(node: ast.expr, tree: Tree) -> bool:
     scope = tree.scope[node]
     if not isinstance(node, ast.Call):
-        return resolve(node, scope) in _NO_GRADIENTS
+        return resolve(node, scope) in NAMES["no gradients"]
     name = resolve(node.func, scope)
     if name == "torch.set_grad_enabled":
         return bool(node.args) and read_constant(node.args[0], scope) is False
-    return name in _NO_GRADIENTS
+    return name in NAMES["no gradients"]
 
 
 def explain_op(name: str) -> tuple[Op, str, str]:
@@ -212,108 +139,80 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     return op, reason, fix
 
 
-def _always(op: str, certainty: Certainty = "certain") -> Condition:
+def _always(op: str) -> Condition:
     """Accept any arguments."""
-    return lambda _: (op, certainty)
+    return lambda _: op
 
 
-def _unless(op: str, default: object, position: int | None, name: str, *fine: object) -> Condition:
+def _unless(op: str, default: object, position: int, name: str, *fine: object) -> Condition:
     """Accept a call unless an argument, or its default, has one of the ``fine`` values."""
-
-    def check(call: Call) -> Verdict:
-        value = call.read(position, name, default=default)
-        return None if value in fine else (op, "depends" if value is UNKNOWN else "certain")
-
-    return check
+    return lambda call: None if call.read(position, name, default=default) in fine else op
 
 
-def _interpolated(position: int) -> Condition:
-    """Choose the op by the mode of an interpolation."""
+def _given(op: str, position: int, name: str) -> Condition:
+    """Accept a call with an argument."""
+    return lambda call: op if call.get(position, name) is not None else None
 
-    def check(call: Call) -> Verdict:
+
+def _interpolated(unknown: str, position: int) -> Condition:
+    """Choose the op by the mode of an interpolation; ``unknown`` if the source does not show it."""
+
+    def check(call: Call) -> str | None:
         mode = call.read(position, "mode", default="nearest")
         if mode is UNKNOWN or mode == "area":
             # In this mode torch calls adaptive average pooling, of as many dimensions as the image
             # has.
-            area = "adaptive_avg_pool2d_backward"
-            return area if mode == "area" else "upsample_bilinear2d_backward", "depends"
+            return "adaptive_avg_pool2d_backward" if mode == "area" else unknown
         if call.read(None, "antialias", default=False) is True and mode != "linear":
-            return f"upsample_{mode}2d_aa_backward", "certain"
-        op = _INTERPOLATIONS.get(str(mode))
-        return (op, "certain") if op else None
+            return f"upsample_{mode}2d_aa_backward"
+        return _INTERPOLATIONS.get(str(mode))
 
     return check
 
 
-def _padded(default: str, position: int, name: str, dims: int | None = None) -> Condition:
-    """Choose the op by the mode of a padding and the padded dimensions."""
+def _padded(_: str, position: int, name: str, dims: int | None = None) -> Condition:
+    """Choose the op by the mode of a padding, reflection if unknown, and the padded dimensions."""
 
-    def check(call: Call) -> Verdict:
-        mode = call.read(position, name, default=default)
+    def check(call: Call) -> str | None:
+        mode = call.read(position, name, default="zeros")
         pad = None if dims else call.read(1, "pad")
         count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
-        if mode is UNKNOWN:
-            return f"reflection_pad{count}d_backward", "depends"
-        kind = {"reflect": "reflection", "replicate": "replication"}.get(str(mode))
-        return (f"{kind}_pad{count}d_backward", "certain") if kind else None
+        kinds = {"reflect": "reflection", "replicate": "replication"}
+        kind = "reflection" if mode is UNKNOWN else kinds.get(str(mode))
+        return f"{kind}_pad{count}d_backward" if kind else None
 
     return check
 
 
-def _pooled(op: str, position: int) -> Condition:
-    """Accept a pooling unless its output has one element.
+def _averaged(op: str, position: int) -> Condition:
+    """Accept a mean over windows unless its output has one element, for which torch adds no op."""
 
-    For the mean of all torch calls no pooling; for the largest its flag raises, although nothing is
-    added into one place.
-    """
-
-    def check(call: Call) -> Verdict:
+    def check(call: Call) -> str | None:
         size = call.read(position, "output_size", default=UNKNOWN)
-        if size == 1 or (isinstance(size, tuple) and set(size) == {1}):
-            return None if "avg" in op else (op, "depends")
-        return op, "depends" if size is UNKNOWN else "certain"
+        return None if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else op
 
     return check
 
 
-def _windowed(op: str, position: int) -> Condition:
-    """Accept a pooling; unless its windows are seen to overlap, only torch's flag shows it."""
-
-    def check(call: Call) -> Verdict:
-        size = call.read(position, "kernel_size", default=UNKNOWN)
-        stride = call.read(position + 1, "stride", default=None)
-        # One number stands for all three dimensions.
-        both = [3 * (n,) if isinstance(n, int) else n for n in (size, stride)]
-        known = all(isinstance(n, tuple) and len(n) == 3 for n in both)  # noqa: PLR2004 - dimensions
-        overlap = known and any(a > b for a, b in zip(*both, strict=True))
-        return op, "certain" if overlap else "depends"
-
-    return check
-
-
-def _sparse_mm(call: Call) -> Verdict:
+def _sparse_product(op: str) -> Condition:
     """Accept a product of a sparse matrix; with another reduction it exists only on a CPU."""
-    return None if call.get(2, "reduce") is not None else ("sparse_mm", "certain")
+    return lambda call: op if call.get(2, "reduce") is None else None
 
 
-def _bincount(call: Call) -> Verdict:
-    """Accept ``bincount`` with weights."""
-    # Without weights it counts integers.
-    value = call.read(1, "weights")
-    given = call.owned and (value is not UNKNOWN or call.get(1, "weights") is not None)
-    return None if value is None else ("bincount", "certain" if given else "depends")
+def _weighted(op: str) -> Condition:
+    """Accept a count with weights: without them it counts integers."""
+    return lambda call: None if call.read(1, "weights") is None else op
 
 
-def _added(op: str, position: int = 3, *names: str) -> Condition:
+def _added(op: str, position: int, *names: str) -> Condition:
     """Accept an addition unless its source is seen to be ones or whole numbers.
 
     Their sums are exact in any order: those of ones as long as a float can count them.
     """
 
-    def check(call: Call) -> Verdict:
-        source = call.get(position, *(names or ("src", "source")))
-        is_exact = source is not None and _is_whole(source, call.scope)
-        return None if is_exact else (op, "certain")
+    def check(call: Call) -> str | None:
+        source = call.get(position, *names)
+        return None if source is not None and _is_whole(source, call.scope) else op
 
     return check
 
@@ -328,69 +227,94 @@ def _is_whole(value: ast.AST, scope: Scope, depth: int = _DEPTH) -> bool:
             return True
         case ast.IfExp(body=one, orelse=other):
             return all(_is_whole(branch, scope, depth - 1) for branch in (one, other))
-        case ast.Call(ast.Attribute(receiver, method)) if method in _KEEP_NUMBERS:
+        case ast.Call(ast.Attribute(receiver, method)) if method in NAMES["keep numbers"]:
             return _is_whole(receiver, scope, depth - 1)
         case ast.Call(function):
-            return read_last_name(function) in {"ones", "ones_like", "new_ones", *_INTEGER_CASTS}
+            return read_last_name(function) in {
+                "ones",
+                "ones_like",
+                "new_ones",
+                *NAMES["integer casts"],
+            }
     return False
 
 
-def _scatter_reduce(call: Call) -> Verdict:
-    reduction = call.read(4, "reduce", default=UNKNOWN)
-    if reduction in {"prod", "sum", "mean"}:
-        return f"scatter_reduce_{'prod' if reduction == 'prod' else 'sum'}", "certain"
-    return ("scatter_reduce_prod", "depends") if reduction is UNKNOWN else None
+def _reduced(op: str) -> Condition:
+    """Choose the op by the reduction; of the greatest and the least the order does not matter."""
+
+    def check(call: Call) -> str | None:
+        reduction = call.read(4, "reduce", default=UNKNOWN)
+        if reduction in {"sum", "mean"}:
+            return "scatter_reduce_sum"
+        return op if reduction is UNKNOWN or reduction == "prod" else None
+
+    return check
 
 
-def _index_put(call: Call) -> Verdict:
-    if call.read(3, "accumulate", default=False) is not True:
-        return "index_put", "depends"
-    return _added("index_put_accumulate", 2, "values")(call)
+def _put(op: str) -> Condition:
+    """Choose the op by whether values are added to those that are there."""
+    added = _added("index_put_accumulate", 2, "values")
+    return lambda call: added(call) if call.read(3, "accumulate", default=False) is True else op
 
 
-def _scatter(call: Call) -> Verdict:
-    """Accept a scatter unless its source is one number, as for one-hot vectors.
+def _scattered(op: str) -> Condition:
+    """Accept a scatter unless its source is one number, as for one-hot vectors."""
 
-    It depends on whether an index is there twice, with different values, as for all ops that
-    overwrite: the source does not show it.
-    """
-    # A value that is one number is the same wherever it is written first.
-    source = call.get(3, "src", "value")
-    if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
-        return None
-    if isinstance(call.read(3, "src", default=UNKNOWN), (int, float)):
-        return None
-    op = "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else "scatter"
-    return None if read_kind(source, call.scope) == "other" else (op, "depends")
+    def check(call: Call) -> str | None:
+        # A value that is one number is the same wherever it is written first.
+        source = call.get(3, "src", "value")
+        if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
+            return None
+        number = isinstance(call.read(3, "src", default=UNKNOWN), (int, float))
+        if number or read_kind(source, call.scope) == "other":
+            return None
+        return "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else op
 
-
-def _repeat_interleave(call: Call) -> Verdict:
-    """Accept ``repeat_interleave`` unless it repeats all elements equally, which torch expands."""
-    if isinstance(call.read(1, "repeats", default=UNKNOWN), int):
-        return None
-    tensor = read_kind(call.get(1, "repeats"), call.scope) == "tensor"
-    return "repeat_interleave_backward", "certain" if tensor else "depends"
+    return check
 
 
-def _histc(call: Call) -> Verdict:
-    """Accept ``histc`` of floating point; it depends if the source does not show the dtype."""
-    match _find_input(call):
-        case ast.Call(ast.Attribute(attr=method), args, keywords):
-            dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
-            names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
-            if method in _INTEGER_CASTS or any(n.strip("u").startswith("int") for n in names):
-                return None
-            if any(n.startswith(("float", "double", "half", "bfloat")) for n in (method, *names)):
-                return "histc", "certain"
-    return "histc", "depends"
+def _indexed(op: str) -> Condition:
+    """Accept a method of a tensor, or of an object whose arguments look like those of one."""
+    return lambda call: op if call.owned or _is_indexed(call, 2) else None
 
 
-def _bmm(call: Call) -> Verdict:
-    """Accept ``bmm`` of a sparse tensor."""
-    first = _find_input(call)
-    parts = ast.walk(first) if first is not None else ()
-    sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
-    return ("bmm_sparse", "certain") if sparse else None
+def _of_tensor(op: str) -> Condition:
+    """Accept a function, or a method of what is known to be a tensor."""
+    return lambda call: op if call.owned else None
+
+
+def _repeated(op: str) -> Condition:
+    """Accept a repetition unless it repeats all elements equally, which torch expands."""
+    return lambda call: None if isinstance(call.read(1, "repeats", default=UNKNOWN), int) else op
+
+
+def _of_fractions(op: str) -> Condition:
+    """Accept an op unless its input is cast to integers, which are counted exactly."""
+
+    def check(call: Call) -> str | None:
+        match _find_input(call):
+            case ast.Call(ast.Attribute(attr=method), args, keywords):
+                dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
+                names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
+                if method in NAMES["integer casts"] or any(
+                    n.strip("u").startswith("int") for n in names
+                ):
+                    return None
+        return op
+
+    return check
+
+
+def _of_sparse(op: str) -> Condition:
+    """Accept an op of a sparse tensor."""
+
+    def check(call: Call) -> str | None:
+        first = _find_input(call)
+        parts = ast.walk(first) if first is not None else ()
+        sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
+        return op if sparse else None
+
+    return check
 
 
 def _find_input(call: Call) -> ast.AST | None:
@@ -400,40 +324,30 @@ def _find_input(call: Call) -> ast.AST | None:
 
 
 def _selected(op: str) -> Condition:
-    """Accept an op along a dimension if its indices, which vary, are used."""
+    """Accept an op along a dimension unless its indices, which vary, are seen not to be used."""
 
-    def check(call: Call) -> Verdict:
-        if call.get(1, "dim") is None and not call.unpacked:
-            return None
-        if "dim" not in call.named and not call.owned:
-            return None
-        used = _uses_indices(call.node, call)
-        if used is False:
-            return None
-        return op, "certain" if used and call.owned else "depends"
+    def check(call: Call) -> str | None:
+        along = call.get(1, "dim") is not None or call.unpacked
+        is_tensors = call.owned or "dim" in call.named
+        return op if along and is_tensors and _may_use_indices(call.node, call) else None
 
     return check
 
 
-def _uses_indices(node: ast.AST, call: Call) -> bool | None:
-    """Return whether the second of an op's two results is used; None if it is not known."""
+def _may_use_indices(node: ast.AST, call: Call) -> bool:
+    """Return whether the second of an op's two results may be used."""
     parent = call.tree.parent[node]
     match parent:
-        case ast.Attribute(attr=name):
-            return name == "indices" if name in {"values", "indices"} else None
-        case ast.Subscript(value, ast.Constant(number)) if value is node:
-            return number != 0
-        case ast.Assign([ast.Tuple([_, last]), *_]):
-            return not (isinstance(last, ast.Name) and not last.id.strip("_"))
-        case ast.Assign([ast.Name() as name], value) if value is node:
-            _, area, key = call.scope.follow(name)
-            # The result has a name: what is done with the name decides.
-            uses = call.tree.find_uses(area, key, parent)
-            found = {_uses_indices(use, call) for use in uses}
-            return True if True in found else None if None in found else False
-        case ast.Expr():
+        case ast.Attribute(attr="values") | ast.Subscript(slice=ast.Constant(0)) | ast.Expr():
             return False
-    return None
+        case ast.Assign([ast.Tuple([_, ast.Name(last)]), *_]):
+            return bool(last.strip("_"))
+        case ast.Assign([ast.Name() as name], value) if value is node:
+            # The result has a name: what is done with the name decides.
+            _, area, key = call.scope.follow(name)
+            uses = call.tree.find_uses(area, key, parent)
+            return any(_may_use_indices(use, call) for use in uses)
+    return True
 
 
 def _is_indexed(call: Call, least: int) -> bool:
@@ -449,119 +363,35 @@ def _is_indexed(call: Call, least: int) -> bool:
     return named or isinstance(call.read(1, "dim", default=UNKNOWN), int)
 
 
-def _list_layers() -> dict[str, tuple[Condition, ...]]:
-    """Return the conditions of modules and of the functions that belong to them."""
-    # A module and its function differ in the position of arguments.
-    table: dict[str, tuple[Condition, ...]] = {}
-
-    def add(module: str, function: str, *conditions: Condition) -> None:
-        table.update({f"torch.nn.{module}": conditions} if module else {})
-        table.update({_FUNCTIONAL + function: conditions} if function else {})
-
-    for dims in (1, 2, 3):
-        # In one dimension torch calls the two-dimensional op.
-        planes = max(dims, 2)
-        average, largest = (f"adaptive_{kind}_pool{planes}d_backward" for kind in ("avg", "max"))
-        add(f"AdaptiveAvgPool{dims}d", "", _pooled(average, 0))
-        add("", f"adaptive_avg_pool{dims}d", _pooled(average, 1))
-        add(f"AdaptiveMaxPool{dims}d", "", _pooled(largest, 0))
-        for function in (f"adaptive_max_pool{dims}d", f"adaptive_max_pool{dims}d_with_indices"):
-            add("", function, _pooled(largest, 1))
-        add(f"MaxUnpool{dims}d", f"max_unpool{dims}d", _always(f"max_unpool{planes}d"))
-        for kind in ("Reflection", "Replication"):
-            add(f"{kind}Pad{dims}d", "", _always(f"{kind.lower()}_pad{dims}d_backward"))
-        convolution, padding = _always("convolution"), _padded("zeros", 8, "padding_mode", dims)
-        for prefix in ("", "Lazy"):
-            add(f"{prefix}Conv{dims}d", "", convolution, padding)
-            add(f"{prefix}ConvTranspose{dims}d", f"conv_transpose{dims}d", convolution)
-        add("", f"conv{dims}d", convolution)
-    for dims in (2, 3):
-        pool = f"fractional_max_pool{dims}d"
-        add(f"FractionalMaxPool{dims}d", pool, _always(f"{pool}_backward"))
-    for kind in ("avg", "max"):
-        add(f"{kind.title()}Pool3d", "", _windowed(f"{kind}_pool3d_backward", 0))
-        add("", f"{kind}_pool3d", _windowed(f"{kind}_pool3d_backward", 1))
-    add("Upsample", "", _interpolated(2))
-    add("UpsamplingBilinear2d", "upsample_bilinear", _always("upsample_bilinear2d_backward"))
-    add("", "interpolate", _interpolated(3))
-    add("", "upsample", _interpolated(3))
-    add("", "pad", _padded("constant", 2, "mode"))
-    add("", "grid_sample", _always("grid_sampler_2d_backward"))
-    add("NLLLoss", "", _nll_loss(4))
-    add("", "nll_loss", _nll_loss(6))
-    add("NLLLoss2d", "", _unless("nll_loss2d", "mean", 4, "reduction", "none"))
-    add("CTCLoss", "ctc_loss", _always("ctc_loss_backward", "depends"))
-    for module, function, position in (("EmbeddingBag", "", 5), ("", "embedding_bag", 6)):
-        bag = _unless("embedding_bag_max_backward", "mean", position, "mode", "mean", "sum")
-        add(module, function, bag)
-    for module in ("RNN", "LSTM", "GRU"):
-        add(module, "", _always("rnn_cudnn", "depends"))
-    attention = "scaled_dot_product_attention"
-    add("", attention, _always(f"{attention}_backward"))
-    return table
-
-
-def _nll_loss(position: int) -> Condition:
-    """Accept an NLL loss, which varies if its input has two spatial dimensions (unknown here)."""
-    check = _unless("nll_loss2d", "mean", position, "reduction", "none")
-    return lambda call: ("nll_loss2d", "depends") if check(call) else None
-
-
-# Functions of torch that are methods of tensors, too.
-_TENSOR_OPS: dict[str, Condition] = {
-    "bincount": _bincount,
-    "bmm": _bmm,
-    "gather": lambda call: (
-        ("gather_backward", "certain") if call.owned or _is_indexed(call, 2) else None
-    ),
-    "histc": _histc,
-    "index_select": _always("index_select_backward"),
-    "median": _selected("median"),
-    "nanmedian": _selected("nanmedian"),
-    "repeat_interleave": _repeat_interleave,
-    "take": lambda call: ("put_", "certain") if call.owned else None,  # its gradient
-    "take_along_dim": _always("gather_backward"),
+_CONDITIONS: dict[str, Callable[..., Condition]] = {
+    condition.__name__.strip("_"): condition
+    for condition in (
+        *(_added, _averaged, _given, _indexed, _interpolated, _of_fractions, _of_sparse),
+        *(_of_tensor, _padded, _put, _reduced, _repeated, _scattered, _selected),
+        *(_sparse_product, _unless, _weighted),
+    )
 }
-# These also exist with a trailing underscore.
-_IN_PLACE: dict[str, Condition] = {
-    "index_add": _added("index_add"),
-    "index_copy": _always("index_copy", "depends"),
-    "index_put": _index_put,
-    "index_reduce": _always("index_reduce"),
-    "put": _always("put_", "depends"),
-    "scatter": _scatter,
-    "scatter_add": _added("scatter_add"),
-    "scatter_reduce": _scatter_reduce,
-}
-_ALL_TENSOR_OPS = {
-    **_TENSOR_OPS, **_IN_PLACE, **{f"{name}_": check for name, check in _IN_PLACE.items()}
-}  # fmt: skip
-_SCATTERING = [
-    *(f"torch_scatter.{name}"
-      for name in ("scatter", "scatter_add", "scatter_sum", "scatter_mean", "segment_coo")),
-    "torch_geometric.utils.scatter",
-    "torch_geometric.nn.global_add_pool",
-    "torch_geometric.nn.global_mean_pool",
-]  # fmt: skip
-_ATTENTION = [
-    f"flash_attn.{module}flash_attn_{kind}func"
-    for module in ("", "flash_attn_interface.")
-    for kind in ("", "varlen_", "qkvpacked_", "kvpacked_", "varlen_qkvpacked_")
-]
-
-_ATTENTION_OP = _unless("flash_attn_package_backward", 0, None, "deterministic", 1)
-FUNCTIONS: Mapping[str, tuple[Condition, ...]] = {
-    **_list_layers(),
-    "torch.sparse.mm": (_sparse_mm,),
-    "torch.sparse.addmm": (_always("sparse_mm"),),
-    **dict.fromkeys(_SCATTERING, (_always("scatter_add", "depends"),)),
-    **dict.fromkeys(_ATTENTION, (_ATTENTION_OP,)),
-    **{f"torch.{name}": (condition,) for name, condition in _ALL_TENSOR_OPS.items()},
-}
+FUNCTIONS: dict[str, list[Condition]] = defaultdict(list)
 """The conditions of each function and module, by its full name."""
-
-# NumPy's arrays have `put`, too, so it counts only as a function of torch.
-METHODS: Mapping[str, Condition] = {
-    name: condition for name, condition in _ALL_TENSOR_OPS.items() if name != "put"
-}
+METHODS: dict[str, Condition] = {}
 """The condition of each method of a tensor; its receiver is the first argument."""
+
+
+def _read_calls() -> None:
+    """Fill the tables from ``calls.txt``."""
+    # A name may have several conditions: a convolution may pad, which is an op of its own.
+    for stanza in read_stanzas(Path(__file__).with_name("calls.txt")):
+        for head, names in stanza.items():
+            op, *words = head.split()
+            given = [int(word) if word.lstrip("-").isdigit() else word for word in words[1:]]
+            condition = _CONDITIONS[words[0]](op, *given) if words else _always(op)
+            for name in " ".join(names).split():
+                first, _, rest = name.partition(".")
+                if first == "Tensor":
+                    METHODS[rest] = condition
+                FUNCTIONS[f"{_PREFIXES[first]}.{rest}" if first in _PREFIXES else name] += [
+                    condition
+                ]
+
+
+_read_calls()

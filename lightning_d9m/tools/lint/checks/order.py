@@ -1,15 +1,16 @@
 """Orders that differ from run to run, and whether the code that uses them depends on the order.
 
-Listings of folders, sets, results as they complete, and hashes of strings.
+Listings of folders, sets, results as they complete, and hashes of strings. An order that is found
+always depends: what leaves a function may be sorted by its caller.
 """
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from lightning_d9m.tools.lint.rules import Certainty
 from lightning_d9m.tools.lint.tree import (
     FUNCTION_NODES,
+    NAMES,
     Call,
     Report,
     Scope,
@@ -24,67 +25,30 @@ from lightning_d9m.tools.lint.tree import (
 
 Elements = Literal["numbers", "strings", "unknown"]
 
-_LISTINGS = {"os.listdir", "os.scandir", "glob.glob", "glob.iglob"}
-_COMPLETIONS = {"concurrent.futures.as_completed", "asyncio.as_completed"}
-# Functions of os.path, and fields of a stat.
-_FILE_TIMES = {
-    *("getmtime", "getctime", "getatime"),
-    *(f"st_{kind}time{unit}" for kind in "mca" for unit in ("", "_ns")),
-}
-_SETS = {"builtins.set", "builtins.frozenset", "weakref.WeakSet"}
-_SET_TYPES = {*_SETS, "typing.Set", "typing.FrozenSet"}
-_SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
-# What returns texts, and what returns numbers: the hash of a number is the same in each run.
-_TEXTS = {"str", "repr", "chr", "hex", "format", "basename", "strip", "lower", "upper", "split"}
-_NUMBERS = {"range", "int", "len", "ord", "round", "arange", "float"}
 _MIXED = (
     "If its elements are strings, or hashed by address, the order of the set changes from run to "
     "run."
 )
-# Functions whose result does not depend on the order of their argument.
-_FREE = {
-    "sorted", "len", "set", "frozenset", "any", "all", "max", "min", "sum", "Counter", "bool",
-    "isinstance", "print", "natsorted", "unique", "sum_", "type", "repr", "str", "update",
-    "issubset", "union", "intersection", "difference", "isdisjoint", "issuperset", "heapify",
-    "fsum", "iter_sorted",
-}  # fmt: skip
-# Functions whose result has the order of their argument.
-_PASSED_ON = {
-    "list", "tuple", "iter", "map", "filter", "reversed", "chain", "tqdm", "array", "asarray",
-    "from_iterable", "deque", "fspath", "islice", "enumerate", "zip",
-}  # fmt: skip
-_NUMBERED = {"enumerate", "zip"}
-# Methods that keep the order in which they are called.
-_COLLECTING = {
-    "append", "extend", "insert", "appendleft", "put", "write", "writelines", "writerow",
-    "add_module", "register_module", "register_buffer", "register_parameter", "send",
-}  # fmt: skip
-# What a person reads does not steer a training.
-_SAYING = {"warn", "warning", "info", "debug", "rank_zero_warn", "rank_zero_info"}
-# They pick or pair items by position, or keep them in their order as data.
-_PLACING = {
-    "shuffle", "sample", "choice", "choices", "permutation", "random_split", "Subset", "DataLoader",
-    "array", "asarray", "fromiter", "tensor", "as_tensor", "stack", "cat", "concatenate", "vstack",
-}  # fmt: skip
 # Functions that give a set an order.
-_ORDERING = {
-    *(_PASSED_ON | _PLACING),
-    *("join", "extend", "fromkeys", "Series", "DataFrame", "cycle", "Index", "writelines"),
-}
-_DRAWING = ("random", "rand", "randn", "randint", "shuffle", "choice", "normal_", "uniform_")
+_ORDERING = NAMES["passed on"] | NAMES["ordering"]
+# Expressions that have the order of a part.
+_PASSING = (
+    *(ast.BinOp, ast.BoolOp, ast.Starred, ast.IfExp, ast.NamedExpr, ast.List, ast.Tuple),
+    *(ast.Await, ast.keyword, ast.withitem),
+)
 _DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 
 
 def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
-    certainty: Certainty = "certain"
+    edit = "sorted({})"
     if call.name in {"os.walk", "os.fwalk"}:
         # os.walk yields names in lists, and a program sorts them within its loop: dirs.sort().
         loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
         if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
-        certainty = "depends"
-    elif call.name not in _LISTINGS:
+        edit = ""
+    elif call.name not in NAMES["listings"]:
         # Path.glob and similar methods of any object, since its type is not known.
         one_pattern = call.method == "glob" and len(call.node.args) == 1
         path_like = call.method in {"iterdir", "rglob"} or one_pattern
@@ -92,13 +56,11 @@ def check_listing(call: Call) -> Iterator[Report]:
             return
     if _expects_one_file(call) or _is_message(call.node, call.tree):
         return
-    if judged := _judge_order(call.node, call.tree):
-        edit = "sorted({})" if certainty == "certain" else ""
+    if _decides(call.node, call.tree):
         if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
-            named = edit and not isinstance(call.parent, ast.withitem)
-            edit = "sorted({}, key=lambda entry: entry.name)" if named else ""
-        weaker = max(judged, certainty)  # "depends" comes after "certain"
-        yield Report("D9M302", call.node, weaker, edit=edit)
+            closed = isinstance(call.parent, ast.withitem)
+            edit = "" if closed else "sorted({}, key=lambda entry: entry.name)"
+        yield Report("D9M302", call.node, "depends", edit=edit)
 
 
 def _expects_one_file(call: Call) -> bool:
@@ -115,7 +77,7 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     """Find files that are sorted by time, unless one of them is chosen, such as the newest."""
     key = call.named.get("key")
     names = () if key is None else map(read_last_name, ast.walk(key))
-    if not any(name in _FILE_TIMES for name in names):
+    if not any(name in NAMES["file times"] for name in names):
         return
     ordered: ast.AST = call.node
     if call.receiver is not None and call.method == "sort":
@@ -130,20 +92,19 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     ends = ast.Constant | ast.UnaryOp | ast.Slice
     if all(isinstance(user, ast.Subscript) and isinstance(user.slice, ends) for user in users):
         return
-    judged = (
-        _judge_name(target, call.parent, call.tree, _DEPTH - 1)
+    if (
+        _name_decides(target, call.parent, call.tree, _DEPTH - 1)
         if target
-        else _judge_order(call.node, call.tree)
-    )
-    if judged:
+        else _decides(call.node, call.tree)
+    ):
         yield Report("D9M306", call.node, "depends")
 
 
 def check_completion(call: Call) -> Iterator[Report]:
     """Find results in order of completion, and loaders with ``in_order=False``."""
-    unordered = call.name in _COMPLETIONS or call.method == "imap_unordered"
-    if unordered and (judged := _judge_order(call.node, call.tree)):
-        yield Report("D9M305", call.node, judged)
+    unordered = call.name in NAMES["completions"] or call.method == "imap_unordered"
+    if unordered and _decides(call.node, call.tree):
+        yield Report("D9M305", call.node, "depends")
     if call.read(None, "in_order") is False:
         reason = "With in_order=False batches come as the workers finish them."
         yield Report("D9M305", call.node, reason=reason, fix="Leave in_order at True.")
@@ -174,16 +135,11 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
     elements = _read_elements(node, tree.scope[node]) if site else None
     if elements in {None, "numbers"} or _has_one_element(node, tree):
         return
-    judged = None if _is_message(node, tree) else _judge_order(node, tree)
-    if judged or site == "popped":
+    if site == "popped" or (not _is_message(node, tree) and _decides(node, tree)):
         texts = elements == "strings"
-        # A loop that pops all elements of a set mostly treats them alike.
-        picked = site == "popped" and not any(isinstance(o, ast.While) for o in tree.around(node))
-        certain = texts and (picked or judged == "certain")
-        reason = "" if texts else _MIXED
         ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
         edit = "sorted({})" if ordered else ""
-        yield Report("D9M301", node, "certain" if certain else "depends", reason, edit=edit)
+        yield Report("D9M301", node, "depends", "" if texts else _MIXED, edit=edit)
 
 
 def _has_order(node: ast.expr, scope: Scope) -> bool:
@@ -245,7 +201,7 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
             found = _read_all(elements)
         case ast.SetComp(element):
             found = _read_all([element])
-        case ast.Call(function, given) if resolve(function, scope) in _SETS:
+        case ast.Call(function, given) if resolve(function, scope) in NAMES["sets"]:
             match given:
                 case [ast.GeneratorExp(element) | ast.ListComp(element), *_]:
                     found = _read_all([element])
@@ -258,7 +214,7 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
                 case _:
                     first = given[0] if given else None
                     found = _read_elements(first, scope, depth - 1) or "unknown"
-        case ast.Call(ast.Attribute(value, method)) if method in _SET_METHODS:
+        case ast.Call(ast.Attribute(value, method)) if method in NAMES["set methods"]:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
             found = _merge(_read_elements(side, scope, depth - 1) for side in (left, right))
@@ -269,7 +225,7 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
             kinds: list[Elements | None] = []
             for one in bindings:
                 base = one.node.value if isinstance(one.node, ast.Subscript) else one.node
-                if resolve(base, where) in _SET_TYPES:  # an annotation
+                if resolve(base, where) in NAMES["set types"]:  # an annotation
                     kinds.append("unknown")
                 else:
                     assigned = one.node if one.kind == "assign" else None
@@ -307,8 +263,10 @@ def _read_element(node: ast.AST) -> Elements:
             found = _read_all(elements)
         case ast.UnaryOp(operand=operand):
             found = _read_element(operand)
-        case ast.Call(function) if (name := read_last_name(function)) in _TEXTS | _NUMBERS:
-            found = "strings" if name in _TEXTS else "numbers"
+        case ast.Call(function):
+            name = read_last_name(function)
+            is_text, is_number = name in NAMES["texts"], name in NAMES["numbers"]
+            found = "strings" if is_text else "numbers" if is_number else "unknown"
         # "a%s" % x is a text.
         case ast.BinOp(left, ast.Mod() | ast.FloorDiv()):
             text = isinstance(left, (ast.Constant, ast.JoinedStr))
@@ -316,110 +274,80 @@ def _read_element(node: ast.AST) -> Elements:
     return found
 
 
-def _judge_order(  # noqa: C901, PLR0912 - one case for each kind of parent
+def _decides(  # noqa: C901 - one case for each kind of parent
     node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH
-) -> Certainty | None:
-    """Return how the order of an iterable affects the code that uses it; None if it does not.
+) -> bool:
+    """Return whether the order of an iterable decides anything in the code that uses it.
 
-    It does so certainly if the source shows what the order decides: its elements get numbers, are
-    picked by position in ``__getitem__``, by a slice or at random, become an array, or random
-    numbers are drawn for each of them. What leaves a function only depends: another one may sort
-    it. ``numbered`` says whether numbers go with its elements, as ``enumerate`` gives them, and
+    ``numbered`` says whether numbers go with its elements, as ``enumerate`` gives them, and
     ``depth`` how many names and loops are followed at most.
     """
+    # By what is around it and not by data flow: what the source does not show does not count, as a
+    # finding that is mostly wrong would hide the others.
     parent = tree.parent.get(node)
-    judged: Certainty | None = None
+    decides = False
     match parent:
         case ast.Call(function) if node is not function:
-            judged = _judge_argument(parent, tree, numbered=numbered, depth=depth)
+            name = read_last_name(function)
+            decides = name not in NAMES["free"] and "sort" not in name.lower()
+            if name in NAMES["passed on"]:
+                numbered |= name in NAMES["numbered"]
+                decides = _decides(parent, tree, numbered=numbered, depth=depth)
         case ast.comprehension(iter=values) if values is node:
             made = tree.parent[parent]
+            # Of a dict the order decides only the numbers; otherwise keys find the values.
+            decides = numbered and isinstance(made, ast.DictComp)
             if not isinstance(made, (ast.SetComp, ast.DictComp)):
-                judged = _judge_order(made, tree, numbered=numbered, depth=depth)
-            elif numbered and isinstance(made, ast.DictComp):
-                # The order decides only the numbers; otherwise keys find the values.
-                judged = "certain"
+                decides = _decides(made, tree, numbered=numbered, depth=depth)
         case ast.For(iter=values) | ast.AsyncFor(iter=values):
-            if values is node:
-                judged = _judge_loop(parent, tree, numbered=numbered, depth=depth)
+            decides = values is node and _loop_decides(parent, numbered=numbered)
         case ast.Assign() | ast.AnnAssign():
             target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
-            judged = _judge_name(target, parent, tree, depth - 1) if depth else None
-        case ast.Subscript(value, part) if value is node:
-            # By its position, an index of a dataset gets a different sample.
-            functions = (one for one in tree.around(node) if isinstance(one, FUNCTION_NODES))
-            given = getattr(next(functions, None), "name", "") == "__getitem__"
-            judged = "certain" if given or isinstance(part, ast.Slice) else "depends"
-        case ast.Subscript(slice=part) if part is node:  # positions
-            judged = "depends"
+            decides = bool(depth) and _name_decides(target, parent, tree, depth - 1)
+        case ast.Subscript() | ast.Return() | ast.YieldFrom() | ast.AugAssign():
+            decides = True
         case ast.BoolOp() if getattr(tree.parent[parent], "test", None) is parent:
             pass
-        case ast.BinOp() | ast.Starred() | ast.IfExp() | ast.NamedExpr() | ast.List() | ast.Tuple():
-            judged = _judge_order(parent, tree, numbered=numbered, depth=depth)
-        case ast.BoolOp() | ast.Await() | ast.keyword() | ast.withitem():
-            used = _judge_order(parent, tree, numbered=numbered, depth=depth)
-            judged = "depends" if used else None
+        case _ if isinstance(parent, _PASSING):
+            decides = _decides(parent, tree, numbered=numbered, depth=depth)
         case ast.With(body=body) | ast.AsyncWith(body=body):
-            loops = (one for one in body if isinstance(one, ast.For))
-            used_within = any(_judge_loop(one, tree, numbered=False, depth=0) for one in loops)
-            judged = "depends" if used_within else None
-        case ast.Return() | ast.YieldFrom() | ast.AugAssign():
-            judged = "depends"
-    return judged
+            decides = any(_loop_decides(one) for one in body if isinstance(one, ast.For))
+    return decides
 
 
-def _judge_argument(call: ast.Call, tree: Tree, *, numbered: bool, depth: int) -> Certainty | None:
-    """Judge the order of an argument of a call."""
-    name = read_last_name(call.func)
-    if name in _PASSED_ON:
-        numbered |= name in _NUMBERED
-        judged = _judge_order(call, tree, numbered=numbered, depth=depth)
-        if judged and name == "zip":  # it may pair the elements with those of an equal order
-            judged = "depends"
-    else:
-        judged = None if name in _FREE or "sort" in name.lower() else "depends"
-    return "certain" if judged and name in _PLACING else judged
-
-
-def _judge_name(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> Certainty | None:
+def _name_decides(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> bool:
     """Judge the order of a named iterable: a name in its scope, an attribute in its class.
 
     Uses within the statement that makes the iterable do not count.
     """
     _, area, key = tree.scope[statement].follow(target)
     if area is None:
-        return "depends"
+        return True
     # Flow is not followed: any use after a sort, or before it, is taken for one of the sorted list.
     uses = tree.find_uses(area, key, statement)
     # A name of a module or class without uses may be used elsewhere.
-    unused = not uses and not isinstance(area, FUNCTION_NODES)
-    found: set[Certainty | None] = {"depends" if unused else None}
+    decides = not uses and not isinstance(area, FUNCTION_NODES)
     for use in uses:
         parent = tree.parent[use]
         match parent:
             case ast.Attribute(attr=name):
                 if name == "sort":  # assume that it is sorted before it is used
-                    return None
-                found.add("depends" if name in {"index", "pop"} else None)
+                    return False
+                decides |= name in {"index", "pop"}
             case ast.Call(function) if "sort" in read_last_name(function).lower():
                 outer = tree.parent[parent]
                 if isinstance(outer, ast.Assign) and is_named(outer.targets[0], key):
-                    return None
+                    return False
             case _ if not _is_message(use, tree):
                 # A further assignment counts as a use.
-                again: Certainty | None = "depends" if isinstance(parent, ast.Assign) else None
-                found.add(_judge_order(use, tree, depth=depth) or again)
-    return "certain" if "certain" in found else "depends" if "depends" in found else None
+                decides |= isinstance(parent, ast.Assign) or _decides(use, tree, depth=depth)
+    return decides
 
 
-def _judge_loop(  # noqa: C901 - one case for each kind of node
-    loop: ast.For | ast.AsyncFor, tree: Tree, *, numbered: bool, depth: int
-) -> Certainty | None:
-    """Judge the order of iterations of a loop, by what its body does.
-
-    It is certain that the order counts if the loop draws random numbers, stores a number, or fills
-    a list that proves it.
-    """
+def _loop_decides(  # noqa: C901 - one case for each kind of node
+    loop: ast.For | ast.AsyncFor, *, numbered: bool = False
+) -> bool:
+    """Judge the order of iterations of a loop, by what its body does."""
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     first = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else []
     counts = {one.id for one in first if numbered and isinstance(one, ast.Name)}
@@ -430,36 +358,31 @@ def _judge_loop(  # noqa: C901 - one case for each kind of node
     # What is made within the loop collects what one iteration gives.
     stored = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     made = {node.id for node in stored}
-    found: set[Certainty | None] = {"depends" if numbered else None}
     for node in nodes:
         match node:
             case ast.Yield() | ast.YieldFrom():
-                found.add("depends")
+                return True
             case ast.Return(ast.expr() as value) if mentions(value, names):
-                found.add("depends")
+                return True
             case ast.AugAssign(op=operator, value=value) if mentions(value, names):
                 if not isinstance(operator, (ast.BitOr, ast.BitAnd)):
-                    found.add("depends")
+                    return True
             case ast.Assign([ast.Subscript(), *_], value):
                 drawn = any(_is_drawn_or_counted(part, names) for part in ast.walk(value))
-                found.add("certain" if drawn or mentions(value, counts) else None)
+                if drawn or mentions(value, counts):
+                    return True
             case ast.Call(function):
                 name, owner = read_last_name(function), getattr(function, "value", None)
-                if name.startswith(_DRAWING):
-                    found.add("certain")
-                elif name in _COLLECTING and getattr(owner, "id", None) not in made:
-                    judged: Certainty | None = "depends"
-                    if depth > 1 and name == "append" and owner is not None:
-                        judged = _judge_name(owner, loop, tree, depth - 2)
-                    found.add("certain" if judged == "certain" else "depends")
-    certain = depth and "certain" in found
-    return "certain" if certain else "depends" if found - {None} else None
+                collects = name in NAMES["collecting"] and getattr(owner, "id", None) not in made
+                if collects or name.startswith(tuple(NAMES["drawing"])):
+                    return True
+    return numbered
 
 
 def _is_message(node: ast.AST, tree: Tree) -> bool:
     """Return whether a value is only said: in an exception, a warning or a log."""
     for outer in tree.around(node):
-        if isinstance(outer, ast.Call) and read_last_name(outer.func) in _SAYING:
+        if isinstance(outer, ast.Call) and read_last_name(outer.func) in NAMES["saying"]:
             return True
         if isinstance(outer, ast.stmt):
             return isinstance(outer, ast.Raise)

@@ -4,11 +4,11 @@ A seed is missing, or differs from run to run.
 """
 
 import ast
-import re
 from collections.abc import Iterator
 
 from lightning_d9m.tools.lint.rules import Certainty
 from lightning_d9m.tools.lint.tree import (
+    NAMES,
     UNKNOWN,
     Call,
     Report,
@@ -32,30 +32,6 @@ _WARN_ONLY = (
     "after one warning."
 )
 
-_GENERATORS = {
-    "random.Random",
-    *(f"numpy.random.{name}" for name in ("default_rng", "RandomState", "SeedSequence")),
-    *(f"numpy.random.{name}" for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")),
-}
-_FROM_SYSTEM_WHEN_EMPTY = {"random.seed", "numpy.random.seed"}
-_GLOBAL_SEEDS = {
-    *(*_FROM_SYSTEM_WHEN_EMPTY, "torch.manual_seed", "torch.mps.manual_seed"),
-    *(f"torch.{kind}.manual_seed{every}" for kind in ("cuda", "xpu") for every in ("", "_all")),
-    *("lightning.seed_everything", "transformers.set_seed", "accelerate.utils.set_seed"),
-    *("lightning_d9m.enable", "lightning_d9m.deterministic", "tensorflow.random.set_seed"),
-}
-_ALWAYS_FROM_SYSTEM = {"torch.seed", "torch.random.seed", "torch.cuda.seed", "torch.cuda.seed_all"}
-_SYSTEM_DRAWS = {"random.SystemRandom", "secrets.choice", "secrets.randbelow", "secrets.randbits"}
-# Clocks, the process, the system's generator, addresses: what differs in each run.
-_ENTROPY = (
-    r"time\.(time|time_ns|perf_counter|perf_counter_ns|monotonic|monotonic_ns|process_time)$"
-    r"|datetime\.(datetime\.|date\.)?(now|utcnow|today)$"
-    r"|os\.(urandom|getpid|getrandom|times)$|uuid\.uuid[14]$|secrets\.|random\.SystemRandom"
-    r"|builtins\.id$|torch\.(random\.)?seed$|torch\.cuda\.seed(_all)?$|threading\.get_ident$"
-)
-_SEED_WORDS = ("seed", "random_state", "random_seed", "rng_seed")
-# With these a generator gets its seed or its state after it was made.
-_SEEDING_METHODS = {"manual_seed", "set_state", "seed", "setstate", "bit_generator"}
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
 _SEED = 0
@@ -124,17 +100,17 @@ def check_seed(call: Call) -> Iterator[Report]:
     """Find calls with a missing or varying seed."""
     node, name = call.node, call.name
     seed = call.get(0, "seed", "x", "a", "entropy")
-    if name in _ALWAYS_FROM_SYSTEM or _reseeds_generator(call):
+    if name in NAMES["always from system"] or _reseeds_generator(call):
         # `--fix` writes the call that takes a seed in place of the one that draws it.
         method = "manual_seed_all" if name.endswith("_all") else "manual_seed"
         owner = ast.unparse(node.func).rpartition(".")[0]
         alone = owner and isinstance(call.parent, ast.Expr)  # its result is not used
         yield Report("D9M204", node, edit=f"{owner}.{method}({_SEED})" if alone else "")
-    elif name in _GENERATORS | _FROM_SYSTEM_WHEN_EMPTY:
+    elif name in NAMES["generators"] or name in NAMES["from system when empty"]:
         value = ast.Constant(None) if seed is None else find_value(seed, call.scope)[0]
         empty = isinstance(value, ast.Constant) and value.value is None
         if empty and not (call.starred or call.unpacked):
-            if name in _FROM_SYSTEM_WHEN_EMPTY or not _is_seeded_later(call):
+            if name in NAMES["from system when empty"] or not _is_seeded_later(call):
                 alone = len(node.args) + len(node.keywords) <= 1
                 edit = f"{ast.unparse(node.func)}({_SEED})" if alone else ""
                 # A number in a dict display is data, such as the name of a run: the source does
@@ -143,39 +119,18 @@ def check_seed(call: Call) -> Iterator[Report]:
                     o for o in call.tree.around(node) if isinstance(o, ast.Dict | ast.stmt)
                 )
                 certainty: Certainty = "depends" if isinstance(outer, ast.Dict) else "certain"
-                rule = "D9M201" if name in _GENERATORS else "D9M204"
+                rule = "D9M201" if name in NAMES["generators"] else "D9M204"
                 yield Report(rule, node, certainty, edit=edit)
         elif seed is not None:
             yield from _check_entropy(call, seed)
-    elif name in _GLOBAL_SEEDS or call.method == "manual_seed":
+    elif name in NAMES["global seeds"] or call.method == "manual_seed":
         if seed is not None:
             yield from _check_entropy(call, seed)
     else:
         # Any function may take a seed by one of these names, such as scikit-learn's.
-        words = (call.named[word] for word in _SEED_WORDS if word in call.named)
+        words = (call.named[word] for word in NAMES["seed words"] if word in call.named)
         if any(_find_entropy(value, call.scope) for value in words):
             yield Report("D9M203", node)
-
-
-def check_system_draw(call: Call) -> Iterator[Report]:
-    """Find numbers that the system draws; within a seed D9M203 covers them.
-
-    A text that is made of them names something, such as a run or a folder.
-    """
-    if call.name not in _SYSTEM_DRAWS:
-        return
-    for outer in call.tree.around(call.node):
-        match outer:
-            case ast.JoinedStr() | ast.BinOp(ast.Constant(str())) | ast.stmt():
-                break
-            case ast.Call(ast.Name("str" | "hex") | ast.Attribute(attr="join" | "format")):
-                break
-            case ast.Call(function) if resolve(function, call.scope) in _GLOBAL_SEEDS | _GENERATORS:
-                break
-    else:
-        return
-    if isinstance(outer, ast.stmt):
-        yield Report("D9M206", call.node, "depends")
 
 
 def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
@@ -190,7 +145,7 @@ def _find_entropy(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> str:
     """Return the function without a fixed result that an expression, or a name in it, calls."""
     for part in ast.walk(node):
         name = resolve(part.func, scope) if isinstance(part, ast.Call) else ""
-        if re.match(_ENTROPY, name):
+        if name in NAMES["entropy"]:
             return name
         found, where = scope.find(part.id) if isinstance(part, ast.Name) and depth else ([], scope)
         for one in found:
@@ -214,7 +169,7 @@ def _is_seeded_later(call: Call) -> bool:
     target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else None
     _, area, key = call.scope.follow(target)
     uses = (call.tree.parent[use] for use in call.tree.find_uses(area, key))
-    return any(getattr(use, "attr", "") in _SEEDING_METHODS for use in uses)
+    return any(getattr(use, "attr", "") in NAMES["seeding methods"] for use in uses)
 
 
 def check_worker_seed(call: Call) -> Iterator[Report]:
@@ -223,7 +178,7 @@ def check_worker_seed(call: Call) -> Iterator[Report]:
     function = None if given is None else call.scope.find_function(given)
     parts = () if function is None else ast.walk(function)
     for inner in [Call(part, call.tree) for part in parts if isinstance(part, ast.Call)]:
-        seeding = inner.name in {*_FROM_SYSTEM_WHEN_EMPTY, "torch.manual_seed"}
+        seeding = inner.name in {*NAMES["from system when empty"], "torch.manual_seed"}
         if seeding and inner.read(0, "seed", "a") not in (None, UNKNOWN):
             # An edit must not use a name that the file has not imported.
             known = resolve(ast.Name("torch"), inner.scope) == "torch"

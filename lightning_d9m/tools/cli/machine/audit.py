@@ -18,6 +18,7 @@ from lightning_d9m.tools.output.terminal import wrap_on_terminal
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _QUICK_SECONDS, _SECONDS = 0.25, 30.0
 ARGUMENTS = """
+what:{ops}  what is measured: every op that may be nondeterministic
 --device DEVICE  any torch device (default: cpu)
 --quick  small cases, float32, 30 runs: under two minutes
 -n, --runs RUNS  number of runs of each case (default: 100; 30 with --quick)
