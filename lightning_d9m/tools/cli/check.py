@@ -155,11 +155,11 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
         return RecordedRun(path), CheckReport()
     if arguments.verdict is not None:
         check_new_file(arguments.verdict)
-    recorded, problems, notes = open_proof(path, arguments.signer)
-    for text in (*problems, *notes):
+    recorded, report = open_proof(path, arguments.signer)
+    for text in (*report.problems, *report.notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
     arguments.proof, arguments.ledger = path, recorded.ledger.path
-    return recorded, CheckReport(problems=problems, notes=notes)
+    return recorded, report
 
 
 def _choose(arguments: argparse.Namespace, recorded: RecordedRun, report: CheckReport) -> list[int]:
