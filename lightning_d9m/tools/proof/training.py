@@ -184,10 +184,10 @@ def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> P
     ends = [own.totals.keys() for run in ranks.values() for own in run.ends]
     sources = recorded.sources
     if sources is None or not (is_finished and all(own >= {*COMMITTED} for own in ends)):
-        what = "was not recorded for a proof throughout: its XXH3 can be forged"
+        what = "it was not recorded for a proof throughout: its XXH3 can be forged"
         raise SettingError(
-            f"{ledger.path} {what if is_finished else 'has not finished'}. Train to the end with "
-            "DeterminismCallback(provable=True) or LIGHTNING_D9M_PROVABLE=1."
+            f"{ledger.path} cannot be proved, as {what if is_finished else 'it has not finished'}. "
+            "Train to the end with DeterminismCallback(provable=True) or LIGHTNING_D9M_PROVABLE=1."
         )
     for file, known in {**sources.program, **sources.named}.items():
         if not Path(file).is_file() or hash_file(Path(file)) != known:
