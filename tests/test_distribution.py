@@ -100,7 +100,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
 
 # Imported only where their owner is installed: by an integration, or for types alone.
 INTEGRATIONS = {
-    "shtab",
+    *("shtab", "submitit"),
     *("flash_attn", "horovod", "lightning", "model_signing", "pytest", "transformers", "triton"),
     *("fsspec", "torchmetrics"),  # Lightning depends on them
     "markupsafe",  # jinja2 depends on it

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +61,22 @@ def test_a_second_run_says_what_kind_a_difference_is(check, value, status, said)
     assert "The run saved no checkpoints, so its one segment is the whole run." in out
 
 
+BY_DEVICE = 'train([7, {"1": 7, "2": 9}.get(os.environ.get("DEVICE"), 8)], obeys=False)'
+
+
+@pytest.mark.parametrize(
+    ("device", "verdict", "said"),
+    [
+        ("1", "device", "a run with DEVICE=1 is equal to it. So this device computes other bits"),
+        ("2", "persistent", "A run with DEVICE=2 differs from them, too"),
+        ("3", "persistent", "A run with DEVICE=3 agrees with them, so this device is not the"),
+    ],
+)
+def test_a_second_device_says_whether_this_one_is_wrong(check, device, verdict, said):
+    status, out, errors = check(BY_DEVICE, "--second-device", f"DEVICE={device}")
+    assert (status, verdict in out, said in out) == (1, True, True), out + errors
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -81,38 +96,18 @@ def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
 def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_make_job", lambda *_: ["no-such-command"])
     report = CheckReport(str(tmp_path))
-    module._run_jobs(SimpleNamespace(jobs=2), [7], report)
+    module._run_jobs(SimpleNamespace(jobs=2, submit=None), [7], report)
     (found,) = report.checked
     assert (found.number, found.verdict, report.verdict) == (7, "failed", "incomplete")
-    assert "exit status 2. d9m: error: 'no-such-command' is not a command" in found.reason
+    assert "left no result" in found.reason
+    assert "d9m: error: 'no-such-command' is not a command" in found.reason
 
 
-def test_a_signal_leaves_what_was_checked_and_no_job(tmp_path, monkeypatch):
-    """The second of three jobs ends first, and the signal comes while the third one starts."""
-    jobs, starting = [], threading.Event()
-    code = "import json, sys, time\nsys.argv[1] == '1' or time.sleep(20)\n"
-    code += "print(json.dumps({'checked': [{'number': 1, 'first': 0, 'last': 0}]}))"
-
-    class SlowJob(subprocess.Popen):
-        def __init__(self, words, **options):
-            if words[-1] == "2":
-                starting.set()
-                time.sleep(0.5)
-            super().__init__([sys.executable, "-c", code, words[-1]], **options)
-            jobs.append(self)
-
-    def interrupt(*_, **__):
-        starting.wait(20)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "_make_job", lambda _, number, __: [str(number)])
-    monkeypatch.setattr(module, "print", interrupt, raising=False)
-    monkeypatch.setattr(subprocess, "Popen", SlowJob)
-    report = CheckReport(str(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        module._run_jobs(SimpleNamespace(jobs=2), [0, 1, 2], report)
-    assert [own.number for own in report.checked] == [1]
-    assert sorted(job.returncode for job in jobs) == [-signal.SIGTERM, -signal.SIGTERM, 0]
+@pytest.mark.parametrize("where", [["--jobs", "2"], ["--submit", "local,timeout_min=2"]])
+def test_segments_run_in_processes_or_in_jobs_of_submitit(check, where):
+    status, out, errors = check("train([7, 8], obeys=False)", *where)
+    assert (status, "0 to 1 persistent" in out) == (1, True), out + errors
+    assert "segment 0 (1 of 1): persistent" in errors
 
 
 def test_segments_are_printed_for_a_scheduler(check, tmp_path):
@@ -131,6 +126,7 @@ def test_wrong_input_is_named(check, d9m):
     assert "There is no command to run" in d9m("check", "trained")[2]
     assert "cannot be opened" in d9m("check", "elsewhere", "--", "true")[2]
     assert "0 is not valid" in d9m("check", "trained", "--segments", "0", "--", "true")[2]
+    assert "NAME=VALUE" in d9m("check", "trained", "--second-device", "1", "--", "true")[2]
     status, out, _ = d9m("check", "trained", "--json", "--", "no-such-program")
     assert status == 3
     found = json.loads(out)

@@ -13,7 +13,12 @@ from lightning_d9m.tools.proof.training import (
     write_statement,
 )
 
-PROOF = Proof(subject=[], predicate=Training("run", {}, [], {"a": "0" * 64}, {}))
+PROOF = Proof(
+    "https://in-toto.io/Statement/v1",
+    "urn:lightning-d9m:training:1",
+    [],
+    Training("run", {}, [], {"a": "0" * 64}, {}),
+)
 
 
 @pytest.fixture
@@ -35,7 +40,7 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
         (tmp_path / name).write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ".")
-    with pytest.raises(SettingError, match=r"cannot sign .* with .*Unable to load PEM"):
+    with pytest.raises(SettingError, match=r"does not sign .* by .*Unable to load PEM"):
         write(["key", "--private_key", "key.pem"])
     (tmp_path / "proof.json.sig").write_text("{}")
     for words, said in (
@@ -43,7 +48,7 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
         (["key", "--public_key", "none.pem"], "No such file or directory: 'none.pem'"),
         (["key", "--public"], "No such option"),
     ):
-        with pytest.raises(SettingError, match=f"cannot verify .* with key .*{said}"):
+        with pytest.raises(SettingError, match=f"does not verify .* by key .*{said}"):
             read(words)
 
 
@@ -58,7 +63,7 @@ def test_the_package_that_signs_is_absent_or_elsewhere(tmp_path, monkeypatch, si
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed/model_signing.py").write_text("raise SystemExit(0)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
-    assert sign[1](["sigstore"]) == (PROOF, [])
+    assert sign[1](["sigstore"]) == PROOF
 
 
 def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
@@ -72,8 +77,7 @@ def test_a_method_is_words_of_the_command(tmp_path, monkeypatch, sign):
     file, (write, read) = tmp_path / "proof.json", sign
     write(None)
     write(["sigstore"])
-    (tmp_path / "proof.json.sig").touch()
-    assert read(["sigstore", "--identity", "my job"])[1] == read(None)[1] == []
+    assert read(["sigstore", "--identity", "my job"]) == read(None) == PROOF
     files = ["--signature", f"{file}.sig", str(file)]
     assert used == [
         ["sign", "sigstore", *files],

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from base64 import b64decode, b64encode
-from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -118,18 +117,14 @@ def edit(proof, path="proof.json"):
     Path(path).write_text(json.dumps(proof))
 
 
-@contextmanager
-def forged(path):
+def forge(path):
     """Change one bit of a signature."""
-    sealed = path.read_text()
-    bundle = json.loads(sealed)
+    bundle = json.loads(path.read_text())
     (own,) = bundle["dsseEnvelope"]["signatures"]
     raw = bytearray(b64decode(own["sig"]))
     raw[-1] ^= 1
     own["sig"] = b64encode(raw).decode()
     path.write_text(json.dumps(bundle))
-    yield
-    path.write_text(sealed)
 
 
 def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check, d9m, keys):
@@ -152,43 +147,27 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     assert f"holds: {equal}7." in " ".join(said.split())
     verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == [f"{equal}7"]
-    with forged(Path("verdict.json.sig")):
-        status, said = verify("--signer", public)
-    assert status == 1
-    assert "has no valid signature" in " ".join(said.split())
+    signature = Path("verdict.json.sig").read_text()
+    for wrong in (lambda: forge(Path("verdict.json.sig")), Path("verdict.json.sig").unlink):
+        wrong()
+        status, _, errors = d9m("verify", "verdict.json", "proof.json", "--signer", public)
+        assert status == 2
+        assert "does not verify verdict.json" in " ".join(errors.split())
+    Path("verdict.json.sig").write_text(signature)
     # A replayed verdict: one of another check, on another proof, edited, or without its signature.
     status, said = verify("--choose", "8")
     assert status == 1
     assert f"not chosen with 8: {equal}7" in said
     verdict["predicate"]["properties"] = [f"{equal}8"]
     edit(verdict, "verdict.json")
-    status, said = verify("--signer", public, "--choose", "8")
-    assert status == 1
-    assert "has no valid signature" in " ".join(said.split())
-    check = verdict["predicate"]["urn:lightning-d9m:check:1"]
-    segment = check["checked"][0]
-    other = {**segment, "number": (segment["number"] + 1) % 4}
-    # What it says must follow from what was checked, and that from the number.
-    for words, choice, checked, count in (
-        ("does not follow from its check", 7, [], 4),
-        ("does not follow from its check", 7, [{**segment, "verdict": "program"}], 1),
-        ("other segments than those that were chosen", 7, [other], 1),
-        ("other segments than those that were chosen", None, [segment] * 4, 4),
-    ):
-        check |= {"choice": choice, "checked": checked}
-        by = f"_CHOSEN_BY_{choice}" if choice else ""
-        verdict["predicate"]["properties"] = [f"LIGHTNING_D9M_SEGMENTS_EQUAL_{count}_OF_4{by}"]
-        edit(verdict, "verdict.json")
-        status, said = verify()
-        assert status == 1
-        assert words in " ".join(said.split())
+    status, _, errors = d9m("verify", "verdict.json", "proof.json", "--signer", public)
+    assert status == 2
+    assert "does not verify verdict.json" in " ".join(errors.split())
     verdict["predicate"]["properties"] = []
     edit(verdict, "verdict.json")
     assert "does not say that the run is equal" in verify()[1]
     edit(json.loads(Path("proof.json").read_text()))  # the same statement in other bytes
-    assert "on another file than proof.json" in verify("--choose", "8")[1]
-    Path("verdict.json.sig").unlink()
-    assert "No such file" in verify("--signer", public)[1]
+    assert "on another file than proof.json" in verify()[1]
 
 
 def test_a_proof_of_a_training_with_another_label_is_rejected_by_its_segment(prove, check):
@@ -214,8 +193,9 @@ LIES = {
     "ledger of another run": MODEL,
     "checkpoint left out": "step=15.ckpt is not in the proof",
     "everything excused": "rank-0.jsonl is not in the proof",
-    "gap passed for a package": "does not say that it does not commit to: validation data",
-    "gap left out": "does not say that it does not commit to: validation data",
+    "gap passed for a package": "The uncommitted part validation data is not in the proof",
+    "gap left out": "The uncommitted part validation data is not in the proof",
+    "two hashes of a file": f"rank-0.jsonl {DIFFERS}",
     "more of the run": f"The ledger's field accuracy {DIFFERS}",
 }
 
@@ -225,6 +205,11 @@ def excuse(proof):
     said, files = proof["predicate"], [own["name"] for own in proof["subject"]]
     said["uncommitted"].update(dict.fromkeys([*said["run"], *files], ""))
     proof["subject"], said["run"] = [], {}
+
+
+def double(proof):
+    """Give a file another hash before its own, of which a reader may take either."""
+    (proof["subject"]).insert(0, {**proof["subject"][0], "digest": {"sha256": "0" * 64}})
 
 
 def rename_gap(proof):
@@ -242,6 +227,7 @@ def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_p
     lies = measured.list_lies(other)
     lies["everything excused"] = lambda folder: measured.edit_proof(folder, excuse)
     lies["gap passed for a package"] = lambda folder: measured.edit_proof(folder, rename_gap)
+    lies["two hashes of a file"] = lambda folder: measured.edit_proof(folder, double)
     lies["more of the run"] = lambda folder: measured.edit_proof(folder, claim)
     assert {*lies} - {*LIES} == {"records, checks and their hash made again"}
     for name, words in LIES.items():
@@ -276,7 +262,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     refuses("maximum recursion depth", *check())
     statement = {"_type": "https://in-toto.io/Statement/v1", "subject": [], "predicate": {}}
     edit({"predicateType": "other", **statement})
-    refuses("Invalid value 'other' - at `$.predicateType`", *check())
+    refuses("Invalid enum value 'other' - at `$.predicateType`", *check())
     statement["predicateType"] = "urn:lightning-d9m:training:1"
     edit(statement)
     refuses("missing required field `ledger`", *check())
@@ -286,9 +272,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     refuses("The ledger", *check())
     for name in ("_type", "predicateType"):
         edit({key: value for key, value in proof.items() if key != name})
-        refuses("it lacks _type or predicateType", *check())
-    edit({**proof, "subject": [{"name": "a", "digest": {"sha256": own}} for own in "01"]})
-    refuses("two files have one name", *check())
+        refuses(f"missing required field `{name}`", *check())
     refuses("exists already, so nothing can", "prove", "run")
     for option in ("--signer", "--choose"):
         refuses(f"{option} has no effect here", "check", "run", option, "1", "--", "python")
@@ -301,7 +285,7 @@ def test_what_is_not_a_proof(d9m, stranger):
     refuses("is not a verdict", "verify", "run/saved/step=60.ckpt", "--choose", "1")
     refuses("--verdict is not given", *check("--sign", "sigstore"))
     refuses("Name the proof", "verify", "verdict.json")
-    refuses("Invalid value 'urn:light", "verify", "verdict.json", "proof.json")
+    refuses("Invalid enum value 'urn:light", "verify", "verdict.json", "proof.json")
 
 
 def test_two_who_disagree_find_the_first_operation(prove, d9m, forking_python, monkeypatch):

@@ -2,17 +2,13 @@
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
+import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from threading import Event, Lock
-from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import printable
@@ -26,12 +22,14 @@ from lightning_d9m.tools.cli.arguments import (
     refuse_options,
     whole_number,
 )
-from lightning_d9m.tools.launch.processes import share_cores
+from lightning_d9m.tools.launch.jobs import run_jobs
+from lightning_d9m.tools.launch.progress import describe_left
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.training import choose_segments, open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
+    CHECK_JSON,
     CheckedSegment,
     CheckReport,
     check_part,
@@ -50,7 +48,11 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 | --follow  run all segments of a training that still runs, as its checkpoints appear
 --choose SEED  a number that chooses the segments of a proof, such as a stranger's
 --jobs N  how many segments run at once, each in its own process (default: 1)
+| --submit CLUSTER  run each segment in a job of a cluster, which submitit starts, such as
+    slurm,slurm_partition=gpu,gpus_per_node=1,timeout_min=600, or local for a trial
 | --print-commands  print a command for each segment, for a scheduler of jobs, and run nothing
+--second-device NAME=VALUE ...  run a segment that differs in two runs once more with this variable,
+    such as CUDA_VISIBLE_DEVICES=1; may be given several times
 {SIGNER.strip()}
 --verdict FILE  write the result on a proof, as a statement that a third party can check
 --sign METHOD  sign the verdict with model_signing, see d9m prove
@@ -67,8 +69,16 @@ def _parse_numbers(text: str) -> list[int]:
     return sorted({whole_number(0)(part) for part in text.split(",")})
 
 
+def _parse_variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: NAME=VALUE.")
+    return name, value
+
+
 SETTINGS: dict[str, dict[str, object]] = {
     "ledger": {"type": Path},
+    "second_device": {"type": _parse_variable, "default": []},
     "segments": {"type": _parse_count, "default": _DEFAULT},
     "only": {"type": _parse_numbers},
     "choose": {"type": whole_number(0)},
@@ -102,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     ) -> CheckedSegment:
         note_run(so_far)  # that of --follow grows
         title = f"segment {segment.number}{place}"
-        report.checked.append(check_part(so_far, runs, segment, title, later))
+        words = {"later": later, "second": dict(arguments.second_device)}
+        report.checked.append(check_part(so_far, runs, segment, title, **words))
         if arguments.follow:
             report.there.append(segment.number)
         return report.checked[-1]
@@ -114,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
             pass  # what follows would say nothing of this proof
         elif arguments.follow:
             note_run(follow_run(arguments.ledger, links, check, arguments.timeout))
-        elif (arguments.jobs or 1) > 1:
+        elif arguments.submit or (arguments.jobs or 1) > 1:
             _run_jobs(arguments, numbers, report)
         else:
             chosen = [own for own in recorded.list_segments() if own.number in numbers]
@@ -144,7 +155,7 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
     arguments.proof, path = None, arguments.ledger
     if arguments.follow:
         why = "--follow runs one segment at a time"
-        refuse_options(arguments, ["jobs", "print_commands"], why)
+        refuse_options(arguments, ["jobs", "submit", "print_commands"], why)
     if arguments.follow or arguments.print_commands:
         refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
     if arguments.verdict is None:
@@ -155,11 +166,11 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
         return RecordedRun(path), CheckReport()
     if arguments.verdict is not None:
         check_new_file(arguments.verdict)
-    recorded, problems, notes = open_proof(path, arguments.signer)
-    for text in (*problems, *notes):
+    recorded, report = open_proof(path, arguments.signer)
+    for text in (*report.problems, *report.notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
     arguments.proof, arguments.ledger = path, recorded.ledger.path
-    return recorded, CheckReport(problems=problems, notes=notes)
+    return recorded, report
 
 
 def _choose(arguments: argparse.Namespace, recorded: RecordedRun, report: CheckReport) -> list[int]:
@@ -189,48 +200,35 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun, report: CheckR
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:
     """Return the arguments of ``d9m`` that check one segment."""
-    folder = [] if output is None else ["--output", str(output / f"job-{number:03d}")]
-    limit = [] if arguments.timeout is None else ["--timeout", f"{arguments.timeout:g}"]
-    options = ["check", str(arguments.ledger), "--only", str(number), *folder, *limit]
+    options = ["check", str(arguments.ledger), "--only", str(number)]
+    for name, value in (
+        ("--output", None if output is None else output / f"job-{number:03d}"),
+        ("--timeout", arguments.timeout),
+        *(("--second-device", "=".join(own)) for own in arguments.second_device),
+    ):
+        options += [] if value is None else [name, str(value)]
     return [*options, "--json", "--", *arguments.argv]
 
 
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
-    """Check each segment in its own process; a signal to this process ends all of them."""
-    jobs, lock, has_ended = list[subprocess.Popen[str]](), Lock(), Event()
+    """Check each segment in its own process or job, and merge what they report."""
+    output, start = Path(report.output), time.monotonic()
+    d9m = [sys.executable, "-m", "lightning_d9m"]
+    commands = {number: [*d9m, *_make_job(arguments, number, output)] for number in numbers}
 
-    def run_job(number: int) -> CheckedSegment:
-        words = _make_job(arguments, number, Path(report.output))
-        # In its own session, so that Ctrl-C reaches it once, by the signal below.
-        options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
-        options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        options["env"] = {**os.environ, **share_cores()}
-        with lock:  # a job that starts at the moment of a signal would outlive the check
-            if has_ended.is_set():
-                raise CancelledError
-            job = subprocess.Popen([sys.executable, "-m", "lightning_d9m", *words], **options)
-            jobs.append(job)
-        out, errors = job.communicate()
+    def note(number: int, log: str) -> None:
         try:
-            return CheckedSegment(**json.loads(out)["checked"][0])
-        except ValueError:  # the other jobs run on: each is a segment that is checked or not
-            said = errors.strip().rpartition("\n")[2]
-            reason = f"Its job ended with exit status {job.returncode}. {said}"
-            return CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
+            text = (output / f"job-{number:03d}" / CHECK_JSON).read_text(encoding="utf-8")
+            checked = CheckedSegment(**json.loads(text)["checked"][0])
+        except (OSError, ValueError, LookupError):
+            # The other jobs run on: each is a segment that is checked or not.
+            reason = f"Its job has left no result. {log}"
+            checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
+        report.checked = sorted([*report.checked, checked], key=lambda own: own.number)
+        count = len(report.checked)
+        left = (time.monotonic() - start) / count * (len(numbers) - count)
+        done = f"segment {number} ({count} of {len(numbers)}): {checked.verdict}"
+        print(f"{done}{describe_left(left)}", file=sys.stderr)
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        try:
-            # As they end, so that a signal loses none of those that have.
-            for ended in as_completed([pool.submit(run_job, number) for number in numbers]):
-                report.checked.append(checked := ended.result())
-                done = f"segment {checked.number} ({len(report.checked)} of {len(numbers)})"
-                print(f"{done}: {checked.verdict}", file=sys.stderr)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            with lock:
-                has_ended.set()
-            for job in jobs:
-                job.terminate()
-            raise
-        finally:
-            report.checked.sort(key=lambda own: own.number)
+    jobs = {"at_once": arguments.jobs or 1, "submit": arguments.submit}
+    run_jobs(commands, output, note, **jobs)

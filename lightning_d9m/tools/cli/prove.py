@@ -13,7 +13,7 @@ from lightning_d9m.tools.proof.training import make_proof, write_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
-ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
+ledger:LEDGER  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
 -o, --output FILE  the proof to write (default: proof.json)
 --model FILE ...  a file with the final weights, which the proof is about, too; may be given
     several times
@@ -22,11 +22,7 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 --json  print the result as one JSON object
 """
 EXAMPLE = "d9m prove logs/d9m/fit-000 --model model.ckpt -o proof.json"
-SETTINGS: dict[str, dict[str, object]] = {
-    "ledger": {"type": Path},
-    "output": {"default": Path("proof.json")},
-    "model": {"default": []},
-}
+SETTINGS = {"output": {"default": Path("proof.json")}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,22 +30,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         LedgerError: If the ledger cannot be read, or the proof cannot be written.
-        SettingError: If the proof exists, the run has not finished, a model is not its result, or
-            the method cannot be used.
+        SettingError: If the proof exists, cannot be made, or cannot be signed.
     """
     output: Path = arguments.output
     check_new_file(output)
     recorded = RecordedRun(arguments.ledger)
-    proof = make_proof(recorded, arguments.model, output.absolute().parent)
+    proof = make_proof(recorded, arguments.model or (), output.absolute().parent)
     write_statement(output, proof, arguments.sign)
     said = proof.predicate
     signature = f"{output}.sig" if arguments.sign else None
-    program = said.run["sources"]["program"]
+    counts = len(proof.subject), len(said.run["sources"]["program"]), len(said.packages)
     lines = [
-        f"files that it is about: {len(proof.files)}",
-        f"files of the program: {len(program)}; packages: {len(said.packages)}",
+        "files of the run: {}; of the program: {}; packages: {}".format(*counts),
         "It does not commit to:",
-        *(f"  {what}: {why}" for what, why in said.uncommitted.items()),
+        *(f"  {what}: {why}" for what, why in said.gaps.items()),
         f"signature: {signature}" if signature else "It is not signed: give --sign.",
     ]
     shown = [line for text in lines for line in wrap(printable(text))]

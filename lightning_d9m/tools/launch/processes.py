@@ -358,10 +358,10 @@ def _describe_failure(
     if status is None:
         return (
             f"The command {described} was still running{which} after {timeout:g} s and was ended. "
-            f"Allow it more with --timeout, or see where it hangs in {log}.{_tail(log)}"
+            f"Allow it more with --timeout, or see where it hangs in {log}.{tail(log)}"
         )
     cause = f"signal {_name_signal(-status)}" if status < 0 else f"exit status {status}"
-    return f"The command {described} ended with {cause}{which}. Log: {log}.{_tail(log)}"
+    return f"The command {described} ended with {cause}{which}. Log: {log}.{tail(log)}"
 
 
 def describe_command(command: Sequence[str]) -> str:
@@ -498,7 +498,7 @@ def _name_signal(number: int) -> str:
         return str(number)
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
     """Return the last lines of a log as a terminal shows them, indented for a message."""
     with log.open("rb") as stream:
         # A log may have gigabytes.

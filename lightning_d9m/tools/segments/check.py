@@ -9,11 +9,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from lightning_d9m.engine.ledger.command import SEEDED
 from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops
@@ -35,6 +36,7 @@ from lightning_d9m.tools.segments.segment import (
     run_segment,
 )
 
+CHECK_JSON = "check.json"
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _REASONS = {
@@ -52,7 +54,12 @@ _REASONS = {
     "foreign": "The checkpoint is not the one that the ledger names: another run has saved it, or "
     "this one at another step, or the ledger has been changed since.",
     "refused": "The program has other settings than the run: {}.",
-    "alone": "The segment differs, and its second run failed, which would have told why: {}",
+    "device": "Two runs of the segment agree, and differ from the ledger; a run with {} is equal "
+    "to it. So this device computes other bits: it has a fault, or is of another kind.",
+    "same": "A run with {} agrees with them, so this device is not the reason.",
+    "devices": "A run with {} differs from them, too, and from the ledger: the bits depend on the "
+    "device.",
+    "alone": "The segment differs, and a further run failed, which would have told why: {}",
 }
 
 
@@ -65,8 +72,9 @@ class CheckedSegment:
         first: The global step at which it begins.
         last: The global step at which the next one begins, or the last one of the run.
         verdict: ``"equal"``; ``"transient"``, ``"persistent"`` or ``"program"`` if it differs, or
-            ``"unclear"`` if the stack or unseeded weights may be the reason; ``"refused"`` if
-            it cannot be compared; ``"failed"`` if the command failed.
+            ``"unclear"`` if the stack or unseeded weights may be the reason; ``"device"`` if it is
+            equal on a second device; ``"refused"`` if it cannot be compared; ``"failed"`` if the
+            command failed.
         reason: Why, in a sentence; empty if it is equal.
         equal_until: The global step of the last state before the difference.
         where: The first record that differs; empty without one.
@@ -96,6 +104,10 @@ class CheckedSegment:
         """Return it with a verdict, and with the reason that the verdict or ``cause`` has."""
         reason = _REASONS[cause or verdict].format(*words)
         return replace(self, verdict=verdict, reason=reason)
+
+
+# A run of a segment: what it shows, and how it compares if a second one must explain that.
+_Attempt: TypeAlias = tuple[CheckedSegment, Comparison | None]
 
 
 @dataclass
@@ -186,7 +198,7 @@ class CheckReport:
                 folder.rmdir()
             if names:
                 self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
-            file = Path(self.output, "check.json")
+            file = Path(self.output, CHECK_JSON)
             # Before it is printed: the terminal may have been closed.
             with file_errors(LedgerError, f"{file} cannot be written"):
                 file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
@@ -225,13 +237,13 @@ def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str
 
 
 def check_part(
-    recorded: RecordedRun, runs: Runs, segment: Segment, title: str, later: int = 0
+    recorded: RecordedRun, runs: Runs, segment: Segment, title: str, **options: Any
 ) -> CheckedSegment:
     """Check one of the segments that ``RecordedRun`` lists; see ``check_segment``."""
     is_last = segment == recorded.list_segments()[-1]
     checked = CheckedSegment.of(segment, recorded.last_step if is_last else segment.stop - 1)
     due = min(segment.stop, recorded.last_step)
-    options = {"later": later, "may_fail": is_last and recorded.has_failed}
+    options["may_fail"] = is_last and recorded.has_failed
     return check_segment(recorded, runs, segment, checked, due, title, **options)
 
 
@@ -242,6 +254,8 @@ def check_segment(
     checked: CheckedSegment,
     due: int,
     title: str,
+    *,
+    second: Mapping[str, str] = MappingProxyType({}),
     **options: Any,
 ) -> CheckedSegment:
     """Run a segment, and a second time if it differs; compare it with the ledger.
@@ -253,35 +267,63 @@ def check_segment(
         checked: What is known of it.
         due: The step up to which something must be compared.
         title: The name of the segment, for the progress line.
+        second: Variables that choose a second device, on which it runs a third time if the first
+            two runs agree; empty for none.
         **options: Further arguments of ``run_segment``.
     """
-    name = f"segment-{checked.number:03d}"
     options["variables"] = {**recorded.variables, **options.get("variables", {})}
+
+    def attempt(known: CheckedSegment, suffix: str = "", **variables: str) -> _Attempt:
+        words = {**options, "variables": {**options["variables"], **variables}}
+        name, what = f"segment-{known.number:03d}{suffix}", f"{title}{suffix.replace('-', ', ')}"
+        run = run_segment(runs, segment, name, what, **words)
+        return _compare(recorded, run, segment, known, due)
+
     try:
-        first = run_segment(runs, segment, name, title, **options)
-        checked, found = _compare(recorded, first, segment, checked, due)
+        checked, found = attempt(checked)
     except (CommandError, LedgerError) as error:  # of this segment; the others are still run
         return replace(checked, verdict="failed", reason=str(error))
     if found is None:
         return checked
     try:
-        # Two runs that agree with each other rule out chance; see the head of this file.
-        again = run_segment(runs, segment, f"{name}-again", f"{title}, again", **options)
-        repeated, differs = _compare(recorded, again, segment, checked, due)
+        return _repeat(attempt, checked, found, second)
     except (CommandError, LedgerError) as error:  # what the first run has shown stays
         return checked.explain("unclear", "alone", str(error))
+
+
+def _repeat(
+    attempt: Callable[..., _Attempt],
+    checked: CheckedSegment,
+    found: Comparison,
+    second: Mapping[str, str],
+) -> CheckedSegment:
+    """Run a segment that differs again, and return it with the reason."""
+    # Two runs that agree with each other rule out chance; see the head of this file.
+    repeated, again = attempt(checked, "-again")
     checked = replace(checked, ledgers=repeated.ledgers)
-    return checked.explain("transient") if differs is None else _explain(checked, found, differs)
-
-
-def _explain(checked: CheckedSegment, found: Comparison, differs: Comparison) -> CheckedSegment:
-    """Return a segment that differs from the ledger in two runs, with the reason."""
-    if not compare_ledgers(read_ledger(found.actual), read_ledger(differs.actual)).equal:
+    if again is None:
+        return checked.explain("transient")
+    if not _agree(found, again):
         return checked.explain("program")
     fields = [entry.field for entry in found.stack if entry.field != _HASH_FIELD]
-    if fields and not found.portable:
-        return checked.explain("unclear", "", describe_names(fields, len(fields)))
-    return checked.explain("persistent")
+    is_other = bool(fields) and not found.portable
+    checked = checked.explain("persistent")
+    if is_other:
+        checked = checked.explain("unclear", "", describe_names(fields, len(fields)))
+    if not second:
+        return checked
+    device = " ".join(f"{name}={text}" for name, text in second.items())
+    repeated, other = attempt(checked, "-elsewhere", **second)
+    checked = replace(checked, ledgers=repeated.ledgers)
+    if other is None:
+        return repeated if repeated.verdict == "refused" else checked.explain("device", "", device)
+    said = _REASONS["same" if _agree(found, other) else "devices"].format(device)
+    return replace(checked, reason=f"{checked.reason} {said}")
+
+
+def _agree(one: Comparison, other: Comparison) -> bool:
+    """Return whether two runs that were compared with the ledger are equal to each other."""
+    return compare_ledgers(read_ledger(one.actual), read_ledger(other.actual)).equal
 
 
 @dataclass
@@ -311,7 +353,7 @@ class _States:
 
 def _compare(
     recorded: RecordedRun, run: Run, segment: Segment, checked: CheckedSegment, due: int
-) -> tuple[CheckedSegment, Comparison | None]:
+) -> _Attempt:
     """Compare a run of a segment; return the comparison, too, if a second run must explain it."""
     ledger = find_first_fit(run)
     checked = replace(checked, ledgers=(*checked.ledgers, str(ledger.path)))

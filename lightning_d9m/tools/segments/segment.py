@@ -12,16 +12,17 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
-from lightning_d9m.engine.ledger.format.reader import RankReader, list_continued, read_resume
+from lightning_d9m.engine.ledger.format.reader import read_lineage, read_resume
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
     Digests,
     End,
     Record,
     Resume,
+    Sources,
     StepDigests,
 )
-from lightning_d9m.engine.ledger.kinds import STATE_HASH
+from lightning_d9m.engine.ledger.kinds import FINAL, STATE_HASH
 from lightning_d9m.engine.recording.interruption import (
     FOLDER,
     INTERRUPT,
@@ -112,6 +113,8 @@ class RecordedRun:
         epoch_ends: The global steps at which epochs ended, in the order of the records.
         last_step: The global step of the last record of the state; 0 without one.
         end: The record that ends the ledger; None if the run was killed or still runs.
+        ends: The states that end segments: the first after each checkpoint, and the last one.
+        sources: The program, if the run commits to it.
 
     Raises:
         LedgerError: If the ledger cannot be read.
@@ -132,14 +135,13 @@ class RecordedRun:
         self.last_step = 0
         self.end: End | None = None
         self._ends_within = True  # whether a run must begin another step to repeat the last record
-        self._is_provable = False
+        self.ends: list[Digests | StepDigests] = []
+        self.sources: Sources | None = None
+        self._is_saved = False  # whether the state of the last checkpoint is still to come
         # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
         own = self.ledger.files[min(self.ledger.files)]
-        for file in (*list_continued(own), own):
-            with RankReader(file) as reader:
-                self.end = None
-                for record in reader.read_lines():
-                    self._note(record, file)
+        for file, record in read_lineage(own):
+            self._note(record, file)
         last = {point.path: point for point in self.saved}
         self.saved = [replace(own, is_replaced=last[own.path] != own) for own in self.saved]
 
@@ -149,17 +151,28 @@ class RecordedRun:
             # The folder of the ledger and of its checkpoints may have been moved.
             path = (file.parent / record.path).resolve()
             self.saved.append(SavedPoint(path, record.step))
+            self._is_saved = True
         elif isinstance(record, Resume):
             # The run has left what the one before did after this step.
+            self.end = None
             self.last_step, self._ends_within = record.step, False
             self.saved = [own for own in self.saved if own.step <= record.step]
         elif isinstance(record, End):
             self.end = record
-        elif isinstance(record, Digests | StepDigests) and record.step >= self.last_step:
+        elif isinstance(record, Sources):
+            self.sources = record
+        elif isinstance(record, Digests | StepDigests):
+            self._note_state(record)
+
+    def _note_state(self, record: Digests | StepDigests) -> None:
+        is_step = isinstance(record, StepDigests)
+        if (is_step and self._is_saved) or getattr(record, "moment", "") == FINAL:
+            self.ends.append(record)
+            self._is_saved = False
+        if record.step >= self.last_step:
             # Digests are taken after what follows a step, such as the end of an epoch.
-            self.last_step, self._ends_within = record.step, isinstance(record, Digests)
-            self._is_provable |= STATE_HASH in record.totals
-            if isinstance(record, Digests) and record.moment == "epoch":
+            self.last_step, self._ends_within = record.step, not is_step
+            if getattr(record, "moment", "") == "epoch":
                 self.epoch_ends.append(record.step)
 
     @property
@@ -210,7 +223,8 @@ class RecordedRun:
         """The variables that a part of the run needs to compute what the run has computed."""
         seed = self.ledger.header.stack.get(f"variable.{HASH_SEED}")
         variables = {HASH_SEED: str(seed or "random")}  # Python's default
-        return variables | ({_PROVABLE: "1"} if self._is_provable else {})
+        is_provable = any(STATE_HASH in own.totals for own in self.ends)
+        return variables | ({_PROVABLE: "1"} if is_provable else {})
 
     def find_start(self, step: int) -> SavedPoint | None:
         """Return the last checkpoint at or before a step that is there; None for the beginning."""

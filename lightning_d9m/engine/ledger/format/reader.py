@@ -311,6 +311,14 @@ def list_continued(path: Path) -> list[Path]:
     return [part for part, _ in _follow(path)[0]]
 
 
+def read_lineage(path: Path) -> Iterator[tuple[Path, Record]]:
+    """Yield each record of a rank's file after all of those that it continues, with its file."""
+    for part in (*list_continued(path), path):
+        with RankReader(part) as reader:
+            for record in reader.read_lines():
+                yield part, record
+
+
 def _holds(path: Path, chain_hash: str) -> bool:
     with RankReader(path, mark=chain_hash) as reader:
         return any(reader.marked for _ in reader.line_records()) or bool(reader.marked)

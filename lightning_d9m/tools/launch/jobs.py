@@ -1,0 +1,103 @@
+"""Commands that run at once: each in a process of this machine, or in a job of a cluster.
+
+submitit starts the jobs. Its executor ``local`` starts processes in their place, for a trial.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from lightning_d9m.errors import SettingError
+from lightning_d9m.tools.launch.processes import running_processes, share_cores, tail
+
+_POLL_SECONDS = 0.1
+# submitit's own limit of 5 minutes is that of a short function.
+_MINUTES = 60
+# Says whether a command has ended.
+_HasEnded = Callable[[], bool]
+
+
+def run_jobs(
+    commands: Mapping[int, Sequence[str]],
+    folder: Path,
+    note: Callable[[int, str], None],
+    *,
+    at_once: int = 1,
+    submit: str | None = None,
+) -> None:
+    """Run commands, and call ``note`` with the number and the end of the log of each that ends.
+
+    A signal to this process ends all of them, also those on a cluster, see ``running_processes``.
+
+    Args:
+        commands: The commands by number.
+        folder: Where the logs go.
+        note: What is called.
+        at_once: How many run at once; of jobs, the scheduler decides.
+        submit: The name that submitit has for a cluster, and parameters of its ``AutoExecutor``,
+            such as ``"slurm,slurm_partition=gpu,gpus_per_node=1"``; None for processes.
+
+    Raises:
+        SettingError: If submitit is not installed, or does not take what is given.
+        CommandError: If a process does not start.
+    """
+    waiting, running = dict(commands), dict[int, tuple[_HasEnded, Path]]()
+    with running_processes() as tree, ExitStack() as submitted:
+        start = None if submit is None else _open_cluster(submit, folder / "jobs", submitted)
+        while (waiting or running) and not tree.received:
+            while waiting and (start is not None or len(running) < at_once):
+                number = next(iter(waiting))
+                words, log = waiting.pop(number), folder / f"job-{number:03d}.log"
+                if start is not None:
+                    running[number] = start(words)
+                else:
+                    job = tree.start(words, None, log, {**os.environ, **share_cores()})
+                    running[number] = partial(_is_over, job), log
+            for number in [number for number, (has_ended, _) in running.items() if has_ended()]:
+                log = running.pop(number)[1]
+                note(number, f"Log: {log}.{tail(log)}" if log.exists() else f"Log: {log}.")
+            time.sleep(_POLL_SECONDS)
+
+
+def _is_over(job: "subprocess.Popen[bytes]") -> bool:
+    return job.poll() is not None
+
+
+def _open_cluster(
+    chosen: str, folder: Path, submitted: ExitStack
+) -> Callable[[Sequence[str]], tuple[_HasEnded, Path]]:
+    """Return a function that submits a command; jobs that still run when a stack ends are canceled.
+
+    Raises:
+        SettingError: As ``run_jobs``.
+    """
+    try:
+        import submitit
+    except ImportError as error:
+        raise SettingError(
+            "Jobs are submitted by submitit, which is not installed. Install "
+            "'lightning-d9m[slurm]', or print the commands with --print-commands."
+        ) from error
+    cluster, *words = chosen.split(",")
+    given = dict(word.partition("=")[::2] for word in words)
+    values = {name: int(text) if text.isdigit() else text for name, text in given.items()}
+    try:
+        executor = submitit.AutoExecutor(folder, cluster=cluster)
+        executor.update_parameters(**{"timeout_min": _MINUTES, **values})
+    except Exception as error:  # submitit raises NameError, AssertionError, RuntimeError
+        raise SettingError(
+            f"submitit does not take {chosen!r}: {error}. Give local, or slurm and its parameters: "
+            "slurm,slurm_partition=NAME,gpus_per_node=1,timeout_min=600."
+        ) from error
+
+    def submit(words: Sequence[str]) -> tuple[_HasEnded, Path]:
+        # Its result is in files of the command: submitit's own would be read as a pickle.
+        job = executor.submit(submitit.helpers.CommandFunction(list(words)))
+        submitted.callback(lambda: None if job.done() else job.cancel(check=False))
+        return job.done, Path(job.paths.stderr)
+
+    return submit
