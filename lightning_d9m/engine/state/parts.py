@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_d9m.engine.state.plain_data import encode_plain
+from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.errors import SettingError
 from lightning_d9m.program import LIGHTNING, is_of_framework
 
@@ -93,6 +93,8 @@ MISSING = object()
 
 def list_items(container: Any) -> Collection[Any]:
     """Return the items of a container; of a dict the keys and the values."""
+    if isinstance(container, np.ndarray):
+        return list(container.flat)
     return [*container, *container.values()] if isinstance(container, dict) else container
 
 
@@ -129,22 +131,12 @@ def read_memory(value: Any) -> tuple[Any, ...]:
     return (value,) if read is None else read(value)
 
 
-def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type
-    """Return whether two contents or values are equal to the bit."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return equal_bits(one, other)
-    if isinstance(one, np.ndarray):
-        return _equal_arrays(one, other)
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values that are only replaced as a whole are equal to the bit."""
+    if one is other or type(one) is not type(other):
+        return one is other
     if isinstance(one, float):
         return struct.pack("d", one) == struct.pack("d", other)
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(are_equal, one, other))
     return bool(one == other)
 
 
@@ -162,11 +154,8 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def _equal_arrays(one: np.ndarray, other: np.ndarray) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    if one.dtype.hasobject:
-        return are_same(tuple(one.flat), tuple(other.flat))
-    return one.tobytes() == other.tobytes()
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and one.tobytes() == other.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -429,21 +418,26 @@ def _write_tensor(owner: Tensor, content: Tensor) -> None:
         owner.data = content.clone()
 
 
+def _write_objects(owner: np.ndarray, content: Collection[Any]) -> None:
+    for place, part in zip(range(owner.size), content, strict=True):
+        owner.flat[place] = part  # a list as it is, which a slice would take for many
+
+
 def _write_array(owner: np.ndarray, content: np.ndarray) -> None:
     if owner.shape != content.shape:
         owner.resize(content.shape, refcheck=False)
     owner[...] = content
 
 
-def _read_generator(owner: Any) -> Any:
+def _read_generator(owner: Any) -> bytes:
     if isinstance(owner, np.random.Generator):
-        return owner.bit_generator.state
+        return encode_plain(owner.bit_generator.state)
     if isinstance(owner, random.Random):
         with suppress(NotImplementedError):  # SystemRandom does not have a state
-            return owner.getstate()
-        return None
+            return encode_plain(owner.getstate())
+        return encode_plain(None)
     words = {"legacy": False} if isinstance(owner, np.random.RandomState) else {}
-    return owner.get_state(**words)
+    return encode_plain(owner.get_state(**words))
 
 
 def check_positions(content: Any) -> None:
@@ -458,7 +452,8 @@ def check_positions(content: Any) -> None:
                 raise ValueError(f"{name!r} of a generator is {held[name]}, and at most {most}.")
 
 
-def _write_generator(owner: Any, content: Any) -> None:
+def _write_generator(owner: Any, encoded: bytes) -> None:
+    content = decode_plain(encoded)
     check_positions(content)
     if isinstance(owner, np.random.Generator):
         owner.bit_generator.state = content
@@ -571,6 +566,8 @@ _HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
 ITEMS = Holder(tuple, _write_items, name=lambda _, place: f"[{place}]")
+# An array of objects.
+OBJECTS = Holder(lambda own: tuple(own.flat), _write_objects, name=lambda _, place: f"[{place}]")
 DICT = Dict(_read_items, _write_items, name=_name_key)
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)
@@ -613,7 +610,7 @@ def find_kind(value: Any) -> Kind | None:
         return OPAQUE
     if kind is ARRAY and not value.flags.writeable:
         return None  # a mapped file may be larger than the memory
-    return kind
+    return OBJECTS if kind is ARRAY and value.dtype.hasobject else kind
 
 
 _KINDS: tuple[tuple[Any, Kind | None], ...] = (

@@ -324,7 +324,8 @@ def test_an_epoch_that_is_started_again_draws_the_same(workers):
     for epoch in (0, 1):
         control.start_epoch("train", epoch)
         found.append([batch.tolist() for batch in loader])
-        control.restart_epoch("train", epoch)
+        control.restart("train")
+        control.start_epoch("train", epoch)
         assert [batch.tolist() for batch in loader] == found[epoch]
     control.release()
     assert found[0] != found[1]
