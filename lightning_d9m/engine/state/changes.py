@@ -25,6 +25,7 @@ from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     CODE,
     DICT,
+    FUNCTION,
     GENERATOR,
     ITEMS,
     LONG,
@@ -34,6 +35,7 @@ from lightning_d9m.engine.state.parts import (
     PLAIN_TYPES,
     SET,
     TENSOR,
+    VARIABLES,
     Dict,
     Holder,
     Kind,
@@ -180,10 +182,10 @@ class Changes:
             self._watch.set_content(node, now)
         self._watch.add_data()
 
-    @property
-    def known(self) -> Collection[int]:
-        """The identities of the objects that are looked at."""
-        return self._watch.nodes.keys()
+    def list_namespaces(self) -> set[int]:
+        """Return the identities of the classes, files and functions that are looked at."""
+        nodes = self._watch.nodes.items()
+        return {key for key, node in nodes if node.kind in (VARIABLES, FUNCTION)}
 
     def ignore(self, values: Iterable[object]) -> None:
         """Look at objects no more, nor at what was found in them."""

@@ -54,7 +54,7 @@ class DataState:
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
-        known: The identities of objects that are in the state of the program already.
+        known: The identities of classes, files and functions that another state has already.
     """
 
     def __init__(
@@ -130,9 +130,7 @@ def _unpack(states: Mapping[str, Any], key: str) -> dict[str, bytes]:
 
 def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return why the captured states of loaders cannot be restored, by number of the loader."""
-    return describe_unsaved(
-        [*list_paths(samplers, UNSAVED), *list_paths(samplers, UNSAVED_DATA)]
-    )
+    return describe_unsaved([*list_paths(samplers, UNSAVED), *list_paths(samplers, UNSAVED_DATA)])
 
 
 def list_paths(samplers: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:

@@ -248,7 +248,7 @@ class ControlledLoader:
         if iterable or not (loader.num_workers and loader.persistent_workers):
             owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         # Workers, and the iterators of iterable datasets, read before the program is restored.
-        known = () if iterable or loader.num_workers else control.list_known()
+        known = () if iterable or loader.num_workers else control.list_namespaces()
         earlier = [own.state for own in control.loaders]
         self.state: DataState = DataState(owners, samplers, earlier, known)
         take_over = control.replacements.replace
@@ -355,18 +355,6 @@ class ControlledLoader:
         for key in (CHANGES, DATA) if data else (CHANGES,):
             self.state.restore(states, key)
 
-    def find_iterated(self) -> list[str]:
-        """See ``LoaderControl.find_iterated``."""
-        reached = self._control.reached[self.stage].samplers.get(str(self.stream.number), {})
-        if self.start is None:
-            return []
-        before, now = (own.get(CHANGES, {}) for own in (self.start, self.state.capture()))
-        return [
-            path
-            for path in {**before, **now}.keys() - reached.get(CHANGES, {}).keys()
-            if not (path in before and path in now and torch.equal(before[path], now[path]))
-        ]
-
     def restore_data(self, epoch: int) -> None:
         """Restore what the dataset held where the run was interrupted."""
         reached = self._find_reached(epoch)
@@ -458,7 +446,8 @@ class LoaderControl:
             draws depend neither on its batch nor on the rank.
         host_sets_epochs: Whether the program that iterates the training loaders calls
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
-        list_known: Returns the identities of the objects of which another state is kept.
+        list_namespaces: Returns the identities of the classes, files and functions of which another
+            state is kept.
     """
 
     seed: int
@@ -467,7 +456,7 @@ class LoaderControl:
     rank: int
     per_sample_rng: bool
     host_sets_epochs: bool = False
-    list_known: Callable[[], Iterable[int]] = tuple
+    list_namespaces: Callable[[], Iterable[int]] = tuple
 
     def __post_init__(self) -> None:
         self.loaders: list[ControlledLoader] = []
@@ -572,11 +561,20 @@ class LoaderControl:
 
     def find_iterated(self, stage: str) -> list[str]:
         """Return what in samplers an iteration in advance has changed, and no resume restores."""
-        return [
-            f"{control.stream.number}.{path}"
-            for control in self._list(stage)
-            for path in control.find_iterated()
-        ]
+        found = []
+        for control in self._list(stage) if stage in self.reached else ():
+            number = str(control.stream.number)
+            restored = self.reached[stage].samplers.get(number, {}).get(CHANGES, {})
+            before, now = (
+                own.get(CHANGES, {}) for own in (control.start or {}, control.state.capture())
+            )
+            found += [
+                f"{number}.{path}"
+                for path in ({**before, **now} if control.start is not None else ())
+                if path not in restored
+                and not (path in before and path in now and torch.equal(before[path], now[path]))
+            ]
+        return found
 
     def restart(self, stage: str) -> None:
         """Let the next ``start_epoch`` of a stage start the same epoch again.

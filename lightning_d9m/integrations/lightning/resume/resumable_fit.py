@@ -404,8 +404,7 @@ class ResumableFit(Fit):
     def _watch_program(self) -> None:
         """Take the program's state as held at first, before loaders restore what they share."""
         if self.trainer.optimizers:
-            known = self._program.changes.known
-            self.session.loaders.list_known = lambda: known
+            self.session.loaders.list_namespaces = self._program.changes.list_namespaces
 
     def _load_validation(self, load: Callable[[], None]) -> None:
         self._watch_program()
