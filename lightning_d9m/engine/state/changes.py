@@ -420,10 +420,11 @@ class Changes:
         """Raise a ``TypeError`` if an object is not plain data."""
         kind = find_kind(value)
         plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
-        if kind in (TENSOR, ARRAY) and self._limited:  # before it is copied
-            self._left -= sum(own.nbytes for own in read_memory(value))
-            if self._left < 0:
-                raise TypeError(value)
+        # Before it is copied.
+        held = read_memory(value) if kind in (TENSOR, ARRAY) else ()
+        self._left -= sum(own.nbytes for own in held) or sys.getsizeof(value)
+        if self._limited and self._left < 0:
+            raise TypeError(value)
         # What an object holds has a form whatever its type.
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
             raise TypeError(value)

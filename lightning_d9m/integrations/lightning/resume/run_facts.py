@@ -1,6 +1,6 @@
 """Facts of the run that saved a checkpoint: its settings, its ledger, and what is not exact."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -75,7 +75,7 @@ class Pending(Part):
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         run = self.fit.recorder.run
-        held = [own if isinstance(own, Mapping) else own.as_record() for own in run.held]
+        held = [own.as_record() for own in run.held]
         return {"loss": run.loss_text, "evaluations": held, "data": run.data}
 
 
