@@ -7,8 +7,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -70,6 +73,23 @@ _BIT_GENERATORS = {
     for kind in (
         *(np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox),
         np.random.SFC64,
+    )
+}
+# Immutable values of the standard library by the names of their types, and of what they are made.
+# `Fraction` computes, for minutes, what a text says.
+_MADE_OF: dict[str, tuple[Any, Callable[[Any], Iterable[Any]]]] = {
+    kind.__name__: (kind, read)
+    for kind, read in (
+        *(
+            (kind, lambda own: own.__reduce_ex__(2)[1])
+            for kind in (date, datetime, time, timedelta)
+        ),
+        *(
+            (kind, lambda own: own.__reduce_ex__(2)[1])
+            for kind in (timezone, Decimal, range, slice)
+        ),
+        (frozenset, lambda own: [{*own}]),
+        (UUID, lambda own: [own.hex]),
     )
 }
 _MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
@@ -144,6 +164,7 @@ class Changes:
         self.replaced: list[tuple[str, object]] = []
         self.expected: list[str] = []
         self.unlike: list[str] = []
+        # A node for each of 100,000 transitions of a replay buffer would take longer than a step.
         together = Kind(partial(digest_together, leave_out=leave_out), compare=are_same)
 
         def ignore(path: str, value: object) -> bool:
@@ -260,7 +281,8 @@ class Changes:
                 entries.append((path, self._watch.paths[place], [*key], made))
             except (*_MALFORMED, RanksDisagreeError):
                 missing.append(path)
-        # First what objects hold, then the objects that replace others, and then what is compared.
+        # First what objects hold, then the objects that replace others, and then what is compared:
+        # a path leads to the object that was there at first until another takes its place.
         order = sorted(entries, key=lambda entry: (isinstance(entry[3], _Digest), bool(entry[2])))
         for path, node, key, made in order:
             try:
@@ -476,6 +498,8 @@ def _make_new(name: str, content: Any) -> Any:
             return found
         case "enum", [[module, name], member]:
             return _find_enum(module, name)[member]
+        case "value", [kind, [*parts]]:
+            return _MADE_OF[kind][0](*parts)
         case "digest", str():
             return _Digest(content)
         case "objects", [shape, [*items]] if not _holds_code(items):
@@ -501,6 +525,9 @@ def _find_own_form(value: Any) -> tuple[str, Any] | None:
         return "generator", [_name_generator(value), GENERATOR.read(value)]
     if isinstance(value, enum.Enum):
         return "enum", [[type(value).__module__, type(value).__qualname__], value.name]
+    kind, read = _MADE_OF.get(type(value).__name__, (None, iter))
+    if kind is type(value):
+        return "value", [kind.__name__, [*read(value)]]
     if find_kind(value) is OBJECTS and value.dtype == object:
         return "objects", [[*value.shape], list_items(value)]
     return ("digest", f"{value}") if isinstance(value, _Digest) else None

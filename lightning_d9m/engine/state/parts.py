@@ -55,18 +55,20 @@ _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backwa
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
+# Objects of a 64-bit process lie above it; programs number things below it.
 _LEAST_ADDRESS = 2**32
 _GLOBAL: Any = (random.random, np.random.rand)
 _WORD = struct.calcsize("P")
-# Positions in the memory of NumPy's generators, and their bounds.
+# Positions in the memory of NumPy's generators, and their bounds: MT19937 has 624 words, Philox a
+# buffer of 4. NumPy sets any position, and the next draw reads there.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 QUESTIONS = ("qsize", "locked", "_is_owned", "tell")
 """Methods that return the size of a queue, whether a lock is held, and a position in a file."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
-# Of what pickle would save of an object.
+# Of what pickle would save of an object. A larger one is unknown, and not read at each save.
 _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
-# Names what memory of an object holds that is not an attribute.
+# Names what memory of an object holds that is not an attribute. No attribute has parentheses.
 _MEMORY = "memory()"
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -298,6 +300,7 @@ def _set_attribute(owner: Any, key: Any, value: Any) -> None:
     own = getattr(owner, "__dict__", {})
     if key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
         return  # they stay as they are
+    # Past the program's own __setattr__, which would count as a call of its code by a file.
     if value is MISSING:
         object.__delattr__(owner, key)
     elif key in own:
@@ -496,6 +499,8 @@ def read_memory_of(owner: Any) -> tuple[Any, ...]:
     what it tells; ``Unreadable`` without these. Code of libraries and an ended generator hold
     nothing.
     """
+    # Twice, as what pickle saves may hold objects that are made for it, which no comparison with a
+    # later reading could tell from a change.
     first, again = (tuple(_list_saved(owner)) for _ in range(2))
     if are_same(first, again):
         return first

@@ -106,6 +106,7 @@ def walk(  # noqa: C901 - one loop, and what it keeps
         enter_owners: Enter the owners themselves whatever their type.
         namespaces: Enter the classes of objects, and the files of classes and functions, too.
     """
+    # A stack, not recursion: a linked list of a program is deeper than Python's stack.
     seen: dict[int, object] = {}  # the id of a freed object may become that of another
     entered = set(map(id, owners.values())) if enter_owners else ()
     stack: list[tuple[str, Any, Kind | None]] = [
@@ -118,6 +119,7 @@ def walk(  # noqa: C901 - one loop, and what it keeps
         if not stack:
             stack, used = [(name, own, VARIABLES) for name, own in reversed(used.items())], {}
         if not stack:
+            # Last, so that data which the program holds, too, has the program's path.
             found, closed = dict(find_data(closed)), {}
             new = ((path, own) for path, own in found.items() if id(own) not in known)
             stack += [(path, own, None) for path, own in new if id(own) not in seen]
@@ -220,6 +222,7 @@ def search(
         most: The number of parts of objects that are looked at, besides those of owners.
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
+    # From the outside in: a short path names an object better than a long one.
     waiting = deque((name, owner, 0) for name, owner in owners.items())
     while waiting and most > 0:
         path, value, level = waiting.popleft()

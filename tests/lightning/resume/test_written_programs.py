@@ -32,6 +32,7 @@ EQUAL = [
     *(("shared", "a dataset"), ("changed in a set", "a module")),
     *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
     *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
+    *(("date", "a callback"), ("frozen set", "a file"), ("uuid", "an array"), ("slice", "a list")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
     *(
         ("dict", "a schedule's closure"),

@@ -33,6 +33,7 @@ LOADER = "loader"
 """The name of a loader among the objects."""
 _SAMPLER = "sampler"  # begins the names of samplers
 
+# A dataset of a library holds tables, schemas and locks, whose parts are no state of the order.
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)

@@ -204,6 +204,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
+# Those of samplers are kept as they were where the epoch began: its order is drawn again from them.
 _OF_DATA = (UNKNOWN_DATA, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 

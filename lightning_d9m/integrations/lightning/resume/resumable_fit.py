@@ -398,6 +398,7 @@ class ResumableFit(Fit):
     def _load_training(self, load: Callable[[], None]) -> None:
         self._watch_program()
         load()
+        # Workers have then asked the sampler for their first batches, and it is iterated again.
         if self.was_saved_between_epochs and reads_when_iterated(self.trainer):
             self.report(map(_ITERATED.format, self.session.loaders.find_iterated("train")))
 
