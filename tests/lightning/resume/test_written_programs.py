@@ -85,9 +85,9 @@ SAMPLES = "Data, '__getitem__'"
 @pytest.mark.parametrize(
     ("word", "kind", "place", "hook", "draws", "end"),
     [
-        ("equal", "list", "a module", "Steering, 'on_train_start'", {}, "killed"),
+        ("equal", "list", "a module", "Model, 'training_step'", {}, "killed"),
         ("refused", "file", "a module", "Steering, 'on_train_batch_start'", {}, ""),
-        ("refused", "range", "a dataset", SAMPLES, {"loading": "workers"}, "killed"),
+        ("refused", "range", "a dataset", SAMPLES, {"loading": "persistent workers"}, ""),
         ("said", "tensor", "a member", "Model, 'training_step'", {}, "max_steps"),
         # A file of the program that the class of the dataset leads to, too.
         ("equal", "objects", "a file", "Model, 'training_step'", {"saving": "the module"}, ""),
