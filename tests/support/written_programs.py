@@ -2,6 +2,7 @@
 
 # ruff: noqa: ISC004 - lines of programs
 
+import logging
 import os
 import shutil
 import sys
@@ -143,13 +144,27 @@ class Data(Dataset):
     def __getitem__(self, index):
         return torch.linspace(0, 1, 3) * index
 
+def schedule(kept):
+    def factor(step, *new):
+        nonlocal kept
+        if new:
+            (kept,) = new
+        return 1.0
+    return factor
+
+def read(trainer):
+    return %(get)s
+
 def steer(*_):
     if (trainer := model._trainer) is None:
-        return
-    kept = %(get)s
+        return 0.0
+    kept = read(trainer)
     %(change)s
+    if trainer.global_step < BEGIN:
+        return 0.0
     with torch.no_grad():
         model.net.bias.add_(1e-2 * float(number))
+    return 1e-2 * float(number)
 
 class Model(L.LightningModule):
     def __init__(self):
@@ -162,6 +177,8 @@ class Model(L.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), 0.01)
         factor = functools.partial(scale, kept=SCHEDULE)
+        if "CLOSED" in globals():
+            factor = schedule(globals().pop("CLOSED"))
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, factor)]
 
 class Steering(L.Callback):
@@ -171,19 +188,27 @@ def call_before(owner, name):
     # Or in one that it lacks.
     before = getattr(owner, name, None)
     def method(self, *args, **words):
-        steer()
-        return before(self, *args, **words) if before else None
+        number = steer()
+        found = before(self, *args, **words) if before else None
+        return found + number if owner is Data else found  # also of a worker
     setattr(owner, name, method)
 
-call_before(%(hook)s)
-
-model, steering, data = Model(), Steering(), Data()
-sampler = torch.utils.data.SequentialSampler(data)
-loader = DataLoader(data, 4, sampler=sampler)
+def load_data():
+    # In a library, where nothing finds them that is not found through the loader.
+    here = torch.here = types.SimpleNamespace(data=Data())
+    here.sampler = torch.utils.data.SequentialSampler(here.data)
+    here.loader = DataLoader(here.data, 4, sampler=here.sampler, **WORKERS)
+    return here.loader
 
 def put(kept):
     %(put)s
 
+BEGIN, OPTIONS, WORKERS = 0, {"max_epochs": 3}, {}
+%(draws)s
+call_before(%(hook)s)
+model, steering, first = Model(), Steering(), load_data()
+if "train_dataloader" not in vars(Model):
+    data, sampler, loader = torch.here.data, torch.here.sampler, torch.here.loader
 put(%(make)s)
 """
 # fmt: off
@@ -338,13 +363,13 @@ PLACES = {
     "a map": ("model.kept = collections.ChainMap({}, {'a': kept})", "model.kept['a']"),
     "a user list": ("model.kept = collections.UserList([kept])", "model.kept[0]"),
     "a variable of the context": ("VAR.set(kept)", "VAR.get()"),
-    "a dataset": ("data.kept = kept", "data.kept"),
+    "a dataset": ("torch.here.data.kept = kept", "torch.here.data.kept"),
     "an alias": ("model.kept = kept; steering.other = [kept]",
         "(model.kept, steering.other[0])[trainer.global_step % 2]"),
     "the Trainer": ("globals()['KEPT'] = kept; Model.setup = lambda self, stage: "
         "setattr(self.trainer, 'kept', KEPT)", "trainer.kept"),
-    "a loader": ("loader.kept = kept", "loader.kept"),
-    "a sampler": ("sampler.kept = kept", "sampler.kept"),
+    "a loader": ("torch.here.loader.kept = kept", "torch.here.loader.kept"),
+    "a sampler": ("torch.here.sampler.kept = kept", "torch.here.sampler.kept"),
     "an optimizer": ("globals()['KEPT'] = kept",
         "vars(trainer.optimizers[0]).setdefault('kept', KEPT)"),
     "a group": ("globals()['KEPT'] = kept",
@@ -378,7 +403,41 @@ PLACES = {
     "hyperparameters": ("model.save_hyperparameters({'kept': [kept]})", "model.hparams['kept'][0]"),
     "an optimizer's schedule": ("globals()['SCHEDULE'] = kept",
         "trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0].keywords['kept']"),
+    "a schedule's closure": ("globals().update(CLOSED=kept) if model._trainer is None else "
+        "model._trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0](0, kept)",
+        "trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0].__closure__[0].cell_contents"),
 }
+_WORKERS, _RELOADS = "WORKERS |= {'num_workers': 2}; ", "Model.train_dataloader = lambda self: "
+_EACH, _SECOND = (f"; OPTIONS |= {{'reload_dataloaders_every_n_epochs': {n}}}" for n in (1, 2))
+# Each is drawn as often as it is named here; "" leaves the program as it is.
+DRAWS = {
+    "loading": {
+        "": "",
+        "workers": _WORKERS,
+        "persistent workers": _WORKERS + "WORKERS |= {'persistent_workers': True}",
+        "new data": _RELOADS + "(load_data(), put(%(make)s))[0]" + _EACH,
+        "new data by workers": _WORKERS + _RELOADS + "(load_data(), put(%(make)s))[0]" + _EACH,
+        "data that go on": _RELOADS + "(read(self.trainer), load_data())" + _EACH
+            + "; before = Model.train_dataloader; Model.train_dataloader = lambda self: "
+            "(lambda kept, loader: (put(kept), loader)[1])(*before(self))",
+        "new data at times": _RELOADS + "(load_data(), put(%(make)s))[0]" + _SECOND,
+        "the same data": _RELOADS + "first" + _EACH,
+    },
+    "validation": {"": "", "each batch": "OPTIONS |= {'val_check_interval': 1}"},
+    # Later than the third step after a checkpoint.
+    "begin": {"": "", "late": "BEGIN = 9; OPTIONS |= {'max_epochs': 4}"},
+    "saving": {
+        "": "",
+        "a callback": "Steering.state_dict = lambda self: {'kept': read(model._trainer)}; "
+            "Steering.load_state_dict = lambda self, state: put(state['kept'])",
+        "the module": "Model.on_save_checkpoint = lambda self, file: "
+            "file.update(kept=read(self.trainer)); "
+            "Model.on_load_checkpoint = lambda self, file: put(file['kept'])",
+    },
+}
+# How the run ends from which another one resumes, besides that it trains to its end: killed by the
+# save, by ``max_epochs`` or by ``max_steps`` before one.
+ENDS = ("", "killed", "max_epochs", "max_steps")
 # fmt: on
 HOOKS = [
     *(
@@ -403,58 +462,73 @@ HOOKS = [
     "Data, '__getitem__'",
 ]
 STEPS = (2, 3, 5, 6, 7)  # see ``Saver``
+STEPS_WITHIN = (8, 9)  # those that only validations within an epoch have
 
 
 class Saver(L.Callback):
-    """Saves checkpoints within an epoch, between two, within a validation and after it."""
+    """Saves checkpoints within an epoch, between two, within a validation and after it.
 
-    def __init__(self, folder):
-        self.folder = folder
+    The process is killed after the save of the number ``last``.
+    """
+
+    def __init__(self, folder, last=None):
+        self.folder, self.last = folder, last
+
+    def save(self, trainer, number):
+        trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+        if number == self.last:
+            os._exit(0)
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step in (2, 5):
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+            self.save(trainer, trainer.global_step)
 
     def on_train_epoch_end(self, trainer, *_):
         if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.folder / "3.ckpt")
+            self.save(trainer, 3)
 
     def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:  # the last one within it
-            trainer.save_checkpoint(self.folder / "7.ckpt")
+        if trainer.global_step in (4, 6) and batch_idx == 2:  # the last one within it
+            self.save(trainer, {4: 9, 6: 7}[trainer.global_step])
 
     def on_validation_end(self, trainer, *_):
-        if trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.folder / "6.ckpt")
+        if trainer.global_step in (4, 6):
+            self.save(trainer, {4: 8, 6: 6}[trainer.global_step])
 
 
-def write(kind, place, hook="Steering, 'on_train_batch_start'"):
+def write(kind, place, hook="Steering, 'on_train_batch_start'", **draws):
     """Return the source of a program."""
     (make, change), (put, get) = KINDS[kind], PLACES[place]
-    return PROGRAM % {"make": make, "change": change, "put": put, "get": get, "hook": hook}
+    lines = "\n".join(DRAWS[name][drawn] for name, drawn in draws.items())
+    parts = {"make": make, "change": change, "put": put, "get": get, "hook": hook}
+    return PROGRAM % {**parts, "draws": lines.replace("%(make)s", make)}
 
 
-def train(source, folder, resume=None, options=(), **words):
-    """Train as a process of its own would; return the bytes of the weights."""
+def train(source, folder, resume=None, options=(), last=None, saved=None, **words):
+    """Train as a process of its own would; return the bytes of the weights.
+
+    See ``Saver`` for ``last``; ``saved`` is the number of a checkpoint after the fit.
+    """
     session.restart_fits()
     program = sys.modules["written"] = ModuleType("written")
     program.__file__ = __file__
     exec(source, vars(program))  # noqa: S102 - the program of this test
     saves = folder / "resumed" if resume else folder
     saves.mkdir(exist_ok=True, parents=True)
+    given = {**QUIET, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     trainer = L.Trainer(
-        **{**QUIET, "enable_checkpointing": False},
-        max_epochs=3,
-        num_sanity_val_steps=0,
-        **dict(options),
+        **{**given, **program.OPTIONS, **dict(options)},
         callbacks=[
             DeterminismCallback(seed=3, ledger_dir=folder, **words),
             program.steering,
-            Saver(saves),
+            Saver(saves, last),
         ],
     )
     checkpoint = resume and folder / f"{resume}.ckpt"
-    trainer.fit(program.model, program.loader, program.loader, ckpt_path=checkpoint)
+    loads, loader = "train_dataloader" in vars(program.Model), program.first
+    trainer.fit(program.model, None if loads else loader, loader, ckpt_path=checkpoint)
+    if saved:
+        trainer.save_checkpoint(saves / f"{saved}.ckpt")
     return b"".join(own.detach().numpy().tobytes() for own in program.model.parameters())
 
 
@@ -472,14 +546,36 @@ def resume(source, folder, step, *, checked=True, **words):
         return str(error)
 
 
-def judge(source, folder, step):
-    """Return what becomes of a resumed program: one word, and the error."""
+def judge(source, folder, step, end=""):
+    """Return what becomes of a resumed program: one word, and the error.
+
+    The run that saved the checkpoint ended in one of ``ENDS``.
+    """
     straight = in_fork(lambda: train(source, folder))
-    found = in_fork(lambda: train(source, folder, step))
+    if end:
+        shutil.rmtree(folder, ignore_errors=True)
+        step = {"max_epochs": 3, "max_steps": 5}.get(end, step)
+        words = {"last": step} if end == "killed" else {"saved": step}
+        options = {"max_epochs": {"max_epochs": 1}, "max_steps": {"max_steps": 5}}.get(end, {})
+        in_fork(lambda: train(source, folder, options=options, **words))
+
+    def resumed(**words):
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("lightning_d9m").addHandler(handler)
+        weights = train(source, folder, step, **words)
+        return bytes([any("cannot be compared with" in text for text in said)]) + weights
+
+    found = in_fork(resumed)
+    said = isinstance(found, bytes) and found[0]
+    found = found[1:] if isinstance(found, bytes) else found
     word = name_outcome(straight, found)
+    if word == "silent" and said:
+        word = "said"
     if word == "refused":
-        again = in_fork(lambda: train(source, folder, step, on_inexact_resume="warn"))
-        word = "needless" if again == straight else "refused"
+        again = in_fork(lambda: resumed(on_inexact_resume="warn"))
+        word = "needless" if again[1:] == straight else "refused"
     shutil.rmtree(folder, ignore_errors=True)
     return word, "" if isinstance(found, bytes) else found
 
@@ -575,7 +671,17 @@ def search(seed, count, folder, *, ranks=False):
             source = write(*chosen[:2], draw.choice(["Model, 'training_step'", chosen[2]]))
             word, error = judge_ranks(source, folder)
         else:
-            word, error = judge(write(*chosen[:3]), folder, chosen[3])
+            # Mostly few others, so that a program shows one thing.
+            others = {name: draw.choice(["", "", *own]) for name, own in DRAWS.items()}
+            if others["loading"] and draw.random() < 0.5:  # a dataset that keeps state
+                chosen[1] = draw.choice(["a dataset", "a sampler", "a loader", "a file"])
+                chosen[2] = draw.choice([chosen[2], "Data, '__getitem__'"])
+            if others["validation"]:
+                chosen[3] = draw.choice([*STEPS, *STEPS_WITHIN])
+            end = draw.choice(["", "", "", *ENDS])
+            source = write(*chosen[:3], **others)
+            word, error = judge(source, folder, chosen[3], end)
+            chosen += [own for own in (*others.values(), end) if own]
         counts[word] += 1
         if word != "equal":
             sys.stdout.write(f"{word} {chosen} | {error[-1500:]!r}\n")

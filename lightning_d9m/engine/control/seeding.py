@@ -362,11 +362,11 @@ def capture_generators(owners: Mapping[str, object]) -> dict[str, torch.Tensor]:
         Bytes by the generator's path, such as ``"model.noise"``.
     """
     found = find_generators(owners).items()
-    return {path: pack_bytes(encode_plain(GENERATOR.read(own))) for path, own in found}
+    return {path: pack_bytes(GENERATOR.read(own)) for path, own in found}
 
 
 def restore_generators(owners: Mapping[str, object], encoded: Mapping[str, torch.Tensor]) -> None:
     """Restore the generators that were captured and are here."""
     found = find_generators(owners)
     for path in encoded.keys() & found.keys():
-        GENERATOR.write(found[path], decode_plain(unpack_bytes(encoded[path])))
+        GENERATOR.write(found[path], unpack_bytes(encoded[path]))

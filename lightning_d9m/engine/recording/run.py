@@ -52,6 +52,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Record,
     Resume,
     RunFacts,
+    parse_record,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
@@ -161,7 +162,7 @@ class Run:
         self.digest: str | None = None
         self.folder: Path | None = None
         self.stop: int | None = None
-        self.held: list[Record | Mapping[str, Json]] = []
+        self.held: list[Record] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
         self._forget()
@@ -258,7 +259,8 @@ class Run:
         of that run. ``report`` is called with the difference, the same on all ranks, if this run
         does not continue it.
         """
-        self._parent, self.held[:], self._report, self.data = parent, held, report, data
+        self._parent, self._report, self.data = parent, report, data
+        self.held[:] = map(parse_record, held)
         if loss is not None:
             self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64, device="cpu")
 

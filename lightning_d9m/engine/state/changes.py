@@ -7,9 +7,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -26,14 +28,17 @@ from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     CODE,
     DICT,
+    FUNCTION,
     GENERATOR,
     ITEMS,
     LONG,
     MISSING,
+    OBJECTS,
     OPAQUE,
     PLAIN_TYPES,
     SET,
     TENSOR,
+    VARIABLES,
     Dict,
     Holder,
     Kind,
@@ -61,13 +66,30 @@ _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.En
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
 _PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque}
-_HOLDERS = (ITEMS, DICT, SET, LONG)
+_HOLDERS = (ITEMS, DICT, SET, LONG, OBJECTS)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
 _BIT_GENERATORS = {
     kind.__name__: kind
     for kind in (
         *(np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox),
         np.random.SFC64,
+    )
+}
+# Immutable values of the standard library by the names of their types, and of what they are made.
+# `Fraction` computes, for minutes, what a text says.
+_MADE_OF: dict[str, tuple[Any, Callable[[Any], Iterable[Any]]]] = {
+    kind.__name__: (kind, read)
+    for kind, read in (
+        *(
+            (kind, lambda own: own.__reduce_ex__(2)[1])
+            for kind in (date, datetime, time, timedelta)
+        ),
+        *(
+            (kind, lambda own: own.__reduce_ex__(2)[1])
+            for kind in (timezone, Decimal, range, slice)
+        ),
+        (frozenset, lambda own: [{*own}]),
+        (UUID, lambda own: [own.hex]),
     )
 }
 _MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
@@ -98,8 +120,7 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
-        copies: Keep copies of what changes, so that ``undo`` can restore it, and encode it whatever
-            its size.
+        limited: Encode no more than some MiB.
         namespaces: See ``walk``.
         expects: ``capture`` keeps the digest of what has changed and cannot be encoded, so that
             ``restore`` can tell whether the program has restored it itself.
@@ -121,7 +142,7 @@ class Changes:
         *,
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
-        copies: bool = False,
+        limited: bool = True,
         namespaces: bool = False,
         expects: bool = False,
     ) -> None:
@@ -131,11 +152,11 @@ class Changes:
         # and those that are made again.
         self._shared: dict[int, Any] = {}
         self._made: dict[tuple[str, int], Any] = {}
-        self._path, self._code = "", set[int]()
+        self._path, self._code, self._left = "", set[int](), 0
         # The object whose content is encoded, not its path, and whether its type may be lost.
         self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
-        self._copies = copies
+        self._limited = limited
         self._expects = expects
         self.has_settled = False
         self.filled: set[str] = set()
@@ -143,24 +164,21 @@ class Changes:
         self.replaced: list[tuple[str, object]] = []
         self.expected: list[str] = []
         self.unlike: list[str] = []
+        # A node for each of 100,000 transitions of a replay buffer would take longer than a step.
         together = Kind(partial(digest_together, leave_out=leave_out), compare=are_same)
 
         def ignore(path: str, value: object) -> bool:
             found = leave_out(path, value)
             # The id of a freed object may be that of another now.
             (self._ignored.add if found else self._ignored.discard)(id(value))
-            return found or (not copies and _is_long(value))
+            return found or _is_long(value)
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _SAVED if isinstance(value, Optimizer) else _IGNORED
-            if (
-                not copies
-                and kind in (OPAQUE, LONG)
-                and (_is_long(value) or isinstance(value, set))
-            ):
+            if kind in (OPAQUE, LONG) and (_is_long(value) or isinstance(value, set)):
                 return together
-            return _DIGESTED if kind in (TENSOR, ARRAY) and not copies else kind
+            return _DIGESTED if kind in (TENSOR, ARRAY) else kind
 
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
@@ -185,6 +203,11 @@ class Changes:
             self._watch.set_content(node, now)
         self._watch.add_data()
 
+    def list_namespaces(self) -> set[int]:
+        """Return the identities of the classes, files and functions that are looked at."""
+        nodes = self._watch.nodes.items()
+        return {key for key, node in nodes if node.kind in (VARIABLES, FUNCTION)}
+
     def ignore(self, values: Iterable[object]) -> None:
         """Look at objects no more, nor at what was found in them."""
         for value in values:
@@ -207,8 +230,7 @@ class Changes:
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
-        if not self._copies:  # which are restored one by one
-            self._find_shared(changes)
+        self._find_shared(changes)
         size = 0
         for change in changes:
             name = change.path.removesuffix(_AT_FIRST)
@@ -259,7 +281,8 @@ class Changes:
                 entries.append((path, self._watch.paths[place], [*key], made))
             except (*_MALFORMED, RanksDisagreeError):
                 missing.append(path)
-        # First what objects hold, then the objects that replace others, and then what is compared.
+        # First what objects hold, then the objects that replace others, and then what is compared:
+        # a path leads to the object that was there at first until another takes its place.
         order = sorted(entries, key=lambda entry: (isinstance(entry[3], _Digest), bool(entry[2])))
         for path, node, key, made in order:
             try:
@@ -296,23 +319,6 @@ class Changes:
             own.write(node.owner, own.read(made))
             return
         raise TypeError(node.path)
-
-    def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
-        """Restore what differs between two captures, unless it has changed since.
-
-        Generators are restored in any case, because nothing but their owner uses them.
-        """
-        now, _ = self.capture()
-        differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
-        for change in list(self._find_all()):
-            path, node = change.path, change.node
-            own = path in differing and now.get(path) == after.get(path)
-            if path in before and (own or node.kind is GENERATOR):
-                self.restore({path: before[path]}, torch.device("cpu"))
-            elif own and change.key:
-                node.set_part(change.key[0], change.first)
-            elif own:
-                node.kind.write(node.owner, node.content)
 
     def _find_all(self) -> Iterator[Change]:
         changed = self._watch.find_changed()
@@ -359,9 +365,10 @@ class Changes:
             if value is MISSING:
                 return self._encode(change)
             # Small values are kept whatever others take, so that the order does not decide.
-            if self._copies or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
-                self._entered = (None, False) if change.key else (value, True)
-                return self._encode(change, value)
+            self._left = most = max(_MOST_BYTES - size, _ALWAYS_BYTES)
+            self._entered = (None, False) if change.key else (value, True)
+            data = self._encode(change, value)
+            return data if not self._limited or len(data) <= most + _ALWAYS_BYTES else None
         return None
 
     def _encode(self, change: Change, *value: object) -> bytes:
@@ -435,6 +442,11 @@ class Changes:
         """Raise a ``TypeError`` if an object is not plain data."""
         kind = find_kind(value)
         plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
+        # Before it is copied.
+        held = read_memory(value) if kind in (TENSOR, ARRAY) else ()
+        self._left -= sum(own.nbytes for own in held) or sys.getsizeof(value)
+        if self._limited and self._left < 0:
+            raise TypeError(value)
         # What an object holds has a form whatever its type.
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
             raise TypeError(value)
@@ -466,23 +478,39 @@ class Changes:
                 if (path, number) not in self._made:
                     self._made[path, number] = decode_plain(data, self._device, self._make)
                 return self._made[path, number]
-            case "generator", [[kind, name], state]:
-                found = _make_generator(kind, name)
-                GENERATOR.write(found, state)
-                return found
-            case "enum", [[module, name], member]:
-                return _find_enum(module, name)[member]
-            case "digest", str():
-                return _Digest(content)
             case "record", [path, [*values]]:
                 kind = self._watch.paths[path].owner
                 fields = list_fields(kind) if isinstance(kind, type) else None
                 if fields is None or len(fields) != len(values):  # not a record, or of others
                     raise TypeError(path)
-                if any(isinstance(part, CODE) for part in _list_deep(values)):
+                if _holds_code(values):
                     raise TypeError(values)
                 return make_record(kind, values)
-        raise ValueError(name)
+        return _make_new(name, content)
+
+
+def _make_new(name: str, content: Any) -> Any:
+    """Return the object of a form that refers to no other object."""
+    match name, content:
+        case "generator", [[kind, name], state]:
+            found = _make_generator(kind, name)
+            GENERATOR.write(found, state)
+            return found
+        case "enum", [[module, name], member]:
+            return _find_enum(module, name)[member]
+        case "value", [kind, [*parts]]:
+            return _MADE_OF[kind][0](*parts)
+        case "digest", str():
+            return _Digest(content)
+        case "objects", [shape, [*items]] if not _holds_code(items):
+            array = np.empty(len(items), object)
+            OBJECTS.write(array, items)
+            return array.reshape(shape)
+    raise ValueError(name)
+
+
+def _holds_code(value: Any) -> bool:
+    return any(isinstance(part, CODE) for part in _list_deep(value))
 
 
 class _Digest(str):
@@ -497,11 +525,16 @@ def _find_own_form(value: Any) -> tuple[str, Any] | None:
         return "generator", [_name_generator(value), GENERATOR.read(value)]
     if isinstance(value, enum.Enum):
         return "enum", [[type(value).__module__, type(value).__qualname__], value.name]
+    kind, read = _MADE_OF.get(type(value).__name__, (None, iter))
+    if kind is type(value):
+        return "value", [kind.__name__, [*read(value)]]
+    if find_kind(value) is OBJECTS and value.dtype == object:
+        return "objects", [[*value.shape], list_items(value)]
     return ("digest", f"{value}") if isinstance(value, _Digest) else None
 
 
 def _list_parts(container: Any) -> Collection[Any]:
-    if isinstance(container, list | tuple | dict | set | frozenset | deque):
+    if isinstance(container, list | tuple | dict | set | frozenset | deque | np.ndarray):
         return list_items(container)
     return [getattr(container, name) for name in list_fields(type(container)) or ()]
 
@@ -542,7 +575,7 @@ def _find_enum(module: str, name: str) -> Any:
 
 # Data of which a digest is kept, so that they cannot be put back; what is left out; and an
 # optimizer in another one, which should save its state and load it.
-_DIGESTED = Kind(digest_data)
+_DIGESTED = Kind(digest_data, compare=are_same)
 _IGNORED = Kind(lambda _: None, compare=lambda _now, _content: True)
 _SAVED = Kind(lambda own: digest_saved(own) or Unreadable())
 
@@ -592,17 +625,6 @@ def _is_filled(change: Change) -> bool:
     return len(first) == len(change.value) and all(
         one is other or one is None for one, other in zip(first, change.value, strict=True)
     )
-
-
-def _fits(value: Any, most: int) -> bool:
-    """Return whether a value has at most so many bytes."""
-    sizes = (
-        sum(own.nbytes for own in read_memory(part))
-        if find_kind(part) in (TENSOR, ARRAY)
-        else sys.getsizeof(part)
-        for part in _list_deep(value)
-    )
-    return all(size <= most for size in accumulate(sizes))
 
 
 def _name_generator(generator: Any) -> list[str]:

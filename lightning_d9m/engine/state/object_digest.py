@@ -32,35 +32,33 @@ from lightning_d9m.engine.state.parts import (
     read_memory,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain, view_bytes
-from lightning_d9m.engine.state.state import VERSIONED, LeaveOut
+from lightning_d9m.engine.state.state import LeaveOut
 
 # Of larger data only the version and the place in memory are compared.
 _MOST_BYTES = 2**24
 _ERRORS = (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError)
 
 
-def digest_data(owner: Any) -> Any:
+def digest_data(owner: Any) -> tuple[Any, ...]:
     """Return the digest of a tensor or an array; of a large one what changes with it."""
     with suppress(RuntimeError, ValueError, TypeError):
         if sum(part.nbytes for part in read_memory(owner)) <= _MOST_BYTES:
             return _digest_elements(owner)
     with suppress(RuntimeError):  # without memory
         if isinstance(owner, Tensor):
-            return VERSIONED.read(owner)
-        return tuple(owner.flat) if owner.dtype.hasobject else owner.ctypes.data
-    return None
+            return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
+        return (owner.ctypes.data,)
+    return ()
 
 
 def _digest_elements(owner: Any) -> tuple[Any, ...]:
-    return str(owner.dtype), tuple(owner.shape), *map(_digest_memory, read_memory(owner))
+    return str(owner.dtype), *owner.shape, *map(_digest_memory, read_memory(owner))
 
 
 def _digest_memory(part: Any) -> bytes:
     """Return the digest of the elements of a dense tensor or an array."""
     if isinstance(part, Tensor):
         part = view_bytes(part.detach())
-    elif part.dtype.hasobject:
-        raise TypeError(part.dtype)
     return xxh3_128_digest(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
@@ -113,7 +111,7 @@ class _Digest(Pickler):
         if kind in (TENSOR, ARRAY):
             held = (_digest_elements(value) if everywhere else digest_data(value),)
         elif kind is GENERATOR:
-            held = (encode_plain(kind.read(value)),)
+            held = (kind.read(value),)
         elif leave_out is None:
             held = (_read_all(value, kind), *own)
         elif isinstance(kind, Holder) and not leave_out("", value):

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_d9m.engine.state.plain_data import encode_plain
+from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.errors import SettingError
 from lightning_d9m.program import LIGHTNING, is_of_framework
 
@@ -55,18 +55,20 @@ _HOOKS = tuple(sorted(name for name in _HIDDEN if re.fullmatch("_(forward|backwa
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Stands among a module's attributes for the code of all hooks of it and its parameters.
 _CODE_OF_HOOKS = "hooks()"
+# Objects of a 64-bit process lie above it; programs number things below it.
 _LEAST_ADDRESS = 2**32
 _GLOBAL: Any = (random.random, np.random.rand)
 _WORD = struct.calcsize("P")
-# Positions in the memory of NumPy's generators, and their bounds.
+# Positions in the memory of NumPy's generators, and their bounds: MT19937 has 624 words, Philox a
+# buffer of 4. NumPy sets any position, and the next draw reads there.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 QUESTIONS = ("qsize", "locked", "_is_owned", "tell")
 """Methods that return the size of a queue, whether a lock is held, and a position in a file."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
 _MOST_ITEMS = 100_000
-# Of what pickle would save of an object.
+# Of what pickle would save of an object. A larger one is unknown, and not read at each save.
 _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
-# Names what memory of an object holds that is not an attribute.
+# Names what memory of an object holds that is not an attribute. No attribute has parentheses.
 _MEMORY = "memory()"
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -93,6 +95,8 @@ MISSING = object()
 
 def list_items(container: Any) -> Collection[Any]:
     """Return the items of a container; of a dict the keys and the values."""
+    if isinstance(container, np.ndarray):
+        return list(container.flat)
     return [*container, *container.values()] if isinstance(container, dict) else container
 
 
@@ -129,22 +133,12 @@ def read_memory(value: Any) -> tuple[Any, ...]:
     return (value,) if read is None else read(value)
 
 
-def are_equal(one: Any, other: Any) -> bool:  # noqa: PLR0911 - one case for each type
-    """Return whether two contents or values are equal to the bit."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return equal_bits(one, other)
-    if isinstance(one, np.ndarray):
-        return _equal_arrays(one, other)
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values that are only replaced as a whole are equal to the bit."""
+    if one is other or type(one) is not type(other):
+        return one is other
     if isinstance(one, float):
         return struct.pack("d", one) == struct.pack("d", other)
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(are_equal, one, other))
     return bool(one == other)
 
 
@@ -162,11 +156,8 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def _equal_arrays(one: np.ndarray, other: np.ndarray) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    if one.dtype.hasobject:
-        return are_same(tuple(one.flat), tuple(other.flat))
-    return one.tobytes() == other.tobytes()
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and one.tobytes() == other.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +300,7 @@ def _set_attribute(owner: Any, key: Any, value: Any) -> None:
     own = getattr(owner, "__dict__", {})
     if key == _CODE_OF_HOOKS or str(key).startswith(_MEMORY):
         return  # they stay as they are
+    # Past the program's own __setattr__, which would count as a call of its code by a file.
     if value is MISSING:
         object.__delattr__(owner, key)
     elif key in own:
@@ -429,21 +421,26 @@ def _write_tensor(owner: Tensor, content: Tensor) -> None:
         owner.data = content.clone()
 
 
+def _write_objects(owner: np.ndarray, content: Collection[Any]) -> None:
+    for place, part in zip(range(owner.size), content, strict=True):
+        owner.flat[place] = part  # a list as it is, which a slice would take for many
+
+
 def _write_array(owner: np.ndarray, content: np.ndarray) -> None:
     if owner.shape != content.shape:
         owner.resize(content.shape, refcheck=False)
     owner[...] = content
 
 
-def _read_generator(owner: Any) -> Any:
+def _read_generator(owner: Any) -> bytes:
     if isinstance(owner, np.random.Generator):
-        return owner.bit_generator.state
+        return encode_plain(owner.bit_generator.state)
     if isinstance(owner, random.Random):
         with suppress(NotImplementedError):  # SystemRandom does not have a state
-            return owner.getstate()
-        return None
+            return encode_plain(owner.getstate())
+        return encode_plain(None)
     words = {"legacy": False} if isinstance(owner, np.random.RandomState) else {}
-    return owner.get_state(**words)
+    return encode_plain(owner.get_state(**words))
 
 
 def check_positions(content: Any) -> None:
@@ -458,7 +455,8 @@ def check_positions(content: Any) -> None:
                 raise ValueError(f"{name!r} of a generator is {held[name]}, and at most {most}.")
 
 
-def _write_generator(owner: Any, content: Any) -> None:
+def _write_generator(owner: Any, encoded: bytes) -> None:
+    content = decode_plain(encoded)
     check_positions(content)
     if isinstance(owner, np.random.Generator):
         owner.bit_generator.state = content
@@ -501,6 +499,8 @@ def read_memory_of(owner: Any) -> tuple[Any, ...]:
     what it tells; ``Unreadable`` without these. Code of libraries and an ended generator hold
     nothing.
     """
+    # Twice, as what pickle saves may hold objects that are made for it, which no comparison with a
+    # later reading could tell from a change.
     first, again = (tuple(_list_saved(owner)) for _ in range(2))
     if are_same(first, again):
         return first
@@ -571,6 +571,8 @@ _HELD_BY_FUNCTIONS = ("__dict__", "__defaults__", "__kwdefaults__")
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
 ITEMS = Holder(tuple, _write_items, name=lambda _, place: f"[{place}]")
+# An array of objects.
+OBJECTS = Holder(lambda own: tuple(own.flat), _write_objects, name=lambda _, place: f"[{place}]")
 DICT = Dict(_read_items, _write_items, name=_name_key)
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)
@@ -613,7 +615,7 @@ def find_kind(value: Any) -> Kind | None:
         return OPAQUE
     if kind is ARRAY and not value.flags.writeable:
         return None  # a mapped file may be larger than the memory
-    return kind
+    return OBJECTS if kind is ARRAY and value.dtype.hasobject else kind
 
 
 _KINDS: tuple[tuple[Any, Kind | None], ...] = (

@@ -18,6 +18,7 @@ from lightning_d9m.engine.state.parts import (
     GENERATOR,
     ITEMS,
     MISSING,
+    OBJECTS,
     OPAQUE,
     PARTIAL,
     PLAIN_TYPES,
@@ -105,6 +106,7 @@ def walk(  # noqa: C901 - one loop, and what it keeps
         enter_owners: Enter the owners themselves whatever their type.
         namespaces: Enter the classes of objects, and the files of classes and functions, too.
     """
+    # A stack, not recursion: a linked list of a program is deeper than Python's stack.
     seen: dict[int, object] = {}  # the id of a freed object may become that of another
     entered = set(map(id, owners.values())) if enter_owners else ()
     stack: list[tuple[str, Any, Kind | None]] = [
@@ -117,6 +119,7 @@ def walk(  # noqa: C901 - one loop, and what it keeps
         if not stack:
             stack, used = [(name, own, VARIABLES) for name, own in reversed(used.items())], {}
         if not stack:
+            # Last, so that data which the program holds, too, has the program's path.
             found, closed = dict(find_data(closed)), {}
             new = ((path, own) for path, own in found.items() if id(own) not in known)
             stack += [(path, own, None) for path, own in new if id(own) not in seen]
@@ -177,7 +180,7 @@ def _list_memory(path: str, value: Any) -> Iterator[tuple[str, object, Kind | No
     entered: list[Kind] = [ATTRIBUTES, FUNCTION, PARTIAL]
     held = [*read_memory_of(value)]
     if type(value).__module__ == "builtins":  # these hold what the program has given them
-        entered += ITEMS, DICT, SET, TENSOR, ARRAY, GENERATOR
+        entered += ITEMS, DICT, SET, OBJECTS, TENSOR, ARRAY, GENERATOR
         # A dict of a class holds code, too.
         parts = gc.get_referents(value)
         held += [own for own in parts if type(own) is not dict or "__module__" not in own]
@@ -201,6 +204,7 @@ def name_part(path: str, kind: Holder, key: Any, place: int) -> str:
 # Objects of these packages have parts only if they are owners. Those of pandas hold data: a dozen
 # objects for each table, which a logger or a dataset may have dozens of.
 _FOREIGN = {*LIGHTNING, "pandas"}
+_DATA = (TENSOR, ARRAY, OBJECTS)
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _MOST_ITEMS = 1000  # a longer list holds data
 
@@ -218,6 +222,7 @@ def search(
         most: The number of parts of objects that are looked at, besides those of owners.
     """
     seen: dict[int, object] = {}  # an object that was freed would give its id to another
+    # From the outside in: a short path names an object better than a long one.
     waiting = deque((name, owner, 0) for name, owner in owners.items())
     while waiting and most > 0:
         path, value, level = waiting.popleft()
@@ -240,13 +245,13 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Any]:
 def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the generators and data in objects of libraries, and their lists and dicts of data."""
     for path, value in search(closed):
-        if find_kind(value) in (GENERATOR, TENSOR, ARRAY) or has_writable_bytes(value):
+        if find_kind(value) in (GENERATOR, *_DATA) or has_writable_bytes(value):
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
             held = part.values() if isinstance(part, dict) else part
             if isinstance(part, list | deque | dict) and all(
-                find_kind(item) in (None, TENSOR, ARRAY) for item in held
+                find_kind(item) in (None, *_DATA) for item in held
             ):
                 yield f"{path}.{name}", part
 

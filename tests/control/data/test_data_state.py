@@ -1,4 +1,4 @@
-"""What datasets and samplers change is saved and restored, or named; that of samplers undone."""
+"""What datasets and samplers change is saved and restored, or named."""
 
 import random
 
@@ -9,6 +9,8 @@ from object_digest import digest_object
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_d9m.engine.control.data.data_state import (
+    CHANGES,
+    DATA,
     LOGGED_DATA,
     UNSAVED_DATA,
     DataState,
@@ -64,7 +66,7 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
     part.weights[0] = 1
     del other.weights
     with pytest.warns(UserWarning, match=r"dataset lacks, .*dataset\.weights"):
-        watch(other).restore_data(state.capture())
+        watch(other).restore(state.capture(), DATA)
 
 
 class CountingLoader(DataLoader):
@@ -111,7 +113,7 @@ def begin():
     return Own(count=3, order=[1, 2, 3], long=[*range(110_000)])
 
 
-def test_what_a_sampler_has_changed_is_restored_and_undone():
+def test_what_a_sampler_has_changed_is_restored():
     sampler, resumed = begin(), begin()
     state, restored = sample(sampler), sample(resumed)
     before = state.capture()
@@ -119,12 +121,9 @@ def test_what_a_sampler_has_changed_is_restored_and_undone():
     sampler.long.reverse()
     after = state.capture()
     assert (before, list(after)) == ({}, ["sampler"])
-    restored.restore_samplers(after)
+    restored.restore(after, CHANGES)
     assert digest_object(resumed) == digest_object(sampler)
-    sampler.other, sampler.count = 1, 5  # set by a hook since
-    state.undo(before, after)
-    assert vars(sampler) == vars(begin()) | {"other": 1, "count": 5}
-    assert {*sample(sampler, earlier=[state]).capture()["sampler"]} == {"0.count", "0.other"}
+    assert {*sample(sampler, earlier=[state]).capture()[CHANGES]} == {*after[CHANGES]}
 
 
 def test_generators_of_samplers_are_restored_whoever_seeded_them():
@@ -132,10 +131,8 @@ def test_generators_of_samplers_are_restored_whoever_seeded_them():
     state = sample(sampler)
     saved = state.capture()
     expected = sampler.rng.random()
-    sample(resumed).restore_samplers(saved)
+    sample(resumed).restore(saved, CHANGES)
     assert resumed.rng.random() == expected
-    state.undo(saved, {})
-    assert sampler.rng.random() == expected
 
 
 def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_named():
@@ -151,7 +148,7 @@ def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_
         "validate.0.sampler.parts",
     ]
     with pytest.warns(UserWarning, match=r"a sampler .* lacks.*: sampler\.inner\['order'\]\."):
-        sample(Own()).restore_samplers(captured)
+        sample(Own()).restore(captured, CHANGES)
 
 
 def test_what_is_no_state_of_a_sampler_is_left_out():
@@ -163,7 +160,7 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     drawn_from = [torch.zeros(1)]
     other = RandomSampler(drawn_from)
     state = sample(sampler, other, split, dataset=data)
-    assert list(state.samplers) == ["0", "1", "2"]
+    assert list(state.samplers) == ["sampler", "sampler1", "sampler2"]
     sampler.generator = torch.Generator()
     split.seed, split.epoch = 3, 4
     drawn_from.append(torch.ones(1))
@@ -171,4 +168,4 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     data[0].append(2)
     split.num_replicas, other.own = 3, 1
     captured = state.capture()
-    assert list(captured["sampler"]) == ["1.own", "2.num_replicas"]
+    assert list(captured["sampler"]) == ["sampler1.own", "sampler2.num_replicas"]

@@ -8,10 +8,21 @@ counts what becomes of many.
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from written_programs import HOOKS, KINDS, PLACES, STEPS, judge, resume, train, write
+from written_programs import (
+    DRAWS,
+    ENDS,
+    HOOKS,
+    KINDS,
+    PLACES,
+    STEPS,
+    judge,
+    resume,
+    train,
+    write,
+)
 
 # With `--hypothesis-profile=search` many. (Hypothesis prints blobs wherever CI is set.)
-EXAMPLES = 8 if settings().derandomize else 3000
+EXAMPLES = 6 if settings().derandomize else 3000
 
 EQUAL = [
     *(("list", "a helper class"), ("tensor", "a function"), ("list", "a partial")),
@@ -21,7 +32,13 @@ EQUAL = [
     *(("shared", "a dataset"), ("changed in a set", "a module")),
     *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
     *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
+    *(("date", "a callback"), ("frozen set", "a file"), ("uuid", "an array"), ("slice", "a list")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
+    *(
+        ("dict", "a schedule's closure"),
+        ("array of objects", "a module"),
+        ("new tensor", "an array"),
+    ),
 ]
 
 
@@ -62,9 +79,25 @@ def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_proc
         train(source, tmp_path, 5, accepted_unknown=accepted)
 
 
-@pytest.mark.parametrize(("kind", "word"), [("list", "equal"), ("file", "refused")])
-def test_forks_tell_what_becomes_of_a_program(tmp_path, kind, word):
-    found, error = judge(write(kind, "a module"), tmp_path / "runs", 7)
+SAMPLES = "Data, '__getitem__'"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "place", "hook", "draws", "end"),
+    [
+        ("equal", "list", "a module", "Model, 'training_step'", {}, "killed"),
+        ("refused", "file", "a module", "Steering, 'on_train_batch_start'", {}, ""),
+        ("refused", "range", "a dataset", SAMPLES, {"loading": "persistent workers"}, ""),
+        ("said", "tensor", "a member", "Model, 'training_step'", {}, "max_steps"),
+        # A file of the program that the class of the dataset leads to, too.
+        ("equal", "objects", "a file", "Model, 'training_step'", {"saving": "the module"}, ""),
+        # Whether it goes on when the loaders are loaded again, the next steps tell.
+        ("equal", "list", "a dataset", SAMPLES, {"loading": "the same data"}, ""),
+        ("ended", "list", "a dataset", SAMPLES, {"loading": "new data"}, ""),
+    ],
+)
+def test_forks_tell_what_becomes_of_a_program(tmp_path, word, kind, place, hook, draws, end):
+    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", 3, end)
     assert found == word, error
 
 
@@ -74,7 +107,11 @@ def test_forks_tell_what_becomes_of_a_program(tmp_path, kind, word):
     place=st.sampled_from(sorted(PLACES)),
     hook=st.sampled_from(HOOKS),
     step=st.sampled_from(STEPS),
+    draws=st.fixed_dictionaries(
+        {name: st.sampled_from(sorted(own)) for name, own in DRAWS.items()}
+    ),
+    end=st.sampled_from(ENDS),
 )
-def test_a_program_is_resumed_exactly_or_refused(tmp_path, kind, place, hook, step):
-    word, _ = judge(write(kind, place, hook), tmp_path / "runs", step)
+def test_a_program_is_resumed_exactly_or_refused(tmp_path, kind, place, hook, step, draws, end):
+    word, _ = judge(write(kind, place, hook, **draws), tmp_path / "runs", step, end)
     assert word != "silent"

@@ -20,8 +20,8 @@ from lightning_d9m.engine.state.parts import GENERATOR, find_kind, is_of_lightni
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.engine.state.state import search
 
-# The keys of a captured state. What samplers have changed, encoded, by number of the sampler and
-# path; and the paths of what they have changed and a checkpoint cannot hold.
+# The keys of a captured state. What samplers have changed, encoded, by path; and the paths of what
+# they have changed and a checkpoint cannot hold.
 CHANGES, UNSAVED = "sampler", "unsaved"
 # The same of a loader's dataset and functions; and the paths of what only the log names: caches
 # that were filled, and what changes in a loader itself.
@@ -31,7 +31,9 @@ UNKNOWN_DATA = "unknown"
 
 LOADER = "loader"
 """The name of a loader among the objects."""
+_SAMPLER = "sampler"  # begins the names of samplers
 
+# A dataset of a library holds tables, schemas and locks, whose parts are no state of the order.
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
@@ -53,6 +55,7 @@ class DataState:
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
+        known: The identities of classes, files and functions that another state has already.
     """
 
     def __init__(
@@ -60,62 +63,61 @@ class DataState:
         owners: Mapping[str, object],
         samplers: Sequence[object] = (),
         earlier: Iterable["DataState"] = (),
+        known: Iterable[int] = (),
     ) -> None:
-        known = {
+        watched = {
             id(own): changes
             for state in earlier
             for own, changes in (*state.data.values(), *state.samplers.values())
         }
-        others = {*map(id, owners.values()), *map(id, samplers)}
-        self.data: dict[str, tuple[object, Changes]] = {
-            name: (own, known.get(id(own)) or _watch(name, own, others))
-            for name, own in owners.items()
-            if not hasattr(own, "load_state_dict")
-        }
-        self.samplers: dict[str, tuple[object, Changes]] = {
-            str(number): (sampler, known.get(id(sampler)) or _watch("", sampler, others))
-            for number, sampler in enumerate(samplers)
-        }
+        named = {f"{_SAMPLER}{number or ''}": own for number, own in enumerate(samplers)}
+        others = {*map(id, owners.values()), *map(id, samplers), *known}
+        self.data, self.samplers = (
+            {
+                name: (own, watched.get(id(own)) or _watch(name, own, others))
+                for name, own in each.items()
+            }
+            for each in (
+                {name: own for name, own in owners.items() if not hasattr(own, "load_state_dict")},
+                named,
+            )
+        )
 
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
-        states: dict[str, Any] = {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
-        states |= {CHANGES: {}, UNSAVED: [], UNKNOWN_DATA: []}
-        for number, (_, changes) in self.samplers.items():
-            found, unknown = changes.capture()
-            states[CHANGES] |= {f"{number}.{path}": pack_bytes(own) for path, own in found.items()}
-            states[UNSAVED] += [f"{number}.{path}" for path in unknown]
-            states[UNKNOWN_DATA] += [f"sampler.{path}" for path in changes.unknown]
-        for name, (_, changes) in self.data.items():
-            found, unknown = changes.capture()
+        states: dict[str, Any] = {CHANGES: {}, UNSAVED: [], UNKNOWN_DATA: []}
+        states |= {DATA: {}, UNSAVED_DATA: [], LOGGED_DATA: []}
+        for name, (_, changes) in (self.samplers | self.data).items():
+            is_data = name in self.data
+            found, unsaved = changes.capture()
             states[UNKNOWN_DATA] += changes.unknown
             if name == LOADER:
-                states[LOGGED_DATA] += [*found, *unknown]
+                states[LOGGED_DATA] += [*found, *unsaved]
                 continue
-            states[DATA] |= {path: pack_bytes(own) for path, own in found.items()}
-            for path in unknown:
-                states[LOGGED_DATA if path in changes.filled else UNSAVED_DATA].append(path)
+            packed = {path: pack_bytes(own) for path, own in found.items()}
+            states[DATA if is_data else CHANGES] |= packed
+            for path in unsaved:
+                key = UNSAVED_DATA if is_data else UNSAVED
+                states[LOGGED_DATA if is_data and path in changes.filled else key].append(path)
         return {key: own for key, own in states.items() if own}
 
-    def restore_samplers(self, states: Mapping[str, Any]) -> None:
-        """Write what ``capture`` returned into the samplers; warn of what they do not take."""
-        for number, (_, changes) in self.samplers.items():
-            lost = changes.restore(_select(states, number), torch.device("cpu"))
-            _warn_of_lost([f"sampler.{path}" for path in lost])
+    def restore(self, states: Mapping[str, Any], key: str) -> None:
+        """Write what ``capture`` returned into the samplers (``CHANGES``) or the others (``DATA``).
 
-    def restore_data(self, states: Mapping[str, Any]) -> None:
-        """Write what ``capture`` returned into the others; warn of what they do not take."""
-        plain = {path: unpack_bytes(data) for path, data in states.get(DATA, {}).items()}
+        A warning names what they do not take.
+        """
+        plain = _unpack(states, key)
         lost = {path.rstrip("'") for path in plain}
-        for _, changes in self.data.values():
+        for _, changes in (self.samplers if key == CHANGES else self.data).values():
             lost = set(changes.restore(plain, torch.device("cpu")))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
-        _warn_of_lost(lost)
-
-    def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Restore what differs in samplers between two captures and has not changed since."""
-        for number, (_, changes) in self.samplers.items():
-            changes.undo(_select(before, number), _select(after, number))
+        if lost:
+            warnings.warn(
+                "The checkpoint holds values that a sampler or dataset lacks, or takes others for: "
+                f"{', '.join(sorted(lost))}. Batches may differ from those of an uninterrupted "
+                "run: make both as in the run that saved it.",
+                stacklevel=2,
+            )
 
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
@@ -123,30 +125,13 @@ class DataState:
             changes.settle()
 
 
-def _select(states: Mapping[str, Any], number: str) -> dict[str, bytes]:
-    """Return the encoded values of one sampler."""
-    found = {path.partition("."): data for path, data in states.get(CHANGES, {}).items()}
-    return {path: unpack_bytes(data) for (own, _, path), data in found.items() if own == number}
-
-
-def _warn_of_lost(paths: Collection[str]) -> None:
-    if paths:
-        warnings.warn(
-            "The checkpoint holds values that a sampler or dataset lacks, or takes others for: "
-            f"{', '.join(sorted(paths))}. Batches may differ from those of an uninterrupted run: "
-            "make both as in the run that saved it.",
-            stacklevel=3,
-        )
+def _unpack(states: Mapping[str, Any], key: str) -> dict[str, bytes]:
+    return {path: unpack_bytes(data) for path, data in states.get(key, {}).items()}
 
 
 def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return why the captured states of loaders cannot be restored, by number of the loader."""
-    in_samplers = (
-        f"{number}.sampler.{path.partition('.')[2]}"
-        for number, states in samplers.items()
-        for path in states.get(UNSAVED, ())
-    )
-    return describe_unsaved([*in_samplers, *list_paths(samplers, UNSAVED_DATA)])
+    return describe_unsaved([*list_paths(samplers, UNSAVED), *list_paths(samplers, UNSAVED_DATA)])
 
 
 def list_paths(samplers: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
@@ -189,22 +174,23 @@ class WorkerWatch:
 
 
 def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
-    """Watch an object that loads data, or a sampler, which has no name."""
+    """Watch an object that loads data, or a sampler."""
+    is_sampler, is_data = name.startswith(_SAMPLER), not name.startswith((_SAMPLER, LOADER))
     # Samplers get their epoch from the loop that iterates them, data from the program.
-    hidden = list_controlled(owner) - ({"epoch"} if name not in ("", LOADER) else set())
+    hidden = list_controlled(owner) - ({"epoch"} if is_data else set())
     own = getattr(owner, "__dict__", {})
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
-    of_others = Dataset if not name else ()
+    of_others = Dataset if is_sampler else ()
 
     def leave_out(path: str, value: object) -> bool:
         return value is not owner and (
             id(value) in left_out
             or isinstance(value, of_others)
-            or _leave_out(path, value, generators=bool(name))
+            or _leave_out(path, value, generators=not is_sampler)
         )
 
     owners: dict[str, object] = {name: owner}
-    if name not in ("", LOADER):  # the objects with attributes in it, those of libraries too
+    if is_data:  # the objects with attributes in it, those of libraries too
         owners = {
             path: value
             for path, value in search(owners, depth=_DEPTH, most=_MOST_PARTS)
@@ -216,8 +202,8 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         owners,
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
-        copies=not name,
-        namespaces=bool(name),
+        limited=not is_sampler,
+        namespaces=not is_sampler,
     )
 
 

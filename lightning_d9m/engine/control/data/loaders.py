@@ -9,7 +9,7 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.data_state import (
+    CHANGES,
     DATA,
     LOADER,
     LOGGED_DATA,
@@ -203,6 +204,7 @@ def _index_text(index: Any) -> int | str:
 # torch adds the epoch to a DistributedSampler's seed, and subclasses of users may pass the sum to
 # generators with 32-bit seeds.
 _SAMPLER_SEED = 2**31
+# Those of samplers are kept as they were where the epoch began: its order is drawn again from them.
 _OF_DATA = (UNKNOWN_DATA, DATA, UNSAVED_DATA, LOGGED_DATA)
 
 
@@ -224,9 +226,8 @@ class ControlledLoader:
         self.stream = stream = RandomStreams(control.seed, control.fit, control.rank, stage)
         self.started: int | None = None
         self.first_epoch: int | None = None
-        # The states where the epoch was first iterated, and after it was iterated in advance.
+        # The state where the epoch was first iterated.
         self.start: dict[str, Any] | None = None
-        self.after: dict[str, Any] | None = None
         self._has_data = False
         self._control = control
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
@@ -247,7 +248,10 @@ class ControlledLoader:
         # not reach.
         if iterable or not (loader.num_workers and loader.persistent_workers):
             owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
+        # Workers, and the iterators of iterable datasets, read before the program is restored.
+        known = () if iterable or loader.num_workers else control.list_namespaces()
+        earlier = [own.state for own in control.loaders]
+        self.state: DataState = DataState(owners, samplers, earlier, known)
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
         self._keep_in_order(loader)
@@ -349,15 +353,14 @@ class ControlledLoader:
     def restore(self, samplers: Mapping[str, Any], *, data: bool = True) -> None:
         """Restore what ``capture`` returned, from that of all loaders of the stage."""
         states = samplers.get(str(self.stream.number), {})
-        self.state.restore_samplers(states)
-        if data:
-            self.state.restore_data(states)
+        for key in (CHANGES, DATA) if data else (CHANGES,):
+            self.state.restore(states, key)
 
     def restore_data(self, epoch: int) -> None:
         """Restore what the dataset held where the run was interrupted."""
         reached = self._find_reached(epoch)
         if reached is not None:
-            self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
+            self.state.restore(reached.samplers.get(str(self.stream.number), {}), DATA)
             self._has_data = True
 
     def _find_reached(self, epoch: int) -> ReachedPosition | None:
@@ -371,7 +374,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
-        self.start = self.after = None
+        self.start = None
         self.stream.start_epoch(epoch)
         self._generator.manual_seed(self.stream.derive("workers"))
         reached = self._find_reached(epoch)
@@ -444,6 +447,8 @@ class LoaderControl:
             draws depend neither on its batch nor on the rank.
         host_sets_epochs: Whether the program that iterates the training loaders calls
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
+        list_namespaces: Returns the identities of the classes, files and functions of which another
+            state is kept.
     """
 
     seed: int
@@ -452,6 +457,7 @@ class LoaderControl:
     rank: int
     per_sample_rng: bool
     host_sets_epochs: bool = False
+    list_namespaces: Callable[[], Iterable[int]] = tuple
 
     def __post_init__(self) -> None:
         self.loaders: list[ControlledLoader] = []
@@ -554,28 +560,30 @@ class LoaderControl:
         for control in self._list(stage):
             control.restore(samplers)
 
-    def keep_iterated(self, stage: str) -> None:
-        """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
-        for control in self._list(stage):
-            if control.start is not None:
-                control.after = control.state.capture()
+    def find_iterated(self, stage: str) -> list[str]:
+        """Return what in samplers an iteration in advance has changed, and no resume restores."""
+        found = []
+        for control in self._list(stage) if stage in self.reached else ():
+            number = str(control.stream.number)
+            restored = self.reached[stage].samplers.get(number, {}).get(CHANGES, {})
+            before, now = (
+                own.get(CHANGES, {}) for own in (control.start or {}, control.state.capture())
+            )
+            found += [
+                f"{number}.{path}"
+                for path in ({**before, **now} if control.start is not None else ())
+                if path not in restored
+                and not (path in before and path in now and torch.equal(before[path], now[path]))
+            ]
+        return found
 
     def restart(self, stage: str) -> None:
-        """Let the next ``start_epoch`` of a stage start the same epoch again."""
-        for control in self._list(stage):
-            control.started = None
-
-    def restart_epoch(self, stage: str, epoch: int) -> None:
-        """Start an epoch again, before a stage's loaders are iterated again from its beginning.
+        """Let the next ``start_epoch`` of a stage start the same epoch again.
 
         Workers may already hold batches of an iteration that was not consumed.
         """
         for control in self._list(stage):
-            if control.started == epoch:
-                if control.start is not None:  # but for what hooks have set
-                    control.state.undo(control.start, control.after or {})
-                control.started = None
-        self.start_epoch(stage, epoch)
+            control.started = None
 
     def release(self) -> None:
         """Restore every replaced attribute in reverse order, and stop persistent workers."""

@@ -48,17 +48,17 @@ class Reset(Part):
     restored, evaluated = ("epoch", "batch"), True
 
     def capture(self, phase: Phase) -> list[str]:
-        return list_reset(self.trainer, phase)
+        return [*list_reset(self.trainer, phase)]
 
     def restore(self, state: list[str], _moment: Moment) -> None:
         metrics = find_metrics(self.trainer)
-        for name in state:
-            if (metric := metrics.get(f"model.{name}")) is not None:
+        for path in state:
+            if (metric := metrics.get(path.removesuffix("."))) is not None:
                 metric.reset()
 
 
-def list_reset(trainer: Trainer, phase: Phase) -> list[str]:
-    """Return the names of the logged metrics that Lightning resets after the hooks of this phase.
+def list_reset(trainer: Trainer, phase: Phase) -> tuple[str, ...]:
+    """Return the paths, with a dot, of logged metrics that Lightning resets after this phase.
 
     They are those of training at the end of an epoch, and those of a finished validation.
     """
@@ -67,7 +67,7 @@ def list_reset(trainer: Trainer, phase: Phase) -> list[str]:
     ending += validated.values() if phase != "validation" else []
     metrics = [own for own in ending if not own.is_tensor and not own.has_reset]
     named = dict.fromkeys(own.meta.metric_attribute for own in metrics)
-    return [name for name in named if name is not None]
+    return tuple(f"model.{name}." for name in named if name is not None)
 
 
 class Results(Part):
@@ -153,7 +153,7 @@ class LogicalRanks(Part):
     def capture(self, phase: Phase) -> dict[str, Any]:
         if (logical := get_logical_steps(self.trainer)) is None:
             return {"metrics": {}, "logged": []}
-        skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
+        skipped = list_reset(self.trainer, phase)
         metrics = logical.metrics.capture()
         kept = {path: own for path, own in metrics.items() if not f"{path}.".startswith(skipped)}
         return {"metrics": kept, "logged": [logical.logged.capture()]}

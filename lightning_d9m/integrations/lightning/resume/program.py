@@ -98,7 +98,7 @@ class Program(Part):
         return found | dict.fromkeys(unsaved)
 
     def capture(self, phase: Phase) -> tuple[Captured, list[str]]:
-        skipped = tuple(f"model.{name}." for name in list_reset(self.trainer, phase))
+        skipped = list_reset(self.trainer, phase)
         found = {
             path: own
             for path, own in self.find_changes().items()
@@ -217,9 +217,9 @@ def remember(
         program: The state of the program's objects.
         others: Return values by name, which are compared as the tensors of the model are.
         changes: What has changed in the program's objects by now; without it they may change.
-        reset: The names of the module's metrics that Lightning is about to reset.
+        reset: The paths of the module's metrics that Lightning is about to reset.
     """
-    skipped = tuple(f"model.{name}." for name in reset)
+    skipped = tuple(reset)
 
     def take() -> list[Mapping[str, object]]:
         tensors = _digest_tensors(program.trainer, program.fit.tensors)
