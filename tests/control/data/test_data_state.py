@@ -72,7 +72,7 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
 
 def make_drawing():
     part, rng = Part(), random.Random(1)
-    part.draw = lambda: rng.random()
+    part.draw = lambda scale=1: scale * rng.random()
     return part
 
 
