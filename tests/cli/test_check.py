@@ -146,7 +146,10 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, cap
     assert len({tuple(choose()) for _ in range(20)}) > 15
     assert len(set(choose("--segments", "9"))) == 9
     assert choose("--segments", "all") == [*range(40)]
-    assert "one segment at a time" in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
+    assert (
+        "--follow runs one at a time"
+        in d9m("check", "run", "--follow", "--jobs", "2", "--", "x")[2]
+    )
     checked = [CheckedSegment(number, number, number + 1) for number in range(3)]
     report = CheckReport(str(tmp_path), is_drawn=True, there=[*range(40)], checked=checked)
     assert report.missed == pytest.approx(37 / 40)

@@ -278,7 +278,7 @@ def test_what_is_not_a_proof(d9m, stranger):
         refuses(f"{option} has no effect here", "check", "run", option, "1", "--", "python")
     edit({"predicateType": statement.pop("predicateType"), **statement}, "verdict.json")
     refuses("verdict.json exists", *check("--verdict", "verdict.json"))
-    refuses("it is for a check of chosen", *check("--verdict", "new.json", "--follow"))
+    refuses("it is for chosen segments", *check("--verdict", "new.json", "--follow"))
     refuses("close each quote", *check("--signer", "key --public_key 'a"))
     refuses("close each quote", "prove", "run", "-o", "new.json", "--sign", "key 'a")
     assert not Path("new.json").exists()

@@ -20,6 +20,7 @@ DATA = [
     *(torch.ones(()), torch.ones(0, 3), torch.eye(3).to_sparse()),
     torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=True),
     *(np.float32(0.1), np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 2))),
+    np.ones(2, [("a", "f4"), ("b", "u1", (2,))]),
     *({2.0}, {(2.0, None)}, deque([1], 3), 1 + 2j, Path("a/b")),
 ]
 LEAVES = (

@@ -257,7 +257,7 @@ class Changes:
         What fills an empty place counts from then on as held at first, and so does what is left of
         a dict that loses entries, as a cache does.
         """
-        for change in self._find_all():
+        for change in self._find_all(generators=False):
             is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
             if not is_removed and not _is_filled(change):
@@ -320,10 +320,11 @@ class Changes:
             return
         raise TypeError(node.path)
 
-    def _find_all(self) -> Iterator[Change]:
+    def _find_all(self, *, generators: bool = True) -> Iterator[Change]:
+        """Yield what has changed, and all generators if that is wanted."""
         changed = self._watch.find_changed()
         known = set(map(id, changed))
-        for node in self._watch.nodes.values():
+        for node in self._watch.nodes.values() if generators else ():
             if node.kind is GENERATOR and id(node) not in known:
                 changed.append(node)
         for node in changed:

@@ -5,6 +5,7 @@ function), a holder of other objects (attributes, a dict, a list), data (a tenso
 random generator), or opaque: an object of a library that does not say what its state is.
 """
 
+import argparse
 import builtins
 import enum
 import gc
@@ -76,7 +77,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 _SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (
     *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace),
-    *(UserDict, UserList, ChainMap, queue.Queue),
+    *(UserDict, UserList, ChainMap, queue.Queue, argparse.Namespace),
 )
 
 

@@ -195,13 +195,15 @@ def _split_array(array: np.ndarray | np.generic) -> list[Any]:
             f"An array of dtype {array.dtype} cannot be sent to another rank, as it holds objects: "
             "use numbers or text."
         )
-    return [array.dtype.str, list(array.shape), array.tobytes()]
+    # Of an array of structures their names and types.
+    return [np.lib.format.dtype_to_descr(array.dtype), list(array.shape), array.tobytes()]
 
 
 def _join_array(parts: list[Any]) -> Any:
-    if not _DTYPE_OF_ARRAY.fullmatch(parts[0]):
+    dtype = np.lib.format.descr_to_dtype(parts[0])
+    if dtype.hasobject or (dtype.names is None and not _DTYPE_OF_ARRAY.fullmatch(parts[0])):
         raise ValueError(parts[0])
-    return np.frombuffer(parts[2], np.dtype(parts[0])).copy().reshape(parts[1])
+    return np.frombuffer(parts[2], dtype).copy().reshape(parts[1])
 
 
 # The types that JSON lacks besides bytes: the type, the function to a list, and that back.

@@ -40,7 +40,7 @@ _COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", 
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _SHARE = 2**15  # numbers for which torch takes another thread
-# Calls of one operation within each other: some decompositions call theirs again, with simpler
+# Calls of one operation within each other: a decomposition may call its own one, with simpler
 # arguments, and one that is taken apart into itself would not end.
 _MOST_NESTED = 8
 _PLAIN = Tensor.__torch_dispatch__  # what a subclass that only has a name inherits

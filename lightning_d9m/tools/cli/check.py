@@ -152,24 +152,25 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
     Raises:
         SettingError: If an option has no effect beside the others.
     """
-    arguments.proof, path = None, arguments.ledger
-    if arguments.follow:
-        why = "--follow runs one segment at a time"
-        refuse_options(arguments, ["jobs", "submit", "print_commands"], why)
-    if arguments.follow or arguments.print_commands:
-        refuse_options(arguments, ["verdict"], "it is for a check of chosen segments")
-    if arguments.verdict is None:
-        refuse_options(arguments, ["sign"], "it signs a verdict, and --verdict is not given")
-    if not path.is_file() or path.suffix == ".jsonl":
-        names = ("signer", "verdict", "choose")
-        refuse_options(arguments, names, f"{path} is not a proof, which d9m prove writes")
+    path = arguments.ledger
+    is_proof = path.is_file() and path.suffix != ".jsonl"
+    for applies, names, why in (
+        (arguments.follow, ("jobs", "submit", "print_commands"), "--follow runs one at a time"),
+        (arguments.follow or arguments.print_commands, ("verdict",), "it is for chosen segments"),
+        (arguments.verdict is None, ("sign",), "it signs a verdict, and --verdict is not given"),
+        (not is_proof, ("signer", "verdict", "choose"), f"{path} is not a proof of d9m prove"),
+    ):
+        if applies:
+            refuse_options(arguments, names, why)
+    arguments.proof = path if is_proof else None
+    if not is_proof:
         return RecordedRun(path), CheckReport()
     if arguments.verdict is not None:
         check_new_file(arguments.verdict)
     recorded, report = open_proof(path, arguments.signer)
     for text in (*report.problems, *report.notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
-    arguments.proof, arguments.ledger = path, recorded.ledger.path
+    arguments.ledger = recorded.ledger.path
     return recorded, report
 
 
@@ -203,7 +204,7 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
     options = ["check", str(arguments.ledger), "--only", str(number)]
     for name, value in (
         ("--output", None if output is None else output / f"job-{number:03d}"),
-        ("--timeout", arguments.timeout),
+        ("--timeout", arguments.timeout and f"{arguments.timeout:g}"),
         *(("--second-device", "=".join(own)) for own in arguments.second_device),
     ):
         options += [] if value is None else [name, str(value)]

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import quote
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import pluralize, printable
@@ -189,21 +189,15 @@ def _show_place(finding: Finding, width: int) -> list[str]:
         code = f"{_INDENT}| {finding.code}"
         cut = code if len(code) <= WIDTH else f"{code[: WIDTH - 3]}..."
         return [place, *([cut] if finding.code else [])]
-    before = source[: finding.column - 1]
     end = finding.end_column - 1 if finding.end_line == finding.line else len(source)
-    # A long line is cut on the left so that the code starts within the first third.
-    room = width - len(margin)
-    indent = len(source) - len(source.lstrip())
-    start = min(indent, len(before))
-    if cell_len(source[start:end]) > room:
-        start = max(start, len(before) - room // 3)
-    shown = source[start:].replace("\t", " ")
-    while cell_len(shown) > room:
-        shown = shown[:-1]
-    marked = source[len(before) : max(end, len(before) + 1)]
-    offset = cell_len(source[start : len(before)])
-    carets = paint(finding.severity, "^" * max(1, min(cell_len(marked), room - offset)))
-    return [place, f"{margin}{shown}", f"{' ' * (len(margin) - 2)}| {' ' * offset}{carets}"]
+    before, rest = source[: finding.column - 1].lstrip(), source[finding.column - 1 :]
+    code, room = source[finding.column - 1 : end], width - len(margin)
+    if cell_len(before + code) > room:  # a long line begins with the code
+        before = ""
+    shown = set_cell_size((before + rest).replace("\t", " "), room).rstrip()
+    carets = "^" * max(1, min(cell_len(code), room - cell_len(before)))
+    below = f"{' ' * (len(margin) - 2)}| {' ' * cell_len(before)}"
+    return [place, f"{margin}{shown}", f"{below}{paint(finding.severity, carets)}"]
 
 
 def _make_sarif(findings: Sequence[Finding]) -> dict[str, object]:

@@ -43,14 +43,6 @@ def _read_causes() -> Iterator[tuple[str, Cause]]:
 
 
 _CAUSES = dict(_read_causes())
-_GROUP_NAMES = {
-    "weight": "weights",
-    "buffer": "buffers",
-    "gradient": "gradients",
-    "optimizer": "optimizer state",
-    "optimizers": "optimizer state",
-    "schedulers": "scheduler state",
-}
 UNINITIALIZED, OUTSIDE, OUTSIDE_NUMBER = (_CAUSES[name] for name in ("empty", "outside", "number"))
 # Kind of what differs by the group of digests at the end of an epoch.
 _KINDS = {
@@ -205,7 +197,8 @@ def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
     """
     moment = "seen" if drift.moment == "epoch" and steps_seen else drift.moment
     text = _CAUSES.get(f"ranks {moment}", _CAUSES["ranks"]).text
-    state = _GROUP_NAMES.get(drift.kind, drift.kind)
+    kind = KIND_OF_GROUP.get(drift.kind, drift.kind)
+    state = _CAUSES[kind].kind if kind in _CAUSES else kind
     return replace(_CAUSES["ranks"], text=text.format(state))
 
 

@@ -89,8 +89,9 @@ def _open_cluster(
         executor = submitit.AutoExecutor(folder, cluster=cluster)
         executor.update_parameters(**{"timeout_min": _MINUTES, **values})
     except Exception as error:  # submitit raises NameError, AssertionError, RuntimeError
+        said = str(error).partition("\n")[0].rstrip(".?")
         raise SettingError(
-            f"submitit does not take {chosen!r}: {error}. Give local, or slurm and its parameters: "
+            f"submitit does not take {chosen!r}: {said}. Give local, or slurm and its parameters: "
             "slurm,slurm_partition=NAME,gpus_per_node=1,timeout_min=600."
         ) from error
 

@@ -61,8 +61,8 @@ def format_evidence(comparison: Comparison, *, verbose: bool = False) -> list[st
 def format_field(entry: FieldDifference, ranks: int, *, verbose: bool = False) -> Iterator[str]:
     """Yield a field and its two values; ranks are named if not all of them differ in this way."""
     where = f" ({name_ranks(entry.ranks)})" if 0 < len(entry.ranks) < ranks else ""
-    values = (entry.expected, entry.actual) if verbose else entry.shown
-    yield from format_differences([(f"{entry.field}{where}", *values)]).splitlines()
+    one, other = (entry.expected, entry.actual) if verbose else entry.shown
+    yield from format_differences([(f"{entry.field}{where}", one, other)]).splitlines()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from lightning_d9m.engine.control.data.data_state import (
     LOGGED_DATA,
     UNSAVED_DATA,
     DataState,
+    WorkerWatch,
     list_paths,
     list_unsaved,
 )
@@ -67,6 +68,26 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
     del other.weights
     with pytest.warns(UserWarning, match=r"dataset lacks, .*dataset\.weights"):
         watch(other).restore(state.capture(), DATA)
+
+
+def make_drawing():
+    part, rng = Part(), random.Random(1)
+    part.draw = lambda scale=1: scale * rng.random()
+    return part
+
+
+def test_a_generator_that_no_attribute_holds_is_restored_and_found_in_a_worker():
+    part, other, found = make_drawing(), make_drawing(), []
+    worker = WorkerWatch({"dataset": part}, found.append)
+    worker.end_batch()
+    assert found == []
+    state = watch(part)
+    part.draw()
+    worker.end_batch()
+    assert found == ["dataset.draw.rng"]
+    saved = state.capture()
+    watch(other).restore(saved, DATA)
+    assert other.draw() == part.draw()
 
 
 class CountingLoader(DataLoader):

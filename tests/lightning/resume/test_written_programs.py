@@ -33,6 +33,7 @@ EQUAL = [
     *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
     *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
     *(("date", "a callback"), ("frozen set", "a file"), ("uuid", "an array"), ("slice", "a list")),
+    *(("structured", "a module"), ("frozen", "arguments")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
     *(
         ("dict", "a schedule's closure"),

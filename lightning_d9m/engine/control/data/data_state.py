@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
-from lightning_d9m.engine.state.parts import GENERATOR, find_kind, is_of_lightning
+from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
-from lightning_d9m.engine.state.state import search
+from lightning_d9m.engine.state.state import find_generators, search
 
 # The keys of a captured state. What samplers have changed, encoded, by path; and the paths of what
 # they have changed and a checkpoint cannot hold.
@@ -45,8 +45,8 @@ _CHECKED_BATCHES = 16
 class DataState:
     """The state of the objects that load data, and of all in them, relative to their first one.
 
-    An object with a ``state_dict`` says itself where it is, and has none here. Generators of
-    datasets have a state of their own: see ``capture_generators``.
+    An object with a ``state_dict`` says itself where it is, and has none here. Generators that
+    ``capture_generators`` finds have a state of their own.
 
     Args:
         owners: The objects by name. What changes in a loader itself is never saved, as Lightning
@@ -180,13 +180,13 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     hidden = list_controlled(owner) - ({"epoch"} if is_data else set())
     own = getattr(owner, "__dict__", {})
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
+    if not is_sampler:
+        left_out |= {*map(id, find_generators({name: owner}).values())}
     of_others = Dataset if is_sampler else ()
 
-    def leave_out(path: str, value: object) -> bool:
+    def leave_out(_path: str, value: object) -> bool:
         return value is not owner and (
-            id(value) in left_out
-            or isinstance(value, of_others)
-            or _leave_out(path, value, generators=not is_sampler)
+            id(value) in left_out or isinstance(value, of_others) or _leave_out(value)
         )
 
     owners: dict[str, object] = {name: owner}
@@ -194,9 +194,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         owners = {
             path: value
             for path, value in search(owners, depth=_DEPTH, most=_MOST_PARTS)
-            if hasattr(value, "__dict__")
-            and not isinstance(value, _CODE)
-            and not _leave_out(path, value)
+            if hasattr(value, "__dict__") and not isinstance(value, _CODE) and not _leave_out(value)
         }
     return Changes(
         owners,
@@ -207,10 +205,8 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     )
 
 
-def _leave_out(_path: str, value: Any, *, generators: bool = True) -> bool:
+def _leave_out(value: Any) -> bool:
     if isinstance(value, DataLoader | Sampler):
-        return True
-    if generators and find_kind(value) is GENERATOR:
         return True
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return True

@@ -25,8 +25,11 @@ from lightning_d9m.engine.state.changes import Changes, describe_unsaved
 from lightning_d9m.engine.state.object_digest import digest_saved
 from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
+    FUNCTION,
     OPAQUE,
+    PARTIAL,
     find_kind,
+    find_owner,
     is_of_lightning,
 )
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
@@ -173,7 +176,8 @@ class Program(Part):
             return stored
         is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's
         # A scheduler wraps the step of its optimizer.
-        return stored | list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
+        held = stored | list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
+        return {name for name in held if not _holds_functions(owner, vars(owner).get(name))}
 
     def _leave_out(self, path: str, value: Any) -> bool:
         if id(value) in self._entered:
@@ -188,6 +192,19 @@ class Program(Part):
             return True  # ranks hold parts of them
         # Such as loggers, which are not the program's; hyperparameters are, in a dict of Lightning.
         return is_of_lightning(type(value)) and not isinstance(value, nn.Module | dict)
+
+
+def _holds_functions(owner: Any, value: Any) -> bool:
+    """Return whether functions of the program are in it, as those of ``LambdaLR``.
+
+    A scheduler saves the attributes of a function, and not its closure, arguments or object.
+    """
+    return any(
+        find_kind(part) in (FUNCTION, PARTIAL)
+        or find_owner(part) not in (None, owner)
+        or isinstance(part, LRScheduler)
+        for part in (value if isinstance(value, list | tuple) else [value])
+    )
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:

@@ -31,6 +31,7 @@ what:{ops}  what is measured: every op that may be nondeterministic
 """
 EXAMPLE = "d9m audit ops --quick"
 SETTINGS: dict[str, dict[str, object]] = {
+    "what": {"metavar": "ops"},
     "device": {"default": "cpu"},
     "runs": {"type": whole_number(2, 1_000_000)},
     "ops": {"default": []},
