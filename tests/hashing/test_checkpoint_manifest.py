@@ -96,10 +96,13 @@ def test_a_container_that_holds_itself_is_a_leaf_where_it_occurs_again(kind):
 
 
 def test_a_key_counts_without_its_address():
-    def make():
-        return {"table": {(lambda: 0): 1, (make, object(), 2): torch.ones(1)}}
+    def make(number=1.0):
+        keys = (lambda: 0), (make, object(), 2), object(), object(), ("x", 1)
+        return {"table": {key: torch.tensor([number + n]) for n, key in enumerate(keys)}}
 
-    assert not check_manifest(make(), make_manifest(make()))[0]
+    manifest = make_manifest(make())
+    assert not check_manifest(make(), manifest)[0]
+    assert len(check_manifest(make(2.0), manifest)[1]) == 5
 
 
 def test_a_manifest_of_another_version_is_refused():

@@ -12,8 +12,6 @@ from lightning_d9m.text import describe_names, quote
 
 # Another one where other bytes are hashed: an older manifest would call any file damaged.
 _VERSION = 4
-# Keys whose repr names them. That of another object, as of a function, may hold its address, which
-# is another one when the checkpoint is loaded.
 _PLAIN_KEYS = (str, int, float, bytes, type(None))
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _CONTAINERS = (Mapping, list, tuple)
@@ -102,12 +100,19 @@ def _collect_leaves(
     key. An empty container is not a leaf; one that holds itself is, where it occurs again.
     """
     is_mapping = isinstance(value, Mapping)
-    for name, entry in value.items() if is_mapping else enumerate(value):
+    for number, (name, entry) in enumerate(value.items() if is_mapping else enumerate(value)):
         below = f"{path}.{name}" if path else f"{name}"
-        is_plain = isinstance(name, _PLAIN_KEYS)
-        shown = repr(name) if is_plain else f"<{_ADDRESS.sub('', str(name))}>"
+        # The repr of another object, as of a function, may hold its address, which is another one
+        # when the checkpoint is loaded; the order of a dict is kept, and tells two of them apart.
+        is_plain = _is_plain(name)
+        shown = repr(name) if is_plain else f"<{number}: {_ADDRESS.sub('', str(name))}>"
         inner = f"{key}{{{shown}}}" if is_mapping else f"{key}[{name}]"
         if not isinstance(entry, _CONTAINERS) or id(entry) in above:
             out.append((below, inner, entry))
         else:
             _collect_leaves(entry, below, inner, (*above, id(entry)), out)
+
+
+def _is_plain(key: object) -> bool:
+    """Return whether the repr of a key names it."""
+    return isinstance(key, _PLAIN_KEYS) or (isinstance(key, tuple) and all(map(_is_plain, key)))

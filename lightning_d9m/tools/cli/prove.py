@@ -13,7 +13,7 @@ from lightning_d9m.tools.proof.training import make_proof, write_statement
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 ARGUMENTS = """
-ledger:LEDGER  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
+ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly one
 -o, --output FILE  the proof to write (default: proof.json)
 --model FILE ...  a file with the final weights, which the proof is about, too; may be given
     several times
