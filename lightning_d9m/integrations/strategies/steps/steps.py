@@ -178,8 +178,15 @@ class LogicalSteps:
             SettingError: If the optimizer runs its closure twice, or there is no loss.
         """
         trainer, output = self._trainer, None
+        forward, count = skips_backward(trainer), trainer.accumulate_grad_batches
+        # In each step, since a GradientAccumulationScheduler changes the number between epochs.
+        if count != 1 and not forward:
+            raise SettingError(
+                f"accumulate_grad_batches is {count}, and a step of logical ranks already adds the "
+                f"gradients of several micro-batches: multiply logical_ranks by {count}, and leave "
+                "accumulate_grad_batches out."
+            )
         self._begin_training_step()
-        forward = skips_backward(trainer)
         for rank, batch in self._pair(batches):
             self._clear_gradients()
             output = self._run(step, rank, batch, args)
@@ -208,13 +215,6 @@ class LogicalSteps:
                 "The optimizer ran the training step twice for one batch, as LBFGS does, which "
                 "logical ranks do not support: use an optimizer that runs its closure once, or "
                 "train without logical_ranks."
-            )
-        # In each step, since a GradientAccumulationScheduler changes the number between epochs.
-        if (batches := self._trainer.accumulate_grad_batches) != 1:
-            raise SettingError(
-                f"accumulate_grad_batches is {batches}, and a step of logical ranks already adds "
-                f"the gradients of several micro-batches: multiply logical_ranks by {batches}, and "
-                "leave accumulate_grad_batches out."
             )
         self._ran = True
         # All that the seeds depend on besides the logical rank. It is the same in a resumed run.
