@@ -122,7 +122,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
         probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
-        probe_ranks: Ranks that record probes; None means all.
         summary: Log one line when a fit ends: epochs, digest of the weights, and ledger.
 
     Arguments that "inherit" take the value of an active ``lightning_d9m.enable()`` if they are
@@ -157,7 +156,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         probes: str | Sequence[str] = (),
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
-        probe_ranks: int | Sequence[int] | None = None,
         summary: bool = True,
     ) -> None:
         arguments = dict(locals())
@@ -381,7 +379,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._recorder.run.prepare(trainer.world_size)
+            self._recorder.run.prepare()
 
     def _close(self, end: End) -> None:
         try:

@@ -188,7 +188,7 @@ class StepRecorder(Recorder):
         self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
         self.run.stop = request.stop
         self._make_folder = lambda: _make_folder(peers.rank, self._world_size, number)
-        self.run.prepare(self._world_size)
+        self.run.prepare()
         self._further = {"every_n_steps": self._every}
         # The flags that the program has changed before its first step are set again.
         if names := session.switch_again():

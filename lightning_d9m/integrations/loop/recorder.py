@@ -187,7 +187,7 @@ class Recorder:
             ``lightning_d9m.portable``. The initial weights are portable only if the model was
             built so.
         **options: ``reference``, ``on_drift``, ``on_stack_difference``, ``probes``,
-            ``probe_modules``, ``probe_steps`` and ``probe_ranks``, as of ``DeterminismCallback``.
+            ``probe_modules`` and ``probe_steps``, as of ``DeterminismCallback``.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -254,7 +254,7 @@ class Recorder:
     def _check_setup(self) -> InterruptRequest:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
-        self._run.prepare(self._world_size)
+        self._run.prepare()
         request = read_request()
         if request.debugger is not None:
             request.debugger.check_terminal(self._ranks.rank)

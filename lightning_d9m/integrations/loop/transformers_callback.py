@@ -83,8 +83,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged numbers that are not
             recorded. Measured times and means of the loss never are.
         **options: ``reference``, ``on_drift``, ``on_stack_difference``, ``probes``,
-            ``probe_modules``, ``probe_steps`` and ``probe_ranks``, as of ``DeterminismCallback``.
-            A batch is what the model is given.
+            ``probe_modules`` and ``probe_steps``, as of ``DeterminismCallback``. A batch is what
+            the model is given.
 
     Raises:
         SettingError: If transformers is not installed.
