@@ -101,7 +101,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             program. None inherits; the default is True.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic
             (``d9m ops`` lists them). If False, torch raises where it has no deterministic kernel.
-            None inherits; the default is True if torch was built for CUDA.
+            None inherits; the default is True.
         unpatched_ops: Names of operations that ``patch_ops`` does not replace. None inherits.
         varying_ops: Operations that run although they may vary, where torch would raise: names of
             ``d9m ops``, or of torch's dispatcher such as ``"torchvision::_roi_pool_backward"``.
