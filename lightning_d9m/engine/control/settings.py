@@ -21,6 +21,7 @@ from lightning_d9m.ops.portability import is_portable
 
 # The range of Lightning's `seed_everything`, so that one number serves both.
 HIGHEST_SEED = 2**32 - 1
+# More is a slip of the keyboard, and OpenMP would try to start them.
 HIGHEST_THREADS = 4096
 
 

@@ -152,6 +152,7 @@ def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
 
 
 EVERY = variable_of("every_n_steps")
+# A record digests all weights, gradients and states of optimizers: too much for each step.
 _EVERY = 100
 # A program that makes a new model for each of many tasks would otherwise fill the disk.
 _MOST_LEDGERS = 100
@@ -289,6 +290,7 @@ class OptimizerSteps:
             # The first step's own forward pass is probed, too.
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._hooks.callback(register(self._before_forward).remove)
+        # multiprocessing calls only those finalizers at exit that have a priority.
         # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
         self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 
 _FORMAT = 1
+# Compared exactly: a state with another key comes from a version that needs it.
 # What `Recorder.state_dict` returns.
 _STATE = {
     *("format", "rank", "world_size", "seed", "fit", "epoch", "step", "batch", "rng", "samplers"),
@@ -261,11 +262,14 @@ class Recorder:
         return request
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # First the validation that the program may have left: its generators are not those of the
+        # training, whose last record follows.
         end = End(status="finished") if error is None else End.failed(error)
         self._validating.close()
         with self._opened:
             try:
                 if error is None and self._run.is_open:
+                    # The epoch that is under way, else the last one that ended.
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
                     # After the last record, because it ends the process of a segment.
                     self.interruption.stop()
@@ -641,6 +645,7 @@ class Recorder:
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
         self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}
+        # Last: loading parts of the program, and what this method calls, may draw.
         restore_rng(decode_rng(saved["rng"]))
 
     def _report(self, problem: str) -> None:

@@ -146,6 +146,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self.recorder = TransformersRecorder(folder, *trained, **self._options)
         self.recorder.__enter__()
         self._is_open = True
+        # transformers has no event for an exception.
         # An error in a training calls no callback, so that the ledger is closed with the session,
         # or by the next training.
         find_session().call_on_close(self._give_up)

@@ -79,6 +79,7 @@ def list_variables(stall_seconds: float) -> list[Variable]:
     }
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
         free["GLOO_SOCKET_IFNAME"] = interface
+    # Any value is allowed: these change no result.
     return [*PINNED, *(Variable(name, value, "", lambda _: True) for name, value in free.items())]
 
 

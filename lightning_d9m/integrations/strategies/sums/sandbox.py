@@ -37,6 +37,9 @@ from lightning_d9m.integrations.strategies.sums.collectives import move_tensors,
 from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
+# A comparison reads and copies all weights, which would cost too much in each step. A program that
+# changes trained weights in its steps does so from the first ones on; a first change later is an
+# error, since the value before is not known.
 _COMPARED_STEPS = 2
 _NUMBERS = (int, float, complex)
 _PAIR = 2

@@ -21,12 +21,16 @@ from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
 @jit()
 def read_exponents(values):
     """Return the biased exponents of float64 numbers."""
+    # The exponent has the 11 bits between the sign and the 52 bits of the significand.
     return ((tl.cast(values, tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
 
 
 @jit()
 def round_to(values, last):
     """Round float64 numbers to multiples of ``2**(last - 1023)``, by a constant."""
+    # The last bit of 1.5 * 2**52 units is one unit, so that the addition rounds to units, and the
+    # subtraction is exact. With 1.5 in place of 1 a negative number stays in the binary order of
+    # the constant.
     exponents = tl.maximum(last + 52, 1).to(tl.int64)
     constant = tl.cast((exponents << 52) | (1 << 51), tl.float64, bitcast=True)
     return (values + constant) - constant
@@ -113,6 +117,9 @@ def weigh(value, weights, where, mask, WEIGHTED: tl.constexpr):
 @jit()
 def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
     """Add the pieces of terms to the sums of pieces, which are ``slots`` apart."""
+    # An infinity has the exponent 2047; 2046 is that of the greatest finite numbers.
+    # From 2**900 on, the constant of `round_to` might be infinite: such terms are scaled by 2**-64,
+    # and `round_sums` scales their sum back.
     top = tl.minimum(top, 2046)
     large = top >= 1923
     term = tl.where(large, term * 5.421010862427522e-20, term)  # 2**-64
@@ -125,6 +132,8 @@ def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
         # The first piece decides the sign of a zero; others that are zero change nothing.
         needed = mask if number == 0 else mask & (piece != 0)
         tl.atomic_add(sums, piece, mask=needed, sem="relaxed")
+        # A rest is at most half a unit, of either sign, so that later pieces have two bits more
+        # than the first one.
         last -= 54 - size
         sums += slots
 
@@ -132,6 +141,7 @@ def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
 @jit()
 def add(left, right):
     """Return the rounded sum and its error."""
+    # Knuth's two-sum: six operations that need not know which number is greater.
     total = left + right
     given = total - left
     return total, (left - (total - given)) + (right - given)
@@ -140,6 +150,8 @@ def add(left, right):
 @jit()
 def add_to_odd(left, right):
     """Return a sum whose last bit is 1 unless it is exact."""
+    # Of a sum that is rounded to odd, a later rounding to nearest gives what one rounding of the
+    # exact sum would have given, since it can be no tie unless it is exact.
     total, error = add(left, right)
     bits = tl.cast(total, tl.int64, bitcast=True)
     nearer = tl.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
@@ -170,6 +182,7 @@ def round_sums(
         result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
     else:
         result = tl.where(zero, total, add_to_odd(total, tail))
+        # Below the least normal number of the format units do not shrink: its subnormal numbers.
         exponents = tl.maximum(read_exponents(result), LEAST + 1023)
         rounded = round_to(result, exponents - (BITS - 1))
         size = tl.cast(rounded, tl.int64, bitcast=True) & ~(-1 << 63)
