@@ -207,7 +207,7 @@ def _choose(variable: Variable) -> str:
                 f"{repr(value) if value else 'not set'}, and reads it only at its start. "
                 f"{variable.remedy}, or start the program with {name}={variable.wanted}."
             )
-        return value
+        return value or variable.wanted
     if found and not variable.allows(found):
         raise SettingError(
             f"The variable {name} is {found!r}, which a deterministic session does not allow. "

@@ -142,11 +142,7 @@ class _Bucket:
         pending: The exchange of this step, once it has started.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Named],
-        exchange: RootExchange,
-    ) -> None:
+    def __init__(self, members: Sequence[Named], exchange: RootExchange) -> None:
         members = sorted(members, key=lambda member: not _is_large(member[1]))
         first = members[0][1]
         step = max(1, _ALIGNMENT_BYTES // first.element_size())
