@@ -57,6 +57,9 @@ L.seed_everything(1)
 L.Trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1, accelerator="cpu", logger=False,
           enable_checkpointing=False, callbacks=[DeterminismCallback()]).fit(BoringModel())
 """
+# Horovod's kernels are compiled for this architecture if no device is present, and the user has not
+# chosen any.
+CUDA_ARCHITECTURE = "90"
 OLDEST_PYTHON = (3, 10)
 # `pip install` imports this; an interrupted upgrade of pip leaves only parts of it.
 PIP = "pip._internal.commands.install"
@@ -269,12 +272,18 @@ def test_quickly() -> None:
 def test_cuda_build(arguments: list[str]) -> None:
     """The tests that need a CUDA build of torch; they need no device."""
     need_tools()
-    install("test", torch=TORCH_CUDA)
+    install("test", "horovod", torch=TORCH_CUDA)
     if not works("torch; assert torch.version.cuda"):
         sys.exit(
             f"dev.py: the torch in {ENVIRONMENT} is not a CUDA build. Remove this folder and run "
             "the command again, with a package index that has CUDA builds."
         )
+    say("Horovod with NCCL (built once, some minutes; then taken from a cache)")
+    architectures = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST")
+    if not architectures and not works("torch; assert torch.cuda.device_count()"):
+        architectures = CUDA_ARCHITECTURE
+    chosen = {"HOROVOD_BUILD_CUDA_CC_LIST": architectures} if architectures else {}
+    run(ENVIRONMENT / "bin" / "d9m", "install-horovod", "--gpu", "nccl", **chosen)
     say("tests marked cuda_build")
     run(PYTHON, "-m", "pytest", "-m", "cuda_build", *(arguments or ["tests"]))
 

@@ -5,9 +5,8 @@
 
 Four processes on this machine, Gloo, one thread each. Each round launches every mode once, so that
 load affects all modes alike, and ratios are those of one round. Horovod's own modes poll and sleep
-while they wait, except ``default-spinning``, unmodified Horovod. ``ddp`` is what ``horovod_d9m``
-does; ``static`` has the sums of logical ranks, one for each process. ``static-trimming`` (glibc
-returns freed memory to the system) is measured only on request.
+while they wait, as ours do, except ``default-spinning``, unmodified Horovod. ``static-trimming``
+(glibc returns freed memory to the system) is measured only on request.
 Results go to ``benchmarks/results/horovod-fusion.json``.
 """
 

@@ -4,10 +4,8 @@ import json
 import sys
 
 import pytest
-import torch
 
 from lightning_d9m.errors import CommandError
-from lightning_d9m.integrations.strategies.horovod.build import name_wheel
 from lightning_d9m.tools.cli import install_horovod
 
 
@@ -19,7 +17,7 @@ def install(monkeypatch, tmp_path, d9m):
     """
     taken = []
 
-    def build(folder, _torch, *, mpi):
+    def build(folder, target, *, quiet):
         taken.append("build")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "horovod-1.whl").touch()
@@ -27,8 +25,8 @@ def install(monkeypatch, tmp_path, d9m):
 
     def run(problems, *words):
         found = iter(problems)
-        monkeypatch.setattr(install_horovod, "_try_installed", lambda mpi: next(found))
-        command = ["install-horovod", "--cache", tmp_path, "--json", *words]
+        monkeypatch.setattr(install_horovod, "_try_installed", lambda _: next(found))
+        command = ["install-horovod", "--gpu", "none", "--cache", tmp_path, "--json", *words]
         return *d9m(*command), taken
 
     monkeypatch.setattr(install_horovod, "_build_into", build)
@@ -51,7 +49,7 @@ def install(monkeypatch, tmp_path, d9m):
 )
 def test_it_does_what_is_missing(install, tmp_path, problems, cached, words, done, expected):
     if cached:
-        folder = tmp_path / name_wheel(torch.__version__, mpi=False)
+        folder = tmp_path / install_horovod._find_target(mpi=False, gpu="none").key
         folder.mkdir()
         (folder / "horovod-0.whl").touch()
     status, out, _, taken = install(problems, *words)
@@ -67,7 +65,26 @@ def test_an_installation_that_does_not_work(install):
     assert "allreduce of two processes failed: It hung again." in err
 
 
-def test_torch_must_be_there(monkeypatch):
+def test_what_torch_must_be(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(CommandError, match="--gpu nccl needs a CUDA build"):
+        install_horovod._find_target(mpi=False, gpu="nccl")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(CommandError, match="has none: install torch first"):
-        install_horovod._find_torch()
+        install_horovod._find_target(mpi=False, gpu="none")
+
+
+def test_kernels_are_compiled_for_the_present_devices(monkeypatch):
+    """Unless the user chooses; without a device, Horovod's own list remains."""
+
+    def list_targets(gpu, *devices):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
+        monkeypatch.setattr("torch.cuda.get_device_capability", devices.__getitem__)
+        return install_horovod._find_target(mpi=False, gpu=gpu).capabilities
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
+    assert list_targets("auto", (9, 0), (8, 0), (9, 0)) == ("80", "90")
+    assert list_targets("nccl") == list_targets("none", (9, 0)) == ()
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "70, 90")
+    assert list_targets("auto", (8, 0)) == ("70", "90")

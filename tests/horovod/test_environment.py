@@ -28,7 +28,7 @@ from lightning_d9m.integrations.strategies.horovod.strategy import (
 def running(monkeypatch):
     """Start without any of the variables; Horovod counts as started if the list is not empty."""
     for name in list(os.environ):
-        if name.startswith(("GLOO_", "HOROVOD_", "OMPI_", "PMI_")):
+        if name.startswith(("GLOO_", "HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(environment, "_in_force", {})
     found = []
@@ -41,22 +41,32 @@ def test_variables_are_set_and_restored(monkeypatch):
     """The network interface is that of horovodrun. The user's values stay."""
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "9")
+    monkeypatch.setenv("NCCL_PROTO", "LL")
     before, variables = dict(os.environ), EarlyVariables(list_variables(60))
     variables.set()
     assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
     assert os.environ["HOROVOD_CYCLE_TIME"] == "9"
+    assert (os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]) == ("Ring", "LL")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     variables.restore()
     assert os.environ == before
 
 
 @pytest.mark.parametrize(
-    "name", ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_AUTOTUNE", "HOROVOD_ELASTIC"]
+    ("name", "value", "wanted"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "67108864", "0"),
+        ("HOROVOD_AUTOTUNE", "1", "0"),
+        ("HOROVOD_ELASTIC", "1", "0"),
+        ("HOROVOD_ENABLE_ASYNC_COMPLETION", "1", "0"),
+        ("NCCL_ALGO", "NVLS", "Ring"),
+    ],
 )
-def test_contradicting_variables_are_refused_by_name(monkeypatch, name):
-    monkeypatch.setenv(name, "67108864")
-    with pytest.raises(SettingError, match=f"{name} is '67108864'.*Unset it, or set {name}=0"):
+def test_contradicting_variables_are_refused_by_name(monkeypatch, name, value, wanted):
+    monkeypatch.setenv(name, value)
+    words = f"{name} is '{value}'.*Unset it, or set {name}={wanted}"
+    with pytest.raises(SettingError, match=words):
         EarlyVariables(list_variables(60)).set()
 
 

@@ -1,4 +1,4 @@
-"""The strategy gives, bit for bit, the results of torch's DDP.
+"""With two ranks the strategy gives, bit for bit, the results of torch's DDP.
 
 With logical ranks it gives those of one process.
 """
@@ -75,6 +75,9 @@ MANUAL = {
 SCENARIOS = {
     "plain": (PLAIN, {}),
     "accumulation": (PLAIN, {"accumulate_grad_batches": 3}),
+    "clip_norm": (PLAIN, {"gradient_clip_val": 0.5}),
+    "clip_value": (PLAIN, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "bf16": (PLAIN, {"precision": "bf16-mixed"}),
     "branches": (BRANCHES, {}),
     "manual": (MANUAL, {}),
 }
@@ -135,7 +138,14 @@ def test_the_ledger_with_logical_ranks_is_that_of_one_process(ours, expected, fo
 
 
 def test_scenarios_differ(ours):
-    """So that the comparison with DDP could fail."""
+    """Clipping, accumulation and precision each change the weights."""
     assert len({ours[0][scenario]["digest"] for scenario in SCENARIOS}) == len(SCENARIOS)
     # In two epochs of four batches, a step takes three batches, or the rest of an epoch.
     assert ours[0]["accumulation"]["steps"] == 4
+
+
+@pytest.mark.cuda_build
+def test_two_ranks_of_a_cuda_build_train_on_cpus(tmp_path):
+    ranks = call_on_ranks(train, 2, "horovod", tmp_path, "plain", horovod=True)
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["plain"]["steps"] > 0

@@ -24,7 +24,7 @@ LOST = "RankLostError: Rank 0 waited for the backward pass"
 FAULTS = {
     "batches": (rf"(?s){DIFFERENT}.*rank 0: training on 8 .*rank 1: training on 6 batches",) * 2,
     "stream": (rf"(?s){DIFFERENT}.*rank 0: the backward pass.*rank 1: the end of validation",) * 2,
-    "settings": (r"(?s)StackDifferenceError: Rank 1 .*strategy.bucket_cap_mb.*this run:  1",) * 2,
+    "settings": (r"(?s)StackDifferenceError: Rank 1 .*strategy.bucket_bytes.*this run:  1024",) * 2,
     "validation": (rf"(?s){DIFFERENT}.*rank 0: the end of validation.*rank 1: all_gather",) * 2,
     "ulp": (r"DriftError: Ranks 0 and 1 differ from .*1 of 6 weights differ, first layers",) * 2,
     "raising": (
@@ -73,7 +73,7 @@ def train(fault, folder):
         package=PACKAGE,
         folder=folder,
         strategy=HorovodDeterministicStrategy(
-            **{"bucket_cap_mb": 1} if broken == "settings" else {}
+            **{"bucket_bytes": 1024} if broken == "settings" else {}
         ),
         use_distributed_sampler=False,
     )

@@ -37,9 +37,6 @@ class PortedStrategy(HorovodDeterministicStrategy):
             for optimizer in self.optimizers:
                 self._synchronized.enter_context(optimizer.skip_synchronize())
 
-    def configure_ddp(self):
-        self.broadcast_model()
-
     backward = DDPStrategy.backward
     optimizer_step = DDPStrategy.optimizer_step
 

@@ -10,9 +10,16 @@ from lightning_d9m.integrations.strategies.horovod.environment import import_hor
 
 
 def test_an_option_that_logical_ranks_do_not_support_is_refused():
-    with pytest.raises(SettingError, match="bucket_cap_mb=1 is an option of DDP"):
-        HorovodDeterministicStrategy(logical_ranks=4, bucket_cap_mb=1)
-    assert HorovodDeterministicStrategy(bucket_cap_mb=1).logical_ranks is None
+    with pytest.raises(SettingError, match="compression='fp16' does not go with logical_ranks"):
+        HorovodDeterministicStrategy(logical_ranks=4, compression="fp16")
+    assert HorovodDeterministicStrategy(compression="fp16").logical_ranks is None
+
+
+@pytest.mark.parametrize("options", [{"op": "max"}, {"compression": "int8"}, {"bucket_bytes": -1}])
+def test_an_option_that_is_not_known_is_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(SettingError, match=f"{name}={value!r} is not (known|allowed): pass"):
+        HorovodDeterministicStrategy(**options)
 
 
 @pytest.mark.parametrize("kind", ["HorovodDeterministicStrategy", "DDPDeterministicStrategy"])

@@ -133,6 +133,14 @@ def test_gradients_of_the_last_step_are_added():
     assert torch.equal(model.weight.grad, once)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_compression_rounds_what_is_sent_and_the_sum(name, dtype):
+    steps = [make_gradients(2)]
+    for (found,) in sum_on(2, steps, compression=name):
+        for each, leaves in zip(found, zip(*steps[0], strict=True), strict=True):
+            assert each == bits(average_leaves([leaf.to(dtype) for leaf in leaves]).float())
+
+
 def test_a_gradient_that_another_hook_takes_away_is_an_error():
     """An optimizer inside a backward hook would train one process alone."""
     model = nn.Linear(200, 200)
@@ -145,11 +153,11 @@ def test_a_gradient_that_another_hook_takes_away_is_an_error():
 
 def test_sparse_gradients_are_made_dense():
     table = nn.Embedding(10, 3, sparse=True)
-    sums = LogicalGradients([("table.weight", table.weight)], Blocks(2, 1), 0)
+    sums = LogicalGradients([("table.weight", table.weight)], Blocks(2, 1), 0, op="sum")
     for rank, add in enumerate((sums.set_aside, sums.finish)):
         table(torch.tensor([rank, rank, 5])).sum().backward()
         add(rank)
-    assert table.weight.grad[:, 0].tolist() == [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert table.weight.grad[:, 0].tolist() == [2, 2, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
 def test_a_model_without_trained_parameters_has_nothing_to_sum():
@@ -176,13 +184,13 @@ def test_gradients_with_other_strides_than_their_parameter_are_added(shape):
 
 def test_conjugated_gradients_are_added():
     named = make_parameters(torch.complex64, shapes=[(30,), (20_000,)])
-    sums = LogicalGradients(named, Blocks(2, 1), 0)
+    sums = LogicalGradients(named, Blocks(2, 1), 0, op="sum")
     for rank, add in enumerate((sums.set_aside, sums.finish)):
         for _, parameter in named:
             parameter.grad = torch.full_like(parameter, complex(rank, 1)).conj()
         add(rank)
     for _, parameter in named:
-        assert torch.equal(parameter.grad, torch.full_like(parameter, 0.5 - 1j))
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 1 - 2j))
 
 
 class Model(nn.Module):

@@ -12,10 +12,11 @@ from lightning_d9m.errors import CommandError
 from lightning_d9m.integrations.strategies.horovod.build import (
     HOROVOD_VERSION,
     REQUIREMENTS,
+    Target,
     build_environment,
     build_wheel,
-    name_wheel,
 )
+from lightning_d9m.tools.launch.progress import StatusLine
 from lightning_d9m.tools.output.columns import print_result
 
 _TRIAL_SECONDS = 180
@@ -27,6 +28,7 @@ import torch, horovod.torch as hvd
 hvd.init()
 assert hvd.size() == 2 and hvd.gloo_built(), (hvd.size(), hvd.gloo_built())
 assert hvd.mpi_built() or not {mpi}, "built without MPI"
+assert hvd.nccl_built() or not {nccl}, "built without NCCL"
 total = hvd.allreduce(torch.arange(5.0) * (hvd.rank() + 1), op=hvd.Sum)
 assert total.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0], total
 hvd.shutdown()
@@ -35,10 +37,12 @@ hvd.shutdown()
 ARGUMENTS = """
 --cache DIR  the folder for wheels (default: $XDG_CACHE_HOME/lightning_d9m/wheels)
 --mpi  build with MPI in addition to Gloo
+--gpu {auto,nccl,none}  NCCL operations for CUDA; auto: when torch is a CUDA build (default: auto)
 --rebuild  build even if a cached or installed one works
 --json  print the result as JSON
 """
-EXAMPLE = "d9m install-horovod --mpi"
+EXAMPLE = "d9m install-horovod --gpu none"
+SETTINGS = {"gpu": {"default": "auto"}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,20 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: A tool is missing, the build failed, or the installed Horovod does not work.
     """
-    torch_version, mpi = _find_torch(), arguments.mpi
+    target = _find_target(mpi=arguments.mpi, gpu=arguments.gpu)
     done, wheel = "kept", None
-    if arguments.rebuild or _try_installed(mpi=mpi) is not None:
+    if arguments.rebuild or _try_installed(target) is not None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = (arguments.cache or base / "lightning_d9m" / "wheels") / name_wheel(
-            torch_version, mpi=mpi
-        )
+        folder = (arguments.cache or base / "lightning_d9m" / "wheels") / target.key
         wheel = next(iter(sorted(folder.glob("horovod-*.whl"))), None)
         done = "built" if wheel is None or arguments.rebuild else "installed"
         _pip(*REQUIREMENTS)  # those that are installed stay as they are
         if done == "built":
-            wheel = _build_into(folder, torch_version, mpi=mpi)
+            wheel = _build_into(folder, target, quiet=arguments.format == "json")
         _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
-        failure = _try_installed(mpi=mpi)
+        failure = _try_installed(target)
         if failure is not None:
             raise CommandError(
                 f"Horovod was installed from {wheel} but an allreduce of two processes failed: "
@@ -69,34 +71,49 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {
         "done": done,
         "horovod": HOROVOD_VERSION,
-        "torch": torch_version,
-        "mpi": mpi,
+        "torch": target.torch,
+        "mpi": target.mpi,
+        "nccl": target.cuda is not None,
         "wheel": None if wheel is None else str(wheel),
     }
-    said = f"Horovod {HOROVOD_VERSION} works with torch {torch_version} ({done})."
+    said = f"Horovod {HOROVOD_VERSION} works with torch {target.torch} ({done})."
     print_result(arguments.format, facts, [said])
     return 0
 
 
-def _find_torch() -> str:
+def _find_target(*, mpi: bool, gpu: str) -> Target:
     try:
         import torch
     except ImportError as error:
         raise CommandError(
             f"Horovod is built against torch, but {sys.executable} has none: install torch first."
         ) from error
-    return str(torch.__version__)
+    version, cuda = str(torch.__version__), torch.version.cuda
+    if gpu == "nccl" and cuda is None:
+        raise CommandError(
+            f"--gpu nccl needs a CUDA build of torch, but torch {version} is a CPU "
+            "build: install a CUDA build or pass --gpu none."
+        )
+    if gpu == "none" or cuda is None:
+        return Target(torch=version, mpi=mpi)
+    chosen = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "").replace(" ", "")
+    devices = range(torch.cuda.device_count())
+    found = {"".join(map(str, torch.cuda.get_device_capability(number))) for number in devices}
+    capabilities = chosen.split(",") if chosen else sorted(found)
+    return Target(torch=version, mpi=mpi, cuda=cuda, capabilities=tuple(capabilities))
 
 
-def _build_into(folder: Path, torch_version: str, *, mpi: bool) -> Path:
+def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
     """Build a wheel and move it into its cache folder, so that a partial wheel never appears."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
-        environment = build_environment(Path(name), os.environ, mpi=mpi)
-        title = f"Building Horovod {HOROVOD_VERSION} for torch {torch_version}, some minutes"
-        print(f"{title}; log: {log}", file=sys.stderr, flush=True)
-        built = build_wheel(Path(name), log, environment)
+        environment = build_environment(target, Path(name), os.environ)
+        if not quiet:
+            title = f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}"
+            print(title, file=sys.stderr, flush=True)
+        with StatusLine(quiet=quiet) as line:
+            built = build_wheel(Path(name), log, environment, line.update)
         return built.replace(folder / built.name)
 
 
@@ -110,12 +127,12 @@ def _pip(*arguments: str) -> None:
         )
 
 
-def _try_installed(*, mpi: bool) -> str | None:
+def _try_installed(target: Target) -> str | None:
     """Reduce a tensor between two processes; return the problem, or None."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "trial.py"
-        script.write_text(_TRIAL.format(mpi=mpi))
+        script.write_text(_TRIAL.format(mpi=target.mpi, nccl=target.cuda is not None))
         command = [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
         command += [sys.executable, str(script)]
         words: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _TRIAL_SECONDS}

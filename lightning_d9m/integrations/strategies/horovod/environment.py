@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from lightning_d9m.engine.control.doctor import CheckResult, check_variable, judge
-from lightning_d9m.engine.control.environment import Variable
+from lightning_d9m.engine.control.environment import NCCL, Variable, allows_nvls
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.engine.ledger.stack import capture_stack, format_differences, stack_differences
 from lightning_d9m.errors import SettingError, StackDifferenceError
@@ -58,12 +58,34 @@ PINNED = (
         "",
     ),
     _pin("HOROVOD_TORUS_ALLREDUCE", "0", "It sums in two dimensions, in another order.", ""),
+    # The wait is enqueued on the default stream of Horovod's thread instead of the stream that
+    # reads the result.
+    _pin(
+        "HOROVOD_ENABLE_ASYNC_COMPLETION",
+        "0",
+        "Results may be read before the device has written them.",
+        "",
+    ),
     _pin(
         "HOROVOD_ELASTIC",
         "0",
         "Elastic Horovod changes the number of ranks while training, which changes the sums.",
         "",
     ),
+)
+# Fixed, to a value that the user may choose. Settings of torch.distributed do not apply to Horovod's
+# NCCL communicator.
+CHOSEN = (
+    # NCCL's tuner selects an algorithm by size and topology.
+    Variable(
+        NCCL,
+        "Ring",
+        "NVLS sums in the network switch, in an order that differs between calls.",
+        lambda value: not allows_nvls(value),
+    ),
+    # Protocols divide a message into different chunks, and the sum of a chunk starts at a rank that
+    # depends on the chunk.
+    Variable("NCCL_PROTO", "Simple", "", lambda _: True),
 )
 
 
@@ -80,7 +102,7 @@ def list_variables(stall_seconds: float) -> list[Variable]:
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
         free["GLOO_SOCKET_IFNAME"] = interface
     # Any value is allowed: these change no result.
-    return [*PINNED, *(Variable(name, value, "", lambda _: True) for name, value in free.items())]
+    return [*PINNED, *CHOSEN, *(Variable(name, value, "", lambda _: True) for name, value in free.items())]
 
 
 def connect_store(hvd: Any, timeout: timedelta) -> Any:
@@ -133,7 +155,7 @@ def compare_ranks(
     Raises:
         StackDifferenceError: A rank differs from rank 0; the message names rank and field.
     """
-    variables = {f"variable.{each.name}": os.environ.get(each.name) for each in PINNED}
+    variables = {f"variable.{each.name}": os.environ.get(each.name) for each in (*PINNED, *CHOSEN)}
     stack = capture_stack(
         {f"strategy.{name}": value for name, value in options.items()} | variables
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partialmethod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -27,6 +27,13 @@ from lightning_d9m.integrations.strategies.horovod.environment import (
 from lightning_d9m.integrations.strategies.steps.strategy import DDPDeterministicStrategy
 from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
 from lightning_d9m.integrations.strategies.sums.collectives import send_tensors, watch_function
+from lightning_d9m.integrations.strategies.sums.gradients import (
+    BUCKET_BYTES,
+    SENT_AS,
+    LogicalGradients,
+)
+from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
 from lightning_d9m.integrations.trainer.lightning_private import BROADCAST_SIGTERM
 from lightning_d9m.integrations.trainer.packages import combined_base
 
@@ -101,33 +108,65 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             samples of a step are split among logical ranks, and each process computes some of them.
             None takes the variable ``LIGHTNING_D9M_LOGICAL_RANKS``; without it, the bits depend on
             the number of processes.
+        op: ``"average"`` or ``"sum"`` of the ranks' gradients.
+        bucket_bytes: Size at which a bucket of gradients is closed, in bytes; the first one at
+            1 MiB, to start early. It changes no bit.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients before they are sent.
         stall_seconds: Time after which a collective that some rank does not join fails.
-        options: As for Lightning's ``DDPStrategy``; ``find_unused_parameters`` is on.
+        accelerator: As for any strategy of Lightning.
+        parallel_devices: The same.
+        checkpoint_io: The same.
+        precision_plugin: The same.
 
     Raises:
         SettingError: A value is not allowed.
     """
 
     strategy_name = "horovod_d9m"
-    closes_always = True
+    sums_always = True
 
-    def __init__(
-        self, *, logical_ranks: int | None = None, stall_seconds: float = 1800.0, **options: Any
+    def __init__(  # noqa: PLR0913 - one keyword for each setting
+        self,
+        *,
+        logical_ranks: int | None = None,
+        op: Literal["average", "sum"] = "average",
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        stall_seconds: float = 1800.0,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
     ) -> None:
-        # Horovod starts the processes and sends one address. Gradients travel as in DDP: its
-        # buckets are fixed, which Horovod's fusion lacks, and sums of our own for ranks that are
-        # not logical were a second mechanism, at DDP's speed.
-        given: dict[str, Any] = {"find_unused_parameters": True, **options}
+        if op not in {"average", "sum"}:
+            raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
+        if type(bucket_bytes) is not int or bucket_bytes < 0:
+            raise SettingError(
+                f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
+            )
+        if compression not in SENT_AS:
+            raise SettingError(
+                f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+            )
         super().__init__(
             logical_ranks=logical_ranks,
             cluster_environment=HorovodEnvironment(),
             timeout=timedelta(seconds=stall_seconds),
-            **given,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )
-        self._compared = {n: own for n, own in given.items() if isinstance(own, int | float | str)}
+        self._sum_options = {"op": op, "bucket_bytes": bucket_bytes, "compression": compression}
+        if self.logical_ranks is not None and compression is not None:
+            raise SettingError(
+                f"compression={compression!r} does not go with logical_ranks, whose sums are exact "
+                "for any number of processes: leave out compression, or logical_ranks."
+            )
         self._stall_seconds = stall_seconds
         self._variables: EarlyVariables | None = None  # from `setup_environment` to `teardown`
-        self._ran_backward = False
+        self._sums: LogicalGradients | None = None
+        self._is_blocked = False  # whether gradients accumulate on this rank alone
 
     # Processes and devices
 
@@ -162,11 +201,13 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         self._variables.set()
         if not hvd.is_initialized():
             hvd.init()
+        if self.root_device.type == "cpu":
+            disable_malloc_trim()
         environment: Any = self.cluster_environment
         environment.update(hvd)
         super().setup_environment()
         options = {
-            **self._compared,
+            **self._sum_options,
             "logical_ranks": self.logical_ranks,
             "device": self.root_device.type,
             "precision": str(self.precision_plugin.precision),
@@ -192,19 +233,13 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         self._control = open_control_group(timeout=limit)
 
     def configure_ddp(self) -> None:
-        """Wrap the model as Lightning does; `backward` sends the buffers."""
-        super().configure_ddp()
+        """Send the model of rank 0 to all ranks; torch's DDP does not wrap it."""
         if self.logical_ranks is None:
-            self.model.broadcast_buffers = False
+            self.broadcast_model()
 
     def setup(self, trainer: Any) -> None:
-        """Run Lightning's setup, and check that all gradients are summed in a fit.
-
-        Raises:
-            SettingError: An optimizer holds a parameter that the module lacks.
-        """
+        """Run Lightning's setup, and sum gradients in a fit; each process is a logical rank."""
         super().setup(trainer)
-        self._ran_backward = False
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, BROADCAST_SIGTERM):
             # It would wait for a rank that has no more batches, before the ranks agree.
@@ -213,46 +248,63 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             hvd, current = import_horovod(), lambda: steps.step_rank
             for name in [name for name in vars(hvd) if name.startswith(_COLLECTIVES)]:
                 watch_function(self._patches, current, hvd, name, f"horovod.torch.{name}")
-        known = set(map(id, self.lightning_module.parameters()))
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        for parameter in (each for group in groups for each in group["params"]):
-            if parameter.requires_grad and id(parameter) not in known:
-                raise SettingError(
-                    f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in the LightningModule, so its gradient is not reduced: create it in __init__ "
-                    "or configure_model."
-                )
+        if self.logical_ranks is None and self.optimizers and self.world_size > 1:
+            blocks = Blocks(self.world_size, self.world_size)
+            self._sums = self.make_logical_gradients(blocks, on_stray=self._refuse_stray)
+            # The hooks must exist before the first backward pass, so that a gradient outside
+            # Lightning's backward is refused from the start.
+            self._sums.prepare()
 
     # Gradients
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Lightning's backward, in which DDP sums, once all ranks are there."""
-        self._ran_backward = True
+    @property
+    def gradient_sums(self) -> Any:
+        """The sums of logical ranks, or those of all ranks unless gradients accumulate on this."""
+        if self.logical_ranks is not None:
+            return super().gradient_sums
+        return None if self._is_blocked else self._sums
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients of all ranks, and send the buffers of rank 0."""
+        if self.logical_ranks is not None:
+            super().finish_gradients()
+            return
         # A rank with fewer batches is elsewhere by now, and is named here instead of hanging in the
-        # sum. DDP has no sum while gradients accumulate.
-        sums = self.logical_steps is None and self.model.require_backward_grad_sync
-        if sums:
-            self.agree("the backward pass")
+        # sum.
+        self.agree("the backward pass")
         with self.naming_lost("the sum of gradients"):
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if sums:
-            # DDP does so before each forward pass, and leaves ranks with different statistics of
-            # batch normalization in a validation and at the end.
-            send_tensors([*self.lightning_module.buffers()], self)
-        return loss
+            self.gradient_sums.finish(self.global_rank)
+        # As DDP does before a forward pass: running statistics of batch normalization.
+        send_tensors([*self.lightning_module.buffers()], self)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank; Lightning enters this for all but the last batch."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run Lightning's step, of gradients that were summed."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        # Not before: a closure may run the backward pass within the step.
-        by_hand = not self.lightning_module.automatic_optimization
-        if by_hand and self.world_size > 1 and not self._ran_backward:
+        """Check that the gradients of all parameters are reduced, and run Lightning's step."""
+        sums = self._sums or self.gradient_sums
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if sums is not None and parameter.requires_grad and not sums.holds(parameter):
+                    raise SettingError(
+                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that "
+                        "was not in the LightningModule at setup, so its gradient is not reduced: "
+                        "create it in __init__ or configure_model."
+                    )
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _refuse_stray(self, name: str) -> None:
+        if self.lightning_module.trainer.training and not self._is_blocked:
             raise SettingError(
-                "An optimizer has stepped, and no backward pass was Lightning's, so the ranks did "
-                "not sum their gradients: call self.manual_backward(loss) instead of "
-                "loss.backward()."
+                f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
+                "reduce it: call self.manual_backward(loss) instead of loss.backward()."
             )
-        return result
 
     # Collectives
 
@@ -303,8 +355,17 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     on_test_end = partialmethod(_agree_on_end, "testing")
     on_predict_end = partialmethod(_agree_on_end, "prediction")
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Release the sums, and let no other process wait for this one."""
+        if self._sums is not None:
+            self._sums.close()
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         """End the run. Horovod and torch's process group stay until the process ends."""
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
         super().teardown()
         if self._variables is not None:
             self._variables.restore()  # a running Horovod has read them

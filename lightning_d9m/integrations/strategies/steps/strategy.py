@@ -110,14 +110,14 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         logical_threads: The number of CPU threads of each process, if it is not set; None decides
             nothing.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
-        closes_always: Whether an error closes the process group also without logical ranks.
+        sums_always: Whether gradients are summed here also without logical ranks.
 
     Raises:
         SettingError: If a value is not allowed.
     """
 
     strategy_name = "ddp_d9m"
-    closes_always = False
+    sums_always = False
 
     def __init__(self, *, logical_ranks: int | None = None, **options: Any) -> None:
         if logical_ranks is None:
@@ -139,6 +139,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         self._session: Any = None
         self._liveness: RankLiveness | None = None
         self._control: Any = None  # the group of agreements; None is the default group
+        self._sum_options: dict[str, Any] = {}  # that Horovod's strategy has
         self._group_options = {"timeout": options["timeout"]} if "timeout" in options else {}
 
     def setup_distributed(self) -> None:
@@ -153,6 +154,16 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Wrap the model; with logical ranks it stays as it is."""
         if self.logical_ranks is None:
             super().configure_ddp()
+
+    def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
+        """Return sums over the default process group."""
+        return LogicalGradients(
+            self.lightning_module.named_parameters(),
+            blocks,
+            self.global_rank,
+            **self._sum_options,
+            **options,
+        )
 
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes, plain data (see `encode_plain`)."""
@@ -204,8 +215,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
                 disable_malloc_trim()
             # torch's DDP, which does this otherwise, does not wrap the model.
             self.broadcast_model()
-        named = self.lightning_module.named_parameters()
-        sums = LogicalGradients(named, blocks, self.global_rank) if fitting else None
+        sums = self.make_logical_gradients(blocks) if fitting else None
         to_device = super().batch_to_device
         steps = self.logical_steps = LogicalSteps(trainer, self, self._session, sums, to_device)
         steps.attach(self._patches)
@@ -323,22 +333,31 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        if self.logical_steps is None:
+        if self.gradient_sums is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         # Before `post_backward`, which calls `on_after_backward`.
-        with self.naming_lost("the sum of gradients"):
-            self.logical_steps.take_gradients(self.block[-1])
+        self.finish_gradients()
         loss = self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(loss)
         return loss
 
+    @property
+    def gradient_sums(self) -> Any:
+        """The sums of the next backward pass; None if its gradients are not summed."""
+        return None if self.logical_steps is None else self.logical_steps.sums
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients, after the last backward pass of a step."""
+        assert self.logical_steps is not None, "only then there are sums"
+        with self.naming_lost("the sum of gradients"):
+            self.logical_steps.take_gradients(self.block[-1])
+
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
-        assert self.logical_steps is not None, "it is called only with logical ranks"
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        with self.logical_steps.sums.backward():
+        with self.gradient_sums.backward():
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 
@@ -375,10 +394,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def on_exception(self, exception: BaseException) -> None:
         """Let no other process wait for this one, and forget the step."""
-        # A rank that has failed starts no sum of gradients any more, and the others would wait for
-        # it until the timeout.
         # A drift is raised on all ranks together, so none waits, and they may train again.
-        closes = self.closes_always or self.logical_ranks is not None
+        closes = self.sums_always or self.logical_ranks is not None
         if closes and not isinstance(exception, DriftError):
             # Only the rank that failed first reports its error; the others name it.
             if self._liveness is not None and not isinstance(exception, _OF_OTHERS):

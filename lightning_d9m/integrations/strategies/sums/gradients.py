@@ -3,11 +3,11 @@
 They lie in buckets. The order, size, dtype and device of the parameters decide the place of each.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ _FIRST_BYTES = 2**20
 # The sums of a bucket start when its last gradient has arrived, and each start costs a wait: few
 # small buckets waste time, and one large one cannot overlap the backward pass.
 BUCKET_BYTES = 25 * 2**20  # as DDP
+SENT_AS = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 Named = tuple[str, Parameter]
 
 
@@ -142,16 +143,22 @@ class _Bucket:
         pending: The exchange of this step, once it has started.
     """
 
-    def __init__(self, members: Sequence[Named], exchange: RootExchange) -> None:
+    def __init__(
+        self,
+        members: Sequence[Named],
+        exchange: RootExchange,
+        divisor: int,
+        sent_as: torch.dtype | None,
+    ) -> None:
         members = sorted(members, key=lambda member: not _is_large(member[1]))
         first = members[0][1]
         step = max(1, _ALIGNMENT_BYTES // first.element_size())
         sizes = (round_up(each.numel(), step) for _, each in members)
         starts = [*accumulate(sizes, initial=0)]
-        self._exchange = exchange
+        self._exchange, self._divisor = exchange, divisor
         size = starts[-1] + len(members)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self._make_roots()
+        self._make_roots(sent_as)
         self.slots = [
             _Slot(self, position, name, each, start, _view_like(self.flat, start, each))
             for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
@@ -168,8 +175,11 @@ class _Bucket:
         self.lacking: set[int] | None = None
         self.pending: LocalSum | None = None
 
-    def _make_roots(self) -> None:
+    def _make_roots(self, sent_as: torch.dtype | None) -> None:
         exchange, flat, dtype = self._exchange, self.flat, self.flat.dtype
+        is_rounded = sent_as is not None and dtype in (torch.float32, torch.float64)
+        if sent_as is not None and is_rounded:
+            dtype = sent_as
         # Half types can travel as they are if every root is a leaf.
         if is_half(flat) and exchange.blocks.processes < exchange.blocks.logical_ranks:
             dtype = torch.float32
@@ -179,12 +189,13 @@ class _Bucket:
             # So a process with one root needs no second buffer, and the result is where the
             # gradients are read.
             self.roots[-1] = flat
+        self._result = self.roots[-1] if is_rounded else flat
 
     def start(self) -> None:
         """Start the exchange of the packed roots."""
         roots = [as_real(root).view(-1) for root in self.roots]
-        result = as_real(self.flat).view(-1)
-        self.pending = self._exchange.start(roots, result, self._exchange.blocks.logical_ranks)
+        result = as_real(self._result).view(-1)
+        self.pending = self._exchange.start(roots, result, self._divisor)
 
     def finish(self) -> list[tuple[_Slot, Tensor]]:
         """Wait for the result, and set the gradients to views of it, but not those that lack.
@@ -195,6 +206,8 @@ class _Bucket:
         assert self.pending is not None, "it has started"
         self.pending.finish()
         self.pending = None
+        if self._result is not self.flat:
+            self.flat.copy_(self._result)
         lacking, self.lacking = self.lacking or set(), None
         for slot in self.slots:
             if slot.position not in lacking:
@@ -263,7 +276,7 @@ class LogicalGradients:
     """The gradients of all logical ranks, summed along the tree.
 
     After each backward pass of this process except the last, `set_aside` takes the gradients away.
-    After the last, `finish` leaves the average over all logical ranks in
+    After the last, `finish` leaves the average (or sum) over all logical ranks in
     ``parameter.grad``, the same bits on every process and for every number of processes. A missing
     gradient counts as +0.0, and stays None only if no logical rank has one.
 
@@ -280,7 +293,11 @@ class LogicalGradients:
         blocks: The logical ranks of all processes.
         process: This process.
         group: The process group whose ranks are the processes; None is torch's default group.
+        op: ``"average"`` divides the sum once by the number of logical ranks.
         bucket_bytes: Size at which a bucket is closed, in bytes; the first one at 1 MiB.
+        compression: ``"fp16"`` or ``"bf16"`` rounds gradients of float32 and float64 before they
+            are sent, and their sum. It needs a process for each logical rank.
+        on_stray: Called with the name of a parameter that gets a gradient outside `backward`.
     """
 
     def __init__(
@@ -290,7 +307,10 @@ class LogicalGradients:
         process: int,
         group: Any = None,
         *,
+        op: Literal["average", "sum"] = "average",
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        on_stray: Callable[[str], None] | None = None,
     ) -> None:
         self._block = block = blocks.of(process)
         self._next = block.start  # the logical rank whose gradients come in now
@@ -299,7 +319,10 @@ class LogicalGradients:
         merges = count_merges(block.start, [rank + 1 for rank in block], blocks.logical_ranks)
         self._merges = dict(zip(block, merges, strict=True))
         self._exchange = RootExchange(blocks, process, group)
+        self._divisor = blocks.logical_ranks if op == "average" else 1
+        self._sent_as = SENT_AS[compression]
         self._bucket_bytes = bucket_bytes
+        self._on_stray = on_stray
         # A shared parameter has one gradient, and the first of its names.
         self._parameters: dict[int, Named] = {}
         for name, parameter in named_parameters:
@@ -310,6 +333,10 @@ class LogicalGradients:
         self._launched = 0  # buckets whose exchange has started
         self._is_inside = False  # whether a backward pass runs inside `backward`
         self._is_prepared = False  # whether the buckets are known to fit this step
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Return whether the gradients of this parameter are summed."""
+        return id(parameter) in self._parameters
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -415,11 +442,11 @@ class LogicalGradients:
         ]
         self._forget()
         members = _lay_out(trained, self._bucket_bytes)
-        buckets = [_Bucket(each, self._exchange) for each in members]
+        buckets = [_Bucket(each, self._exchange, self._divisor, self._sent_as) for each in members]
         slots = [slot for bucket in buckets for slot in bucket.slots]
         # All that decides a bit or a message, so that processes with different options fail here
         # instead of hanging or differing.
-        settings = f"settings {self._exchange.blocks} {self._exchange.flushes}"
+        settings = f"settings {self._divisor} {self._sent_as} {self._exchange.flushes}"
         agree(
             ranks_of_group(self._exchange.group),
             f"the sum of the gradients of {len(trained)} parameters",
@@ -432,7 +459,7 @@ class LogicalGradients:
         starts = self._exchange.group is not None
         for slot in self._slots.values():
             is_start = starts and slot.bucket is not self._buckets[-1]
-            if slot.part is not None or is_start:
+            if slot.part is not None or is_start or self._on_stray is not None:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._hooks.append(hook)
         self._is_prepared = True
@@ -450,6 +477,10 @@ class LogicalGradients:
     def _on_gradient(self, parameter: Tensor) -> None:
         """Take a large gradient; in the last backward pass also start complete buckets."""
         slot = self._slots[id(parameter)]
+        if not self._is_inside and self._on_stray is not None:
+            # `loss.backward()` of the program does not pass through Lightning, so that no one sums
+            # afterwards.
+            self._on_stray(slot.name)
         if not self._is_inside or not (self._is_prepared or self._matches()):
             return
         if parameter.grad is None:
