@@ -66,10 +66,8 @@ torch:Tensor
     _backward_hooks _post_accumulate_grad_hooks | list hooks
 torch
     _mkldnn _debug_has_internal_overlap _ctc_loss _foreach_add_ | patch operations
-torch._compile
-    _disable_dynamo | note seeds
-torch.jit._builtins
-    _get_builtin_table | note seeds
+torch.random
+    _seed_custom_device | note seeds
 torch._C
     DisableTorchFunctionSubclass DispatchKey _get_tracing_state | patch and probe operations
     _current_autograd_node _nn | patch and probe operations

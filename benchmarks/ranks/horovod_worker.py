@@ -106,9 +106,10 @@ def distribute(model, optimizer):
         )
         return torch.distributed.get_rank(), parallel, optimizer, None
     if mode.startswith("static"):
+        from lightning_d9m.engine.control.environment import EarlyVariables
         from lightning_d9m.integrations.strategies.horovod.environment import (
             connect_store,
-            set_variables,
+            list_variables,
         )
         from lightning_d9m.integrations.strategies.sums.gradients import (
             BUCKET_BYTES,
@@ -117,7 +118,7 @@ def distribute(model, optimizer):
         from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
         from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
-        set_variables(initialized=False, stall_seconds=600)
+        EarlyVariables(list_variables(600)).set()
         import horovod.torch as hvd
 
         hvd.init()

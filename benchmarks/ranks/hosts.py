@@ -49,7 +49,7 @@ def work(model, rounds, path):
     process = distributed.get_rank()
     latency = time_all_reduce()
     blocks = Blocks(2, 2)
-    trainings = {name: WAYS[name](model, blocks, process, 1) for name in WAYS}
+    trainings = {name: WAYS[name](model, blocks, process) for name in WAYS}
     times = time_rounds(trainings, STEPS[model], rounds)
     sent = {}
     for name, training in trainings.items():

@@ -27,7 +27,6 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_d9m.integrations.strategies.sums.accumulation import KeptGradients
 from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
@@ -37,28 +36,23 @@ from measurement import RESULTS, alternate, describe_machine, keep, ratios, run_
 
 
 class Setting(NamedTuple):
-    """A model on processes; each step has some batches, each round some steps."""
+    """A model on processes; each round has some steps."""
 
     model: str
     processes: int
     logical_ranks: int
-    batches: int
     steps: int
 
 
 SETTINGS = {
-    "small-2-of-2": Setting("small", 2, 2, 1, 30),
-    "small-2-of-4": Setting("small", 2, 4, 1, 20),
-    "small-1-of-4": Setting("small", 1, 4, 1, 30),
-    "small-4-of-4": Setting("small", 4, 4, 1, 15),
-    "small-2-of-2-accumulating": Setting("small", 2, 2, 2, 15),
-    "small-2-of-4-accumulating": Setting("small", 2, 4, 2, 10),
-    "large-2-of-2": Setting("large", 2, 2, 1, 4),
-    "large-2-of-4": Setting("large", 2, 4, 1, 3),
-    "large-1-of-4": Setting("large", 1, 4, 1, 4),
-    "large-4-of-4": Setting("large", 4, 4, 1, 3),
-    "large-2-of-2-accumulating": Setting("large", 2, 2, 2, 3),
-    "large-2-of-4-accumulating": Setting("large", 2, 4, 2, 2),
+    "small-2-of-2": Setting("small", 2, 2, 30),
+    "small-2-of-4": Setting("small", 2, 4, 20),
+    "small-1-of-4": Setting("small", 1, 4, 30),
+    "small-4-of-4": Setting("small", 4, 4, 15),
+    "large-2-of-2": Setting("large", 2, 2, 4),
+    "large-2-of-4": Setting("large", 2, 4, 3),
+    "large-1-of-4": Setting("large", 1, 4, 4),
+    "large-4-of-4": Setting("large", 4, 4, 3),
 }
 
 
@@ -73,22 +67,20 @@ def make_model(name):
 class Training:
     """Steps of one way to reduce gradients."""
 
-    def __init__(self, model, blocks, process, accumulated):
+    def __init__(self, model, blocks, process):
         self.model = make_model(model)
         width = self.model[0].in_features
         self.block = blocks.of(process)
-        self.accumulated = accumulated
         self.batches = [torch.randn(32, width) for _ in self.block]
-        self.share = 1 / (len(self.block) * accumulated)
+        self.share = 1 / len(self.block)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.build(blocks, process)
 
     def step(self):
         """Train on the batches of each logical rank of this process."""
         self.optimizer.zero_grad()
-        for left in reversed(range(self.accumulated)):
-            for rank, batch in zip(self.block, self.batches, strict=True):
-                self.run_micro_batch(rank, batch, is_kept=left > 0)
+        for rank, batch in zip(self.block, self.batches, strict=True):
+            self.run_micro_batch(rank, batch)
         self.optimizer.step()
 
 
@@ -98,16 +90,10 @@ class Logical(Training):
     def build(self, blocks, process):
         """Make the engine."""
         self.sums = LogicalGradients(self.model.named_parameters(), blocks, process)
-        self.kept = KeptGradients(self.model.named_parameters())
 
-    def run_micro_batch(self, rank, batch, *, is_kept):
+    def run_micro_batch(self, rank, batch):
         """Run forward and backward."""
-        loss = self.model(batch).square().mean() / self.accumulated
-        self.kept.put_back(rank)
-        if is_kept:
-            loss.backward()
-            self.kept.keep(rank)
-            return
+        loss = self.model(batch).square().mean()
         with self.sums.backward():
             loss.backward()
         (self.sums.finish if rank == self.block[-1] else self.sums.set_aside)(rank)
@@ -120,10 +106,9 @@ class Plain(Training):
         """Make the replica."""
         self.replica = DistributedDataParallel(self.model)
 
-    def run_micro_batch(self, rank, batch, *, is_kept):
+    def run_micro_batch(self, rank, batch):
         """Run forward and backward."""
-        last = rank == self.block[-1] and not is_kept
-        with nullcontext() if last else self.replica.no_sync():
+        with nullcontext() if rank == self.block[-1] else self.replica.no_sync():
             (self.replica(batch).square().mean() * self.share).backward()
 
 
@@ -135,7 +120,7 @@ class Dropped(Training):
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
-    def run_micro_batch(self, _rank, batch, *, is_kept):  # noqa: ARG002 - nothing is kept
+    def run_micro_batch(self, _rank, batch):
         """Run forward and backward."""
         self.model(batch).square().mean().backward()
 
@@ -183,7 +168,7 @@ def work(setting, rounds, folder):
     distributed.init_process_group("gloo")
     process = distributed.get_rank()
     blocks = Blocks(setting.logical_ranks, setting.processes)
-    arguments = (setting.model, blocks, process, setting.batches)
+    arguments = (setting.model, blocks, process)
     trainings = {name: way(*arguments) for name, way in WAYS.items()}
     found = {"times": time_rounds(trainings, setting.steps, rounds)}
     logical = trainings["logical"]
@@ -227,9 +212,7 @@ def summarize(setting, found):
     if "peak_sets" in found[0]:
         summary["gradient_sets_at_peak"] = round(max(part["peak_sets"] for part in found), 3)
         largest = len(Blocks(logical_ranks, processes).of(processes - 1))  # the last block
-        allowed = math.ceil(math.log2(largest)) + 1
-        # An accumulation keeps one more set for each logical rank.
-        summary["gradient_sets_allowed"] = allowed + (largest if setting.batches > 1 else 0)
+        summary["gradient_sets_allowed"] = math.ceil(math.log2(largest)) + 1
     return summary
 
 

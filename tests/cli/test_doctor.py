@@ -23,7 +23,7 @@ from lightning_d9m.tools.audit.device import try_device
 def healthy(monkeypatch):
     """An environment without problems, with Horovod installed."""
     names = [variable.name for variable in variables.VARIABLES]
-    for name in [*names, *PINNED, "HOROVOD_ELASTIC", "OMP_NUM_THREADS", "OMP_DYNAMIC"]:
+    for name in [*names, *(v.name for v in PINNED), "OMP_NUM_THREADS", "OMP_DYNAMIC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "describe_hash_seed_problem", lambda: None)
     monkeypatch.setattr(horovod_doctor, "version", lambda package: "1.2.3")

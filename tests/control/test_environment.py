@@ -45,7 +45,8 @@ def start(monkeypatch):
     """Let no variable be set; return a function that makes CUDA or NCCL count as started."""
     for name in SET:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment, "_state", environment._VariableState())
+    for name in ("_holders", "_previous", "_in_force"):
+        monkeypatch.setattr(environment, name, type(getattr(environment, name))())
 
     def started(library):
         if library == "CUDA":

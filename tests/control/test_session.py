@@ -273,7 +273,8 @@ def test_fits_that_were_forgotten_do_not_number_later_ones():
 
 
 COMPILED = """
-import sys, torch
+import torch
+from torch import manual_seed as seed_by_name
 from lightning_d9m import deterministic
 from lightning_d9m.engine.control.seed_calls import seed_calls
 
@@ -281,42 +282,17 @@ def draw(x):
     torch.manual_seed(5)
     return x + torch.rand(2)
 
-def check(*ways):
-    expected = draw(torch.zeros(2))
-    for way in ways:
-        assert torch.equal(way(draw)(torch.zeros(2)), expected), way
-
-def compile(function):
-    return torch.compile(function, backend="eager")
-
-table = torch.jit._builtins._get_builtin_table()
-original = torch.manual_seed
-assert original is torch.random.manual_seed
-before = dict(table)
-release = seed_calls.install(print)
-assert torch.manual_seed is torch.random.manual_seed is not original
-check(torch.jit.script)
-release()
-assert torch.manual_seed is torch.random.manual_seed is original
-assert table == before
-assert "torch._dynamo" not in sys.modules
-release = seed_calls.install(print)
-check(compile, torch.jit.script)
-assert torch.manual_seed is not torch.random.manual_seed
-release()
-for again in range(2):
-    names = torch.manual_seed, torch.random.manual_seed
-    assert names[1] is original is names[0].__wrapped__
-    check(torch.jit.script, compile)
-    size = len(table)
-    with deterministic(seed=1):
-        seed_calls.found.clear()
-        check(torch.jit.script, compile)
-        assert len(seed_calls.found) == 2, seed_calls.found
-        torch.random.manual_seed(8)
-        assert "manual_seed(8)" in seed_calls.found[-1]
-    assert names == (torch.manual_seed, torch.random.manual_seed)
-    assert len(table) == size
+expected = draw(torch.zeros(2))
+with deterministic(seed=1):
+    for way in (draw, torch.jit.script(draw), torch.compile(draw, backend="eager")):
+        assert torch.equal(way(torch.zeros(2)), expected), way
+    assert len(seed_calls.found) == 2, seed_calls.found
+    for seed, function in ((8, torch.random.manual_seed), (9, seed_by_name)):
+        function(seed)
+        assert f"manual_seed({seed}) at" in seed_calls.found[-1]
+    assert f"seed({torch.seed()}) at" in seed_calls.found[-1]
+seed_by_name(7)
+assert not seed_calls.found
 """
 
 

@@ -134,11 +134,9 @@ def test_arguments_take_precedence_over_the_session_that_variables_configure(
     setting, argument, text, value
 ):
     """The session is the one that ``LIGHTNING_D9M=1`` opens."""
-    # `unpatched_ops` needs `patch_ops`, which is off by default if torch is not built for CUDA.
-    variables = {"LIGHTNING_D9M_PATCH_OPS": "1", variable_of(setting): text}
-    with deterministic(Settings(**read_settings(Settings, variables))):
+    with deterministic(Settings(**read_settings(Settings, {variable_of(setting): text}))):
         assert getattr(resolve_settings({}), setting) == value
-        given = select_given({setting: argument, "patch_ops": True})
+        given = select_given({setting: argument})
         assert getattr(resolve_settings(given), setting) == argument
     assert getattr(resolve_settings({}), setting) == getattr(Settings(), setting)
     assert variable_of(setting) not in CONTROL_VARIABLES

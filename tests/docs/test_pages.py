@@ -130,8 +130,7 @@ def test_the_settings_page_has_every_setting_with_its_default():
     assert all(of_callback.pop(name) is None for name in inherited)
     assert "repeat_fits" not in of_callback
     del of_session["seed"]  # the page has a section on it
-    del of_session["patch_ops"], of_session["portable"]
-    assert "| `patch_ops` | `True` if torch was built for CUDA |" in SETTINGS
+    del of_session["portable"]
     assert "| `portable` | `True` with `LIGHTNING_D9M_PORTABLE=1` |" in SETTINGS
     for defaults in (of_session, of_callback):
         for name, value in defaults.items():

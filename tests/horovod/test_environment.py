@@ -2,19 +2,21 @@
 
 import os
 import socket
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_d9m.engine.control import environment
+from lightning_d9m.engine.control.environment import EarlyVariables
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
-from lightning_d9m.integrations.strategies.horovod import environment as settings
 from lightning_d9m.integrations.strategies.horovod.environment import (
     PINNED,
     compare_ranks,
     connect_store,
-    set_variables,
+    list_variables,
 )
 from lightning_d9m.integrations.strategies.horovod.strategy import (
     HorovodDeterministicStrategy,
@@ -23,62 +25,69 @@ from lightning_d9m.integrations.strategies.horovod.strategy import (
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    """Start without any of the variables, in a process that has not started Horovod."""
+def running(monkeypatch):
+    """Start without any of the variables; Horovod counts as started if the list is not empty."""
     for name in list(os.environ):
         if name.startswith(("GLOO_", "HOROVOD_", "NCCL_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(settings, "_started_with", None)
+    monkeypatch.setattr(environment, "_in_force", {})
+    found = []
+    horovod = SimpleNamespace(is_initialized=lambda: bool(found))
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    return found
 
 
 def test_variables_are_set_and_restored(monkeypatch):
-    """The network interface is that of horovodrun."""
+    """The network interface is that of horovodrun. The user's values stay."""
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "9")
     monkeypatch.setenv("NCCL_PROTO", "LL")
-    added = set_variables(initialized=False, stall_seconds=60)
+    before, variables = dict(os.environ), EarlyVariables(list_variables(60))
+    variables.set()
     assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "9"
     assert (os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]) == ("Ring", "LL")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    for name in added:
-        del os.environ[name]
-    assert not [name for name in os.environ if name.startswith(("HOROVOD_C", "GLOO_", "NCCL_A"))]
+    variables.restore()
+    assert os.environ == before
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "wanted"),
     [
-        ("HOROVOD_FUSION_THRESHOLD", "67108864"),
-        ("HOROVOD_AUTOTUNE", "1"),
-        ("HOROVOD_ELASTIC", "1"),
-        ("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),
-        ("NCCL_ALGO", "NVLS"),
+        ("HOROVOD_FUSION_THRESHOLD", "67108864", "0"),
+        ("HOROVOD_AUTOTUNE", "1", "0"),
+        ("HOROVOD_ELASTIC", "1", "0"),
+        ("HOROVOD_ENABLE_ASYNC_COMPLETION", "1", "0"),
+        ("NCCL_ALGO", "NVLS", "Ring"),
     ],
 )
-def test_contradicting_variables_are_refused_by_name(monkeypatch, name, value):
+def test_contradicting_variables_are_refused_by_name(monkeypatch, name, value, wanted):
     monkeypatch.setenv(name, value)
-    with pytest.raises(
-        SettingError,
-        match=f"{name} is .*(but deterministic training needs|by NVLS|elastic Horovod)",
-    ):
-        set_variables(initialized=False, stall_seconds=60)
+    words = f"{name} is '{value}'.*Unset it, or set {name}={wanted}"
+    with pytest.raises(SettingError, match=words):
+        EarlyVariables(list_variables(60)).set()
 
 
 @pytest.mark.parametrize("name", ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_DISABLE_GROUP_FUSION"])
-def test_horovod_that_started_without_a_variable_is_too_late(monkeypatch, name):
-    for other, value in PINNED.items():
-        if other != name:
-            monkeypatch.setenv(other, value)
-    with pytest.raises(TooLateError, match=name):
-        set_variables(initialized=True, stall_seconds=60)
+def test_horovod_that_started_without_a_variable_is_too_late(monkeypatch, running, name):
+    for other in PINNED:
+        if other.name != name:
+            monkeypatch.setenv(other.name, other.wanted)
+    running.append(True)
+    with pytest.raises(TooLateError, match=rf"Horovod started .* {name} was not set.*hvd.init\(\)"):
+        EarlyVariables(list_variables(60)).set()
 
 
-def test_a_second_run_uses_the_running_horovod():
+def test_a_second_run_uses_the_running_horovod(running):
     """The variables are restored after the first run, yet Horovod has read them."""
     before = dict(os.environ)
-    for initialized in (False, True):
-        for name in set_variables(initialized=initialized, stall_seconds=60):
-            del os.environ[name]
+    for _ in range(2):
+        variables = EarlyVariables(list_variables(60))
+        variables.set()
+        running.append(True)
+        variables.restore()
         assert os.environ == before
 
 
@@ -104,14 +113,14 @@ OMPI = "OMPI_COMM_WORLD_"
 def test_ranks_are_read_from_the_launcher_and_then_from_horovod(variables, expected, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    environment = HorovodEnvironment()
-    assert environment.detect()
-    assert environment.creates_processes_externally
-    named = (environment.global_rank(), environment.world_size())
-    assert (*named, environment.local_rank(), environment.node_rank()) == expected
+    ranks = HorovodEnvironment()
+    assert ranks.detect()
+    assert ranks.creates_processes_externally
+    named = (ranks.global_rank(), ranks.world_size())
+    assert (*named, ranks.local_rank(), ranks.node_rank()) == expected
     places = {"rank": 3, "size": 4, "local_rank": 1, "cross_rank": 1}
-    environment.update(SimpleNamespace(**{n: lambda v=v: v for n, v in places.items()}))
-    assert (environment.global_rank(), environment.node_rank()) == (3, 1)
+    ranks.update(SimpleNamespace(**{n: lambda v=v: v for n, v in places.items()}))
+    assert (ranks.global_rank(), ranks.node_rank()) == (3, 1)
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,7 @@ def test_what_one_rank_cannot_read_stops_all(cell):
 
 @of_cells([cells.DDP])
 def test_probes_of_ddp(cell):
-    """They change no bit; gradients are taken before and after the ranks exchange them.
-
-    Only the ranks that are named record.
-    """
+    """They change no bit; gradients are taken before and after the ranks exchange them."""
     folder, _ = cell
     batches = []
     for rank in (0, 1):
@@ -146,8 +143,6 @@ def test_probes_of_ddp(cell):
     local, reduced = ([own[kind, "layers.0.weight", 0] for own in batches] for kind in kinds)
     assert local[0] != local[1]
     assert reduced[0] == reduced[1] not in local
-    counts = [len(list_batches(ledger(folder, "plain"), rank)) for rank in (0, 1)]
-    assert counts == [0, 4]
 
 
 @of_cells(cells.TENSOR_PARALLEL)

@@ -35,6 +35,7 @@ def test_settings_left_at_their_default_are_those_of_the_active_session(fit):
 
 
 def test_patches_of_the_session_cannot_be_refused_by_a_run():
+    assert not resolve_settings({"patch_ops": False}).patch_ops
     with enable(patch_ops=True):
         assert resolve_settings({}).patch_ops
         with pytest.raises(SettingError, match=r"enable\(\) has patched the operations already"):

@@ -15,13 +15,10 @@ from lightning_d9m.errors import SettingError
         ({"probes": 5}, "probes is 5; allowed: a name"),
         ({"probe_modules": 5}, "probe_modules is 5; allowed: a name"),
         ({"probe_steps": 5}, 'probe_steps is 5; allowed: "a:b"'),
-        ({"probe_ranks": 1.5}, "probe_ranks is"),
         ({"probe_modules": []}, "probe_modules is"),
         ({"probe_steps": "7"}, 'allowed: "a:b"'),
         ({"probe_steps": "7:7"}, "a below b"),
         ({"probe_steps": "9:7"}, "a below b"),
-        ({"probe_ranks": [-1]}, "probe_ranks is"),
-        ({"probe_ranks": True}, "probe_ranks is"),
     ],
 )
 def test_what_is_not_allowed_is_said(words, message):
@@ -31,8 +28,7 @@ def test_what_is_not_allowed_is_said(words, message):
 
 def test_steps_modules_and_kinds_are_selected():
     """One value need not be in a list; steps are half open."""
-    assert ProbeSettings(probes="loss, weight", probe_ranks=1).probes == ("loss", "weight")
-    assert ProbeSettings(probe_ranks=1).probe_ranks == (1,)
+    assert ProbeSettings(probes="loss, weight").probes == ("loss", "weight")
     assert ProbeSettings(probes="all").kinds == set(PROBE_KINDS)
     selected = {"3:5": [3, 4], "6:": [6, 7], ":2": [0, 1]}
     for text, steps in selected.items():
@@ -46,7 +42,7 @@ def test_steps_modules_and_kinds_are_selected():
     assert ProbeSettings(probe_modules=("(model)",)).takes_module("")
 
 
-@pytest.mark.parametrize(("name", "text"), [("PROBE_RANKS", ","), ("PROBES", "no")])
+@pytest.mark.parametrize(("name", "text"), [("PROBE_STEPS", "2:1"), ("PROBES", "no")])
 def test_a_variable_with_a_wrong_value_is_an_error(name, text):
     variable = f"LIGHTNING_D9M_{name}"
     with pytest.raises(SettingError, match=r"allowed|kinds are") as caught:
@@ -55,7 +51,7 @@ def test_a_variable_with_a_wrong_value_is_an_error(name, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "PROBE_RANKS", "EVIDENCE"])
+@pytest.mark.parametrize("name", ["PROBE_MODULES", "PROBE_STEPS", "EVIDENCE"])
 def test_a_variable_that_selects_among_no_probes_is_an_error(name):
     given = {f"LIGHTNING_D9M_{name}": "0:1" if name == "PROBE_STEPS" else "1"}
     with pytest.raises(

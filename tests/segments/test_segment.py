@@ -113,7 +113,7 @@ def test_a_run_that_was_cut_off_is_no_segment(tmp_path, run):
 
 
 def test_runs_with_different_probes_are_compared_in_what_both_have(tmp_path):
-    probes = {"probes": "weight", "probe_modules": "*", "probe_steps": "", "probe_ranks": ""}
+    probes = {"probes": "weight", "probe_modules": "*", "probe_steps": ""}
     settings = {"seed": 42, "per_sample_rng": False, "threads": None}
     layout = {"kind": "layout", "id": 0, "places": [["weight", "a", 0]]}
     batch = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"x" * 16}

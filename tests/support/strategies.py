@@ -618,7 +618,7 @@ class Runs:
             reference = self.folder / ("first/fit-000", "missing")[self.rank]
             attempt("other reference", reference=reference)
         if cell == cells.DDP:
-            attempt("plain", probes="loss", probe_ranks=1)
+            attempt("plain")
         if cell in cells.LOCATED:
             self.locate("located", fault._replace(batch=0))
         if cell in cells.RACING:

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches
-from lightning_d9m.engine.control.environment import DYNAMIC, VARIABLES, threads_vary
+from lightning_d9m.engine.control.environment import DYNAMIC, VARIABLES, Variable, threads_vary
 from lightning_d9m.engine.control.settings import describe_hash_seed_problem
 from lightning_d9m.hooks import describe_tested, find_missing, list_hooks
 from lightning_d9m.version import parse_release
@@ -48,7 +48,7 @@ def find_problems() -> list[CheckResult]:
         _check_torch(),
         _check_hooks(),
         _check_hash_seed(),
-        *(check_variable(v.name, v.wanted, v.allows, v.effect, unset=unset) for v in VARIABLES),
+        *(check_variable(each, unset=unset) for each in VARIABLES),
         *_check_host_name(),
         *_check_threads(),
     ]
@@ -63,19 +63,13 @@ def judge(
     )
 
 
-def check_variable(
-    name: str, wanted: str, allows: Callable[[str], bool], reason: str, *, unset: str
-) -> CheckResult:
-    """Check a variable that need not be set.
-
-    ``reason`` is the effect of a value that ``allows`` refuses, and ``unset`` the behavior without
-    the variable.
-    """
-    found = os.environ.get(name)
+def check_variable(variable: Variable, *, unset: str) -> CheckResult:
+    """Check a variable that need not be set; ``unset`` is the behavior without it."""
+    found = os.environ.get(variable.name)
     shown = f"not set; {unset}" if found is None else found or "empty"
-    fix = f"Unset it, or set {name}={wanted}."
-    wrong = found is not None and not allows(found)
-    return judge(wrong, name, "problem", shown, reason, fix)
+    fix = f"Unset it, or set {variable.name}={variable.wanted}."
+    wrong = found and not variable.allows(found)
+    return judge(wrong, variable.name, "problem", shown, variable.effect, fix)
 
 
 def _check_torch() -> CheckResult:

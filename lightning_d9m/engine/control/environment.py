@@ -4,9 +4,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -48,8 +49,10 @@ class Variable:
         name: Its name.
         wanted: The value that a session chooses.
         effect: The effect of a value that is not allowed.
-        allows: Returns whether results are deterministic with a value.
+        allows: Returns whether results are deterministic with a value; it is empty if not set.
         library: The library that reads it when it starts; empty if it is read again and again.
+        has_started: Returns whether this process has started the library.
+        remedy: How to let the library start later.
     """
 
     name: str
@@ -57,6 +60,18 @@ class Variable:
     effect: str
     allows: Callable[[str], bool]
     library: str = ""
+    has_started: Callable[[], bool] = bool
+    remedy: str = (
+        "Call lightning_d9m.enable() at the top of the program, before anything uses the GPU"
+    )
+
+
+def _has_started_nccl() -> bool:
+    """Return whether torch.distributed runs on NCCL."""
+    group = torch.distributed
+    # `get_backend` returns "undefined" for a group without a named backend.
+    is_open = group.is_available() and group.is_initialized()
+    return is_open and "nccl" in str(group.get_backend_config())
 
 
 _ON = ("1", "").__contains__
@@ -71,14 +86,16 @@ VARIABLES = (
         "With it cuBLAS shares workspaces between streams, so products differ.",
         (":4096:8", ":16:8").__contains__,
         "CUDA",
+        lambda: bool(torch.cuda.is_initialized()),
     ),
     # See nccl issue 1497.
     Variable(
         NCCL,
         "^NVLS,NVLSTree",
         "NVLS reduces inside the network switch, in an order that differs between calls.",
-        lambda value: not allows_nvls(value),
+        lambda value: value != "" and not allows_nvls(value),
         "NCCL",
+        _has_started_nccl,
     ),
     # The compiler reads it when its configuration is imported; after that, `restore_flags` sets
     # the configuration itself.
@@ -110,29 +127,26 @@ def control_is_on() -> bool:
 # and when its strategy sets up the process group. Therefore the constructors of the callback and of
 # a session already change `os.environ`. A library keeps the value that it has read after the
 # variable is restored, so this state remembers that value.
-@dataclass
-class _VariableState:
-    """The variables that this process has set, and their previous values."""
-
-    holders: int = 0
-    previous: dict[str, str | None] | None = None
-    # Values that a library read when it started, for later sessions in this process.
-    in_force: dict[str, str] = field(default_factory=dict)
-
-
-_state = _VariableState()
+_holders: Counter[str] = Counter()
+_previous: dict[str, str | None] = {}  # of the variables that are held
+_in_force: dict[str, str] = {}  # what a library read when it started, for later sessions
 # Reentrant: a callback that is garbage-collected while the lock is held gives up its hold at once.
 _lock = threading.RLock()
 
 
 class EarlyVariables:
-    """A holder of the variables: the first holder sets them, and the last one restores them.
+    """A holder of variables: the first holder of one sets it, and the last one restores it.
 
     A holder that is garbage-collected (a callback that was built and never used) gives up its hold.
+    By default they are those of a session.
     """
 
-    def __init__(self) -> None:
-        self._hold: weakref.finalize[[], EarlyVariables] | None = None
+    _variables: Sequence[Variable] = VARIABLES
+
+    def __init__(self, variables: Sequence[Variable] | None = None) -> None:
+        self._hold: weakref.finalize[[Sequence[Variable]], EarlyVariables] | None = None
+        if variables is not None:
+            self._variables = variables
 
     def __getstate__(self) -> dict[str, None]:
         # A spawned process inherits the variables and must not restore them.
@@ -148,12 +162,12 @@ class EarlyVariables:
         if self._hold is not None or not control_is_on():
             return
         with _lock:
-            if _state.holders == 0:
-                wanted = {variable.name: _choose(variable) for variable in VARIABLES}
-                _state.previous = {name: os.environ.get(name) for name in wanted}
-                os.environ.update(wanted)
-            _state.holders += 1
-        self._hold = weakref.finalize(self, _give_up)
+            free = [variable for variable in self._variables if not _holders[variable.name]]
+            wanted = {variable.name: _choose(variable) for variable in free}
+            _previous.update({name: os.environ.get(name) for name in wanted})
+            os.environ.update(wanted)
+            _holders.update(variable.name for variable in self._variables)
+        self._hold = weakref.finalize(self, _give_up, self._variables)
         self._hold.atexit = False  # the environment ends with the process
 
     def restore(self) -> None:
@@ -163,53 +177,38 @@ class EarlyVariables:
             hold()
 
 
-def _give_up() -> None:
-    """Restore the variables for the last holder; note the values that libraries have read."""
+def _give_up(variables: Sequence[Variable]) -> None:
+    """Restore the variables that no one else holds; note the values that libraries have read."""
     with _lock:
-        _state.holders -= 1
-        if _state.holders:
-            return
-        # Before the variables are restored, because what is read now is what a library that has
-        # started keeps.
-        remembered = _state.in_force
-        for variable in VARIABLES:
-            if _has_started(variable.library):
-                remembered.setdefault(variable.name, os.environ.get(variable.name, ""))
+        _holders.subtract(variable.name for variable in variables)
+        for name, has_started in ((each.name, each.has_started) for each in variables):
+            if _holders[name]:
+                continue
+            # Before the variable is restored, because what is read now is what a library that has
+            # started keeps.
+            if has_started():
+                _in_force.setdefault(name, os.environ.get(name, ""))
             else:
-                remembered.pop(variable.name, None)
-        for name, value in (_state.previous or {}).items():
-            if value is None:
+                _in_force.pop(name, None)
+            if (value := _previous.pop(name)) is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _state.previous = None
-
-
-def _has_started(library: str) -> bool:
-    """Return whether this process has initialized CUDA, or torch.distributed runs on NCCL."""
-    if library == "CUDA":
-        return bool(torch.cuda.is_initialized())
-    group = torch.distributed
-    if library != "NCCL" or not group.is_available() or not group.is_initialized():
-        return False
-    # `get_backend` returns "undefined" for a group without a named backend.
-    return "nccl" in str(group.get_backend_config())
 
 
 def _choose(variable: Variable) -> str:
     """Return the value of the user, or ours if there is none."""
-    name, found = variable.name, os.environ.get(variable.name)
-    if _has_started(variable.library):
-        value = _state.in_force.get(name, found)
-        if value is None or not variable.allows(value):
+    name, found = variable.name, os.environ.get(variable.name, "")
+    if variable.has_started():
+        value = _in_force.get(name, found)
+        if not variable.allows(value):
             raise TooLateError(
                 f"{variable.library} started in this process while {name} was "
-                f"{'not set' if value is None else repr(value)}, and reads it only at its start. "
-                "Call lightning_d9m.enable() at the top of the program, before anything uses the "
-                f"GPU, or start the program with {name}={variable.wanted}."
+                f"{repr(value) if value else 'not set'}, and reads it only at its start. "
+                f"{variable.remedy}, or start the program with {name}={variable.wanted}."
             )
-        return value
-    if found is not None and not variable.allows(found):
+        return value or variable.wanted
+    if found and not variable.allows(found):
         raise SettingError(
             f"The variable {name} is {found!r}, which a deterministic session does not allow. "
             f"{variable.effect} Unset it, or set {name}={variable.wanted}."
@@ -240,8 +239,8 @@ def capture_flags() -> Flags:
     if has_compiler_flag():
         config: Any = sys.modules.get(_INDUCTOR)
         # Before the (slow) import of its module, the user's variable says its initial value.
-        user = os.environ if _state.previous is None else _state.previous
-        value = user.get(INDUCTOR) == "1" if config is None else config.deterministic
+        user = _previous.get(INDUCTOR, os.environ.get(INDUCTOR))
+        value = user == "1" if config is None else config.deterministic
         flags["inductor.deterministic"] = bool(value)
     return flags
 

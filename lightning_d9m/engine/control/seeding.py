@@ -14,6 +14,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from lightning_d9m.compatibility import find_accelerator
+from lightning_d9m.engine.control.seed_calls import seed_calls
 from lightning_d9m.engine.state.parts import GENERATOR, check_positions
 from lightning_d9m.engine.state.plain_data import (
     decode_plain,
@@ -23,7 +24,7 @@ from lightning_d9m.engine.state.plain_data import (
 )
 from lightning_d9m.engine.state.state import find_generators
 
-# Not the function that notes the seeds of the program.
+# Not the function with which `LIGHTNING_D9M_WATCH` notes seeds.
 _manual_seed = torch.manual_seed
 
 
@@ -65,7 +66,11 @@ def seed_all(seed: int) -> None:
     # after which a launcher can no longer fork.
     if find_accelerator() is not None:
         # Seeds every device, also those that are initialized later.
-        _manual_seed(seed)
+        seed_calls.are_own = True
+        try:
+            _manual_seed(seed)
+        finally:
+            seed_calls.are_own = False
 
 
 def seed_host(seed: int) -> None:

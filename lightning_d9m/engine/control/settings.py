@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from runpy import run_path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -23,19 +21,8 @@ from lightning_d9m.ops.portability import is_portable
 
 # The range of Lightning's `seed_everything`, so that one number serves both.
 HIGHEST_SEED = 2**32 - 1
+# More is a slip of the keyboard, and OpenMP would try to start them.
 HIGHEST_THREADS = 4096
-
-
-def _torch_is_built_for_cuda() -> bool:
-    """Return whether torch was built for CUDA; neither import it nor start the driver."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return torch.version.cuda is not None
-    # Settings are made before torch is loaded, whose import takes seconds.
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    return run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +37,7 @@ class Settings:
         fill_uninitialized_memory: Fill new tensors, so that a program that reads uninitialized
             memory is exact too. It does not change the results of a correct program.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic;
-            see ``d9m ops``. Without it, torch raises where it has no deterministic kernel. The
-            default is True if torch was built for CUDA.
+            see ``d9m ops``. Without it, torch raises where it has no deterministic kernel.
         unpatched_ops: Names of operations that torch computes anyway.
         varying_ops: Operations that run although they may vary: names of ``d9m ops``, or of
             torch's dispatcher such as ``"torchvision::_roi_pool_backward"``. Without it, torch
@@ -72,7 +58,7 @@ class Settings:
     per_sample_rng: bool = False
     threads: int | None = None
     fill_uninitialized_memory: bool = True
-    patch_ops: bool = field(default_factory=_torch_is_built_for_cuda)
+    patch_ops: bool = True
     unpatched_ops: tuple[str, ...] = ()
     varying_ops: tuple[str, ...] = ()
     repeat_fits: bool = True
@@ -106,7 +92,7 @@ class Settings:
         record = asdict(self) | {name: " ".join(sorted(getattr(self, name))) for name in names}
         del record["repeat_fits"]  # the header has the number of the fit
         record["portable"] = self.portable or is_portable()  # which may have been entered before
-        if record["portable"]:  # the same on every machine, whatever torch was built for
+        if record["portable"]:  # which patches nothing
             record |= {"patch_ops": False, "unpatched_ops": ""}
         rare = ("portable", "varying_ops")
         return {name: value for name, value in record.items() if value or name not in rare}
@@ -176,7 +162,6 @@ CONTROL_VARIABLES = (
     "LIGHTNING_D9M_ON_INEXACT_RESUME",
     "LIGHTNING_D9M_PROBES",
     "LIGHTNING_D9M_PROBE_MODULES",
-    "LIGHTNING_D9M_PROBE_RANKS",
     "LIGHTNING_D9M_PROBE_STEPS",
     "LIGHTNING_D9M_PROVABLE",
     RECORD_SAVES,

@@ -45,7 +45,7 @@ GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 KIND_OF_GROUP = {"weights": "weight", "buffers": "buffer", "optimizers": "optimizer"}
 
 # Settings of probes. What was probed is not what was computed: probes only read.
-PROBE_SETTINGS = frozenset({"probes", "probe_modules", "probe_steps", "probe_ranks"})
+PROBE_SETTINGS = frozenset({"probes", "probe_modules", "probe_steps"})
 # Settings in which two comparable runs may differ, each with the reason.
 INFORMATIONAL_SETTINGS = {
     **dict.fromkeys(PROBE_SETTINGS, "runs are compared in the probes that both have"),

@@ -172,6 +172,7 @@ class OpMode(TorchDispatchMode):
     The settings select modules; an op belongs to all modules around it.
     """
 
+    # torch raises for an operator of a higher order under a mode that does not say so.
     supports_higher_order_operators = True
 
     def __init__(

@@ -36,6 +36,8 @@ PATTERN = "outside-*.jsonl"
 # Of one place of the program, the first reads are written and then those whose number is a power of
 # two, so that a long training writes few.
 _FIRST_READS = 16
+# A process that reads without end must fill neither memory nor disk: at most so many places and
+# samples are noted, entries of a folder, bytes of a file, and characters of a text.
 _MOST_PLACES, _MOST_SAMPLES = 20_000, 500_000
 _MOST_ENTRIES, _MOST_BYTES, _MOST_TEXT = 10_000, 2**26, 60
 # Read through a library these matter as well; a library's clocks, threads and folders do not.
@@ -46,6 +48,7 @@ _NAMES = ["torch", "entropy"]
 _BY_PROGRAM = frozenset({"clock", "address", "process number"})
 _OWN, _STANDARD = "own", ""
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+# Bound before it is wrapped, so that the watch does not note its own reads.
 _clock = time.monotonic_ns
 _Handler: TypeAlias = Callable[["OutsideWatch", Any], None]
 
@@ -90,6 +93,7 @@ class OutsideWatch:
     def __init__(self, folder: Path) -> None:
         self.generators: tuple[str, ...] = ()
         self._folder = str(folder.absolute())
+        # As the clock.
         self._read_pid = os.getpid
         self._pid = 0
         self._counts: Counter[tuple[object, ...]] = Counter()

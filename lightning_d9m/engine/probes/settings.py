@@ -2,13 +2,13 @@
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_d9m.engine.control.settings import (
     build_from_variables,
@@ -27,7 +27,7 @@ _STEPS = re.compile(r"([0-9]*):([0-9]*)")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """The settings of probes; one name or rank need not be in a list.
+    """The settings of probes; one name need not be in a list.
 
     Attributes:
         probes: Kinds to record; ``("all",)`` for all of them, empty for none.
@@ -35,7 +35,6 @@ class ProbeSettings:
             the value or holds the parameter. The whole model is called ``(model)``.
         probe_steps: Global steps, ``"a:b"`` from a up to but without b; either may be left out.
             Empty means all.
-        probe_ranks: Ranks that record; empty means all.
         evidence: The name of a place, whose values are kept beside the ledger, with evidence on
             operations; empty for none. See ``Evidence``.
         evidence_ops: Whether that has operations without probes of the kind ``"op"``, too.
@@ -48,18 +47,15 @@ class ProbeSettings:
     probes: tuple[str, ...] = ()
     probe_modules: tuple[str, ...] = ("*",)
     probe_steps: str = ""
-    probe_ranks: tuple[int, ...] = ()
     evidence: str = ""
     evidence_ops: bool = False
     evidence_of: Path | None = None
 
     def __post_init__(self) -> None:
-        ranks: Any = self.probe_ranks
         plain = {
             "probes": _split("probes", self.probes),
             "probe_modules": _split("probe_modules", self.probe_modules),
             "probe_steps": self.probe_steps or "",
-            "probe_ranks": tuple(ranks or ()) if isinstance(ranks, Iterable | None) else (ranks,),
         }
         for name, value in plain.items():
             object.__setattr__(self, name, value)  # it is frozen, and callers give either form
@@ -77,12 +73,6 @@ class ProbeSettings:
                 'module names, such as "encoder.layers.0" or "encoder.*".'
             )
         _parse_steps(self.probe_steps)
-        for rank in self.probe_ranks:
-            if type(rank) is not int or rank < 0:
-                raise SettingError(
-                    f"probe_ranks is {list(self.probe_ranks)}; allowed: ranks, whole numbers from "
-                    "0, or nothing for all."
-                )
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -93,20 +83,6 @@ class ProbeSettings:
     def steps(self) -> range:
         """The global steps that are probed."""
         return _parse_steps(self.probe_steps)
-
-    def takes_rank(self, rank: int) -> bool:
-        """Return whether a rank records."""
-        return not self.probe_ranks or rank in self.probe_ranks
-
-    def check_ranks(self, world_size: int) -> None:
-        """Raise a ``SettingError`` if a rank is named that the training does not have."""
-        absent = [rank for rank in self.probe_ranks if rank >= world_size]
-        if absent:
-            raise SettingError(
-                f"probe_ranks has {', '.join(map(str, absent))}, and this training has "
-                f"{world_size} rank{'s' if world_size > 1 else ''}; allowed: whole numbers from 0 "
-                f"to {world_size - 1}, or nothing for all."
-            )
 
     def takes_module(self, name: str) -> bool:
         """Return whether a module's places are recorded; the whole model's name is empty."""
@@ -143,7 +119,6 @@ class ProbeSettings:
             "probes": " ".join(kind for kind in PROBE_KINDS if kind in self.kinds),
             "probe_modules": " ".join(self.probe_modules),
             "probe_steps": self.probe_steps,
-            "probe_ranks": " ".join(map(str, self.probe_ranks)),
         }
 
 

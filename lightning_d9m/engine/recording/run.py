@@ -87,7 +87,6 @@ class OptionArguments(TypedDict, total=False):
     probes: str | Sequence[str]
     probe_modules: str | Sequence[str]
     probe_steps: str | None
-    probe_ranks: int | Sequence[int] | None
     on_inexact_resume: Literal["raise", "warn"]
     provable: bool
 
@@ -233,7 +232,7 @@ class Run:
         """``float.hex()`` of the last loss; None without one."""
         return None if self.loss is None else float(self.loss).hex()
 
-    def prepare(self, world_size: int) -> None:
+    def prepare(self) -> None:
         """Let variables override the options, and check these.
 
         Raises:
@@ -241,7 +240,6 @@ class Run:
             SettingError: If a value is not allowed.
         """
         options = self.options = self._given.overridden(os.environ)
-        options.check_ranks(world_size)
         if options.reference is not None:
             read_ledger(options.reference)
 
@@ -315,7 +313,7 @@ class Run:
 
     def _open_probes(self) -> None:
         used, rank = self._used_options, self.ranks.rank
-        if used.kinds and used.takes_rank(rank):
+        if used.kinds:
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 

@@ -101,7 +101,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             program. None inherits; the default is True.
         patch_ops: On a CUDA machine, replace the operations that torch leaves nondeterministic
             (``d9m ops`` lists them). If False, torch raises where it has no deterministic kernel.
-            None inherits; the default is True if torch was built for CUDA.
+            None inherits; the default is True.
         unpatched_ops: Names of operations that ``patch_ops`` does not replace. None inherits.
         varying_ops: Operations that run although they may vary, where torch would raise: names of
             ``d9m ops``, or of torch's dispatcher such as ``"torchvision::_roi_pool_backward"``.
@@ -122,7 +122,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             ``"loss"`` or ``"output"``; ``"all"`` for all of them.
         probe_modules: Patterns of the names of modules that are probed.
         probe_steps: Global steps that are probed, ``"a:b"`` from a up to but without b.
-        probe_ranks: Ranks that record probes; None means all.
         summary: Log one line when a fit ends: epochs, digest of the weights, and ledger.
 
     Arguments that "inherit" take the value of an active ``lightning_d9m.enable()`` if they are
@@ -157,7 +156,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         probes: str | Sequence[str] = (),
         probe_modules: str | Sequence[str] = "*",
         probe_steps: str | None = None,
-        probe_ranks: int | Sequence[int] | None = None,
         summary: bool = True,
     ) -> None:
         arguments = dict(locals())
@@ -381,7 +379,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._recorder.run.prepare(trainer.world_size)
+            self._recorder.run.prepare()
 
     def _close(self, end: End) -> None:
         try:

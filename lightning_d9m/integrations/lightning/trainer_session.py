@@ -270,7 +270,7 @@ def resolve_settings(given: Mapping[str, Any], threads: int | None = None) -> Se
     session = active_session()
     inherited = Settings() if session is None else session.settings
     for name, is_on, effect in (
-        ("patch_ops", inherited.patch_ops, "has patched the operations already"),
+        ("patch_ops", session and inherited.patch_ops, "has patched the operations already"),
         ("portable", is_portable(), "computes portable bits"),
     ):
         if is_on and given.get(name) is False:

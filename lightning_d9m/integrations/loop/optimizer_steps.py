@@ -152,6 +152,7 @@ def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
 
 
 EVERY = variable_of("every_n_steps")
+# A record digests all weights, gradients and states of optimizers: too much for each step.
 _EVERY = 100
 # A program that makes a new model for each of many tasks would otherwise fill the disk.
 _MOST_LEDGERS = 100
@@ -188,7 +189,7 @@ class StepRecorder(Recorder):
         self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
         self.run.stop = request.stop
         self._make_folder = lambda: _make_folder(peers.rank, self._world_size, number)
-        self.run.prepare(self._world_size)
+        self.run.prepare()
         self._further = {"every_n_steps": self._every}
         # The flags that the program has changed before its first step are set again.
         if names := session.switch_again():
@@ -289,6 +290,7 @@ class OptimizerSteps:
             # The first step's own forward pass is probed, too.
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._hooks.callback(register(self._before_forward).remove)
+        # multiprocessing calls only those finalizers at exit that have a priority.
         # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
         self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
 

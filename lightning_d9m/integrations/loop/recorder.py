@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 
 _FORMAT = 1
+# Compared exactly: a state with another key comes from a version that needs it.
 # What `Recorder.state_dict` returns.
 _STATE = {
     *("format", "rank", "world_size", "seed", "fit", "epoch", "step", "batch", "rng", "samplers"),
@@ -187,7 +188,7 @@ class Recorder:
             ``lightning_d9m.portable``. The initial weights are portable only if the model was
             built so.
         **options: ``reference``, ``on_drift``, ``on_stack_difference``, ``probes``,
-            ``probe_modules``, ``probe_steps`` and ``probe_ranks``, as of ``DeterminismCallback``.
+            ``probe_modules`` and ``probe_steps``, as of ``DeterminismCallback``.
 
     Raises:
         SettingError: If a value is not allowed.
@@ -254,18 +255,21 @@ class Recorder:
     def _check_setup(self) -> InterruptRequest:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
-        self._run.prepare(self._world_size)
+        self._run.prepare()
         request = read_request()
         if request.debugger is not None:
             request.debugger.check_terminal(self._ranks.rank)
         return request
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # First the validation that the program may have left: its generators are not those of the
+        # training, whose last record follows.
         end = End(status="finished") if error is None else End.failed(error)
         self._validating.close()
         with self._opened:
             try:
                 if error is None and self._run.is_open:
+                    # The epoch that is under way, else the last one that ended.
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
                     # After the last record, because it ends the process of a segment.
                     self.interruption.stop()
@@ -641,6 +645,7 @@ class Recorder:
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
         self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}
+        # Last: loading parts of the program, and what this method calls, may draw.
         restore_rng(decode_rng(saved["rng"]))
 
     def _report(self, problem: str) -> None:

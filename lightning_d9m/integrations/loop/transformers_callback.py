@@ -83,8 +83,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         ignored_metrics: Names, or patterns such as ``"time/*"``, of logged numbers that are not
             recorded. Measured times and means of the loss never are.
         **options: ``reference``, ``on_drift``, ``on_stack_difference``, ``probes``,
-            ``probe_modules``, ``probe_steps`` and ``probe_ranks``, as of ``DeterminismCallback``.
-            A batch is what the model is given.
+            ``probe_modules`` and ``probe_steps``, as of ``DeterminismCallback``. A batch is what
+            the model is given.
 
     Raises:
         SettingError: If transformers is not installed.
@@ -146,6 +146,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self.recorder = TransformersRecorder(folder, *trained, **self._options)
         self.recorder.__enter__()
         self._is_open = True
+        # transformers has no event for an exception.
         # An error in a training calls no callback, so that the ledger is closed with the session,
         # or by the next training.
         find_session().call_on_close(self._give_up)

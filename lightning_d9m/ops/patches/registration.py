@@ -25,6 +25,7 @@ from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kern
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op, select_ops
 
+# A program whose shapes differ in each step would otherwise fill the memory.
 _MOST_FUNCTIONS = 4096
 _native = torch._C._nn  # noqa: SLF001 - what torch.nn.functional calls with the flag off
 _OVERLAP = 1  # torch's MemOverlap::Yes
@@ -192,6 +193,7 @@ class Update(NamedTuple):
     write: Callable[..., None]
 
 
+# Kept, because it is needed in each call; each has one byte of memory.
 @lru_cache(maxsize=4096)
 def make_places(device: torch.device, *sizes: int) -> Tensor:
     """Return a tensor of a shape, in the memory of one element: reading a place outside fails."""

@@ -149,6 +149,9 @@ REFUSALS = {
         "model": make_model(norm=nn.BatchNorm1d(2)),
         "sync_batchnorm": True,
     },
+    "accumulate_grad_batches is 2, .* multiply logical_ranks by 2": lambda: {
+        "accumulate_grad_batches": 2
+    },
     "ran the training step twice for one batch": optimize(torch.optim.LBFGS),
     "ZeroRedundancyOptimizer, which divides the work of an optimizer": optimize(
         partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=0.1)

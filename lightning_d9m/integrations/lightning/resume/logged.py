@@ -165,17 +165,10 @@ class LogicalRanks(Part):
                 logical.logged.restore(state["logged"])
 
     def select(self, states: list[Any], _rank: int) -> Any:
-        metrics = merge_ranks([state["metrics"] for state in states])
+        metrics: dict[str, dict[int, Any]] = {}
+        for name, by_rank in (entry for state in states for entry in state["metrics"].items()):
+            metrics.setdefault(name, {}).update(by_rank)
         return {"metrics": metrics, "logged": [own for state in states for own in state["logged"]]}
-
-
-def merge_ranks(states: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
-    """Join the values of several processes by name and logical rank."""
-    merged: dict[str, dict[int, Any]] = {}
-    for state in states:
-        for name, by_rank in state.items():
-            merged.setdefault(name, {}).update(by_rank)
-    return merged
 
 
 def _copy(value: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.state import search
-from lightning_d9m.integrations.lightning.resume.logged import merge_ranks
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
@@ -40,7 +39,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 class Gradients(Part):
-    """Gradients by the names of their parameters; with logical ranks by logical rank, too.
+    """Gradients by the names of their parameters; none with logical ranks.
 
     They are those to which a backward pass after the save may add. Lightning zeroes gradients
     before the first backward pass of a step; a module that optimizes manually, or overrides
@@ -55,11 +54,10 @@ class Gradients(Part):
         # larger checkpoint. Leaving out those of a finished step needed a watch in each resumed run
         # that they are not added to, and refused programs that do so.
         own = not module.automatic_optimization or not is_of_lightning(module.optimizer_zero_grad)
-        if not own and not lightning_private.accumulates_gradients(trainer):
+        adds = own or lightning_private.accumulates_gradients(trainer)
+        # Logical ranks clear all gradients before each micro-batch.
+        if not adds or get_logical_steps(trainer) is not None:
             return {}
-        if (logical := get_logical_steps(trainer)) is not None:
-            kept: dict[str, Any] = logical.kept.capture()
-            return kept
         held = {n: own for n, own in module.named_parameters() if own.grad is not None}
         # A partial sum, which is reduced in the step, has no form: a rank would have all of it.
         partial = [n for n, own in held.items() if _place(own.grad) != _place(own)]
@@ -70,9 +68,6 @@ class Gradients(Part):
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
         if not state:
             return
-        if (logical := get_logical_steps(self.trainer)) is not None:
-            logical.kept.restore(state, logical.block)
-            return
         for name, parameter in self.trainer.lightning_module.named_parameters():
             kept = state.get(name)
             if kept is None or kept.shape != local_shard(parameter).shape:
@@ -81,17 +76,12 @@ class Gradients(Part):
                 parameter.grad = like_parameter(kept, parameter)
 
     def problems(self, state: Any) -> list[str]:
-        if get_logical_steps(self.trainer) is not None:
-            return []
         named = self.trainer.lightning_module.named_parameters()
         return [
             _OTHER_SHAPE.format(name, tuple(state[name].shape), tuple(local_shard(own).shape))
             for name, own in named
             if name in state and state[name].shape != local_shard(own).shape
         ][:1]
-
-    def select(self, states: list[Any], _rank: int) -> Any:
-        return merge_ranks(states)
 
 
 class Frozen(Part):

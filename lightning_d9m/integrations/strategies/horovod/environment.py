@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -12,113 +13,96 @@ import torch
 from torch import distributed
 
 from lightning_d9m.engine.control.doctor import CheckResult, check_variable, judge
-from lightning_d9m.engine.control.environment import allows_nvls
+from lightning_d9m.engine.control.environment import NCCL, Variable, allows_nvls
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.engine.ledger.stack import capture_stack, format_differences, stack_differences
-from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
+from lightning_d9m.errors import SettingError, StackDifferenceError
 
-# Variables that must have a value, and the effect of any other one.
-PINNED_REASONS = {
-    "HOROVOD_FUSION_THRESHOLD": (
-        "0",
-        "Tensor fusion packs the gradients that are ready, so the order of sums changes.",
-    ),
-    "HOROVOD_DISABLE_GROUP_FUSION": (
-        "1",
-        "Otherwise groups are fused with other tensors that are ready.",
-    ),
-    "HOROVOD_AUTOTUNE": ("0", "Autotuning changes the fusion by measured times."),
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": ("0", "It sums within each host first, in another order."),
-    "HOROVOD_TORUS_ALLREDUCE": ("0", "It sums in two dimensions, in another order."),
-    # The wait is enqueued on the default stream of Horovod's thread instead of the stream that
-    # reads the result.
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": (
-        "0",
-        "Results may be read before the device has written them.",
-    ),
-}
-PINNED = {name: value for name, (value, _) in PINNED_REASONS.items()}
-# Variables that must be fixed, to a value that the user may choose. Settings of torch.distributed
-# do not apply to Horovod's NCCL communicator.
-CHOSEN = {
-    # NCCL's tuner selects an algorithm by size and topology, and NVLS sums in the switch, in an
-    # order that differs between calls.
-    "NCCL_ALGO": "Ring",
-    # Protocols divide a message into different chunks, and the sum of a chunk starts at a rank that
-    # depends on the chunk.
-    "NCCL_PROTO": "Simple",
-}
 # Milliseconds between two cycles of Horovod's threads, which exchange messages in each cycle even
 # if there is nothing to do. At the default of 1 ms they take a good part of the cores from ranks
 # that compute on them. Collectives are torch's, so Horovod is idle.
 _CYCLE_MS = "50"
 _STORE_BYTES = 256  # of the address of a store
 
-_started_with: dict[str, str] | None = None  # the variables when this process started Horovod
+
+def _has_started() -> bool:
+    hvd: Any = sys.modules.get("horovod.torch")
+    return hvd is not None and bool(hvd.is_initialized())
 
 
-def set_variables(*, initialized: bool, stall_seconds: float) -> list[str]:
-    """Set the variables before Horovod starts, or check those of a running Horovod.
+def _pin(name: str, wanted: str, effect: str, *others: str) -> Variable:
+    """Return a variable of Horovod that has one value; ``others`` mean the same to it."""
+    allows = frozenset((wanted, *others)).__contains__
+    remedy = "Do not call hvd.init() yourself, the strategy does"
+    return Variable(name, wanted, effect, allows, "Horovod", _has_started, remedy)
+
+
+# The strategy's gradients do not pass through Horovod: these are for sums of the program.
+PINNED = (
+    _pin(
+        "HOROVOD_FUSION_THRESHOLD",
+        "0",
+        "Tensor fusion packs the gradients that are ready, so the order of sums changes.",
+    ),
+    _pin(
+        "HOROVOD_DISABLE_GROUP_FUSION",
+        "1",
+        "Otherwise groups are fused with other tensors that are ready.",
+    ),
+    # The rest is off by default.
+    _pin("HOROVOD_AUTOTUNE", "0", "Autotuning changes the fusion by measured times.", ""),
+    _pin(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "0",
+        "It sums within each host first, in another order.",
+        "",
+    ),
+    _pin("HOROVOD_TORUS_ALLREDUCE", "0", "It sums in two dimensions, in another order.", ""),
+    # The wait is enqueued on the default stream of Horovod's thread instead of the stream that
+    # reads the result.
+    _pin(
+        "HOROVOD_ENABLE_ASYNC_COMPLETION",
+        "0",
+        "Results may be read before the device has written them.",
+        "",
+    ),
+    _pin(
+        "HOROVOD_ELASTIC",
+        "0",
+        "Elastic Horovod changes the number of ranks while training, which changes the sums.",
+        "",
+    ),
+)
+# Fixed, to a value that the user may choose. Settings of torch.distributed do not apply to Horovod's
+# NCCL communicator.
+CHOSEN = (
+    # NCCL's tuner selects an algorithm by size and topology.
+    Variable(
+        NCCL,
+        "Ring",
+        "NVLS sums in the network switch, in an order that differs between calls.",
+        lambda value: not allows_nvls(value),
+    ),
+    # Protocols divide a message into different chunks, and the sum of a chunk starts at a rank that
+    # depends on the chunk.
+    Variable("NCCL_PROTO", "Simple", "", lambda _: True),
+)
+
+
+def list_variables(stall_seconds: float) -> list[Variable]:
+    """Return what must be set before Horovod starts.
 
     Horovod gives up waiting for a rank after ``stall_seconds``.
-
-    Returns:
-        The names of the variables that were added.
-
-    Raises:
-        SettingError: A variable has a contradicting value.
-        TooLateError: Horovod was initialized without a variable that it reads only then.
     """
-    global _started_with  # noqa: PLW0603 - a process has one Horovod
-    if os.environ.get("HOROVOD_ELASTIC", "0") not in {"", "0"}:
-        raise SettingError(
-            "HOROVOD_ELASTIC is on: elastic Horovod changes the number of ranks while training, "
-            "which changes the sums. Start with `horovodrun -np N` without --min-np and --max-np."
-        )
-    wanted = {**PINNED, **{name: os.environ.get(name) or value for name, value in CHOSEN.items()}}
-    for name, value in PINNED.items():
-        actual = os.environ.get(name)
-        if actual is not None and actual.strip() != value:
-            raise SettingError(
-                f"The variable {name} is {actual!r}, but deterministic training needs {value!r}: "
-                "unset it, and remove it from horovodrun's options."
-            )
-    if allows_nvls(wanted["NCCL_ALGO"]):
-        raise SettingError(
-            f"The variable NCCL_ALGO is {wanted['NCCL_ALGO']!r}, which lets NCCL reduce by NVLS, "
-            f"in an order that differs between calls: unset it, or set {CHOSEN['NCCL_ALGO']!r}."
-        )
-    # A running Horovod has read its variables; whether this package has set them is known only if
-    # it started Horovod.
-    if initialized:
-        _check_running(wanted)
-    else:
-        _started_with = wanted
-    added = {
+    free = {
         # Horovod waits indefinitely for a rank that hangs unless this is set.
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, round(stall_seconds))),
         "HOROVOD_CYCLE_TIME": _CYCLE_MS,
     }
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
-        added["GLOO_SOCKET_IFNAME"] = interface
-    missing = {n: v for n, v in {**wanted, **added}.items() if n not in os.environ}
-    # Variables of the user stay, and `teardown` of the strategy removes only these.
-    os.environ.update(missing)
-    return [*missing]
-
-
-def _check_running(wanted: Mapping[str, str]) -> None:
-    """Check the variables that a running Horovod, which does not report them, must have read."""
-    if _started_with is not None:
-        return
-    # The other pinned variables are off by default.
-    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_DISABLE_GROUP_FUSION"):
-        if name not in os.environ:
-            raise TooLateError(
-                f"Horovod was initialized without {name}={wanted[name]}, which it reads only then: "
-                "do not call hvd.init() yourself, the strategy does; or set the variable before "
-                f"it: `{name}={wanted[name]} horovodrun ...`."
-            )
+        free["GLOO_SOCKET_IFNAME"] = interface
+    # Any value is allowed: these change no result.
+    return [*PINNED, *CHOSEN, *(Variable(name, value, "", lambda _: True) for name, value in free.items())]
 
 
 def connect_store(hvd: Any, timeout: timedelta) -> Any:
@@ -171,7 +155,7 @@ def compare_ranks(
     Raises:
         StackDifferenceError: A rank differs from rank 0; the message names rank and field.
     """
-    variables = {f"variable.{name}": os.environ.get(name) for name in (*PINNED, *CHOSEN)}
+    variables = {f"variable.{each.name}": os.environ.get(each.name) for each in (*PINNED, *CHOSEN)}
     stack = capture_stack(
         {f"strategy.{name}": value for name, value in options.items()} | variables
     )
@@ -232,11 +216,8 @@ def check_installation() -> Iterator[CheckResult]:
         "was built for a different torch.",
         "d9m install-horovod",
     )
-    for name, (wanted, reason) in PINNED_REASONS.items():
-        yield check_variable(name, wanted, wanted.__eq__, reason, unset="the strategy sets it")
-    reason = "Elastic Horovod changes the number of ranks while training, which changes the sums."
-    allows = ("", "0").__contains__
-    yield check_variable("HOROVOD_ELASTIC", "0", allows, reason, unset="the number is fixed")
+    for each in PINNED:
+        yield check_variable(each, unset="the strategy sets it")
 
 
 def _find_version(package: str) -> str | None:

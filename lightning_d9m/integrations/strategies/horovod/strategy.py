@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
+from lightning_d9m.engine.control.environment import EarlyVariables
 from lightning_d9m.engine.ranks.groups import (
     close_group_at_exit,
     is_default_group_closed,
@@ -21,7 +22,7 @@ from lightning_d9m.integrations.strategies.horovod.environment import (
     compare_ranks,
     connect_store,
     import_horovod,
-    set_variables,
+    list_variables,
 )
 from lightning_d9m.integrations.strategies.steps.strategy import DDPDeterministicStrategy
 from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
@@ -163,7 +164,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 "for any number of processes: leave out compression, or logical_ranks."
             )
         self._stall_seconds = stall_seconds
-        self._added_variables: list[str] | None = None  # from `setup_environment` to `teardown`
+        self._variables: EarlyVariables | None = None  # from `setup_environment` to `teardown`
         self._sums: LogicalGradients | None = None
         self._is_blocked = False  # whether gradients accumulate on this rank alone
 
@@ -196,11 +197,9 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     def setup_environment(self) -> None:
         """Set the environment variables, start Horovod, and compare the ranks."""
         hvd = import_horovod()
-        running = hvd.is_initialized()
-        self._added_variables = set_variables(
-            initialized=running, stall_seconds=self._stall_seconds
-        )
-        if not running:
+        self._variables = EarlyVariables(list_variables(self._stall_seconds))
+        self._variables.set()
+        if not hvd.is_initialized():
             hvd.init()
         if self.root_device.type == "cpu":
             disable_malloc_trim()
@@ -259,10 +258,10 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     # Gradients
 
     @property
-    def sums(self) -> Any:
+    def gradient_sums(self) -> Any:
         """The sums of logical ranks, or those of all ranks unless gradients accumulate on this."""
         if self.logical_ranks is not None:
-            return super().sums
+            return super().gradient_sums
         return None if self._is_blocked else self._sums
 
     def finish_gradients(self) -> None:
@@ -274,7 +273,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         # sum.
         self.agree("the backward pass")
         with self.naming_lost("the sum of gradients"):
-            self.sums.finish(self.global_rank)
+            self.gradient_sums.finish(self.global_rank)
         # As DDP does before a forward pass: running statistics of batch normalization.
         send_tensors([*self.lightning_module.buffers()], self)
 
@@ -289,7 +288,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Check that the gradients of all parameters are reduced, and run Lightning's step."""
-        sums = self._sums if self.logical_steps is None else self.logical_steps.sums
+        sums = self._sums or self.gradient_sums
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if sums is not None and parameter.requires_grad and not sums.holds(parameter):
@@ -337,7 +336,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 return
         except RankLostError:
             # After the run, other ranks may have exited while a script saves a checkpoint.
-            if self._added_variables is not None:
+            if self._variables is not None:
                 raise
 
     # The run
@@ -368,9 +367,9 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             self._sums.close()
             self._sums = None
         super().teardown()
-        for name in self._added_variables or ():  # a running Horovod has read them
-            os.environ.pop(name, None)
-        self._added_variables = None
+        if self._variables is not None:
+            self._variables.restore()  # a running Horovod has read them
+        self._variables = None
 
 
 register_in_loaded_packages()  # a Trainer takes the name after this import

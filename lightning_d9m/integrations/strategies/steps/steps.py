@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -28,14 +27,12 @@ from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.steps.logged_values import LoggedValues
-from lightning_d9m.integrations.strategies.sums.accumulation import KeptGradients
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors
 from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.metric_states import MetricStates
 from lightning_d9m.integrations.strategies.sums.sandbox import Sandbox
 from lightning_d9m.integrations.trainer.lightning_private import (
     BEFORE_BATCH_TRANSFER,
-    accumulates_gradients,
     set_logged_batch,
     skips_backward,
 )
@@ -71,7 +68,6 @@ class LogicalSteps:
         logged: The values that logical ranks log.
         hooks: The hooks of the program that get a batch.
         sums: The sums of gradients; None outside a fit.
-        kept: The gradients of earlier batches, to which later ones are added.
         losses: The losses of the last training step, one for each logical rank of this process.
     """
 
@@ -108,8 +104,6 @@ class LogicalSteps:
         self._sandbox = Sandbox(
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
-        self.kept = KeptGradients(self._module.named_parameters())
-        self._accumulates = False
         self._ran = False
         self._place = ("train", 0, 0)
         self.losses: list[Tensor] = []
@@ -184,14 +178,17 @@ class LogicalSteps:
             SettingError: If the optimizer runs its closure twice, or there is no loss.
         """
         trainer, output = self._trainer, None
+        forward, count = skips_backward(trainer), trainer.accumulate_grad_batches
+        # In each step, since a GradientAccumulationScheduler changes the number between epochs.
+        if count != 1 and not forward:
+            raise SettingError(
+                f"accumulate_grad_batches is {count}, and a step of logical ranks already adds the "
+                f"gradients of several micro-batches: multiply logical_ranks by {count}, and leave "
+                "accumulate_grad_batches out."
+            )
         self._begin_training_step()
-        forward = skips_backward(trainer)
-        self._accumulates = not forward and accumulates_gradients(trainer)
         for rank, batch in self._pair(batches):
             self._clear_gradients()
-            # After the gradients are cleared: it sets those of the earlier batches of this logical
-            # rank.
-            self.kept.put_back(rank)
             output = self._run(step, rank, batch, args)
             loss = _find_loss(output)
             self.losses.append(loss.detach())
@@ -206,9 +203,8 @@ class LogicalSteps:
                 continue
             if rank == self.block[-1]:
                 break
-            if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-                self._clear_gradients()  # of a backward pass in the step, as Lightning does
-            backward(loss / trainer.accumulate_grad_batches)  # as Lightning divides the last one
+            self._clear_gradients()  # of a backward pass in the step, as Lightning does
+            backward(loss)
             self.take_gradients(rank)
         return output
 
@@ -230,10 +226,8 @@ class LogicalSteps:
         self.losses = []
 
     def take_gradients(self, rank: int) -> None:
-        """Add the gradients of a logical rank to the sums, or keep them if later batches add."""
-        if self._accumulates:
-            self.kept.keep(rank)
-        elif rank == self.block[-1]:
+        """Add the gradients of a logical rank to the sums."""
+        if rank == self.block[-1]:
             self.sums.finish(rank)
         else:
             self.sums.set_aside(rank)
@@ -250,10 +244,6 @@ class LogicalSteps:
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context of a backward pass, which overlaps the sums before a step."""
-        return nullcontext() if self._accumulates else self.sums.backward()
-
     def _run_batch(self, run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run Lightning's optimization of a batch, and return what ``on_train_batch_end`` gets.
 
@@ -265,11 +255,9 @@ class LogicalSteps:
         if self._output is None:
             return outputs
         output, self._output = self._output, None
-        trainer = self._trainer
-        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        # As Lightning makes the output of the last micro-batch, so that hooks find a dict with the
-        # divided loss.
-        result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
+        kind = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        # As Lightning makes the output of the last micro-batch, so that hooks find a dict.
+        result = kind.from_training_step_output(output)
         return dict(result.asdict())
 
     def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
@@ -301,8 +289,6 @@ class LogicalSteps:
     def discard(self) -> None:
         """Forget the step after an exception."""
         self.logical_rank = None
-        # A later fit begins without the gradients of a batch whose step failed.
-        self.kept.clear()
         if self.sums is not None:
             self.sums.discard()
 

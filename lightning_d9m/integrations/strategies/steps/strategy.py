@@ -333,7 +333,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        if self.sums is None:
+        if self.gradient_sums is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         # Before `post_backward`, which calls `on_after_backward`.
@@ -343,20 +343,21 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         return loss
 
     @property
-    def sums(self) -> Any:
+    def gradient_sums(self) -> Any:
         """The sums of the next backward pass; None if its gradients are not summed."""
-        return self.logical_steps
+        return None if self.logical_steps is None else self.logical_steps.sums
 
     def finish_gradients(self) -> None:
         """Sum the gradients, after the last backward pass of a step."""
+        assert self.logical_steps is not None, "only then there are sums"
         with self.naming_lost("the sum of gradients"):
-            self.sums.take_gradients(self.block[-1])
+            self.logical_steps.take_gradients(self.block[-1])
 
     def run_backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kw: Any) -> Tensor:
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        with self.sums.backward():
+        with self.gradient_sums.backward():
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 

@@ -137,6 +137,7 @@ class MetricStates:
         for metric in self._metrics if metrics is None else metrics:
             for name, value in self._get(metric, logical_rank).items():
                 setattr(metric, name, value)
+            # `compute` would return what it has kept of another logical rank.
             metric._computed = None  # noqa: SLF001 - of torchmetrics, which has no setter
 
     def leave(self, logical_rank: int, metrics: list[Any] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,9 @@ from lightning_d9m.integrations.strategies.sums.collectives import move_tensors,
 from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
+# A comparison reads and copies all weights, which would cost too much in each step. A program that
+# changes trained weights in its steps does so from the first ones on; a first change later is an
+# error, since the value before is not known.
 _COMPARED_STEPS = 2
 _NUMBERS = (int, float, complex)
 _PAIR = 2
@@ -330,9 +333,7 @@ class Sandbox:
             # Such as weights of samples, by the number of the sample. Equal values of several ranks
             # may be those of a counter, to which each has added.
             single = {path for path in differing if len(tokens[path]) == 1}
-            gathered = self._gather_entries(records, single)
-            differing = [path for path in differing if path not in gathered]
-            self._keep_first(records, differing, stage)
+            self._settle(records, differing, single, stage)
         if self._shared:
             changes = records[self._block.start].changes
             alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
@@ -345,81 +346,80 @@ class Sandbox:
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
 
-    def _gather_entries(self, records: dict[int, _Record], paths: set[str]) -> set[str]:
-        """Set the entries of dicts that one logical rank has changed; return their paths.
+    def _settle(
+        self, records: dict[int, _Record], paths: list[str], single: set[str], stage: str
+    ) -> None:
+        """Merge values that differ, alike on all processes.
 
-        Those whose values cannot be sent are left out.
+        Elements of tensors, and entries of dicts, that one logical rank has written are kept. Of
+        anything else it is the value of logical rank 0, or that before the step.
+
+        Raises:
+            SettingError: If that cannot be sent.
         """
-        entries = dict[str, list[Any]]()
-        for record in records.values():
-            for path, change in record.changes.items():
-                if path in paths and change.node.kind is DICT:
-                    entries |= _make_plain([change])[1]
-        parts = self._processes.gather_values(entries) if self._shared else [entries]
-        for path, content in (entry for part in parts for entry in part.items()):
-            self._apply(path, content)
-        return {path for part in parts for path in part}
-
-    def _apply(self, path: str, content: list[Any]) -> None:
-        """Set a value that ``_make_plain`` has returned."""
-        key, place, removed, value = content
-        node = self._watch.paths[place]
-        made = MISSING if removed else move_tensors(value, self._module)
-        _Change(path, node, key, made, "").apply()
-
-    def _keep_first(self, records: dict[int, _Record], paths: list[str], stage: str) -> None:
-        """Set values that differ to those of logical rank 0, or to those before the step."""
+        here = {
+            rank: {
+                path: _offer(record.changes[path], first=rank == 0, single=path in single)
+                for path in paths
+                if path in record.changes
+            }
+            for rank, record in records.items()
+        }
+        offers = _turn(self._processes.gather_values(here) if self._shared else [here])
         changes = {
             path: change for record in records.values() for path, change in record.changes.items()
         }
-        paths = self._gather_written(records, paths)
-        first = records[0].changes if self._block.start == 0 else {}
-        unknown, received = _make_plain([first[path] for path in paths if path in first])
-        if self._shared:
-            unknown, received = self._processes.gather_values((unknown, received))[0]
-        if unknown:
-            raise SettingError(
-                f"A step changes {unknown!r}, and not alike on all logical ranks, so its value is "
-                "sent to the other processes, but it is none of the numbers, strings, tensors, "
-                "arrays and containers of these that can be sent: keep the parts of the object."
-            )
         for path in paths:
-            change = changes.get(path)
-            if change is None or not change.token.startswith("buffer"):
-                self._report(path, change, stage)
-        for path in paths if self._block.start else ():
-            if path in received:
-                self._apply(path, received[path])
-            elif path in changes:
-                changes[path].put_back()
+            by_rank, change = offers[path], changes.get(path)
+            forms, first = {offer[0] for offer in by_rank.values()}, by_rank.get(0, [""])
+            if forms == {"entry"}:
+                for offer in by_rank.values():
+                    self._apply(path, offer)
+            elif forms == {"written"}:
+                self._write(path, by_rank)
+            elif first[0] == "unknown":
+                raise SettingError(
+                    f"A step changes {path!r}, and not alike on all logical ranks, so its value is "
+                    "sent to the other processes, but it is none of the numbers, strings, tensors, "
+                    "arrays and containers of these that can be sent: keep the parts of the object."
+                )
+            else:
+                if change is None or not change.token.startswith("buffer"):
+                    self._report(path, change, stage)
+                if first[0] == "written":
+                    self._write(path, {0: first})
+                elif first[0] and self._block.start:
+                    self._apply(path, first)
+                elif change is not None and self._block.start:
+                    change.put_back()
 
-    def _gather_written(self, records: dict[int, _Record], paths: list[str]) -> list[str]:
-        """Write to tensors what each logical rank wrote to them; return the other paths.
+    def _apply(self, path: str, offer: list[Any]) -> None:
+        """Set a value that a logical rank has offered."""
+        _, key, place, removed, value = offer
+        made = MISSING if removed else move_tensors(value, self._module)
+        _Change(path, self._watch.paths[place], key, made, "").apply()
+
+    def _write(self, path: str, by_rank: dict[int, list[Any]]) -> None:
+        """Write to a tensor what each logical rank wrote to it.
 
         Raises:
             SettingError: If logical ranks wrote different values to an element.
         """
-        here = {rank: dict(_list_written(record, paths)) for rank, record in records.items()}
-        parts = self._processes.gather_values(here) if self._shared else [here]
-        found = _turn(parts).items()
-        written = {path: by_rank for path, by_rank in found if None not in by_rank.values()}
-        for path, by_rank in written.items():
-            node = self._watch.paths[path]
-            merged = _find_tensor(node.content).flatten().clone()
-            taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
-            for rank in sorted(by_rank):
-                places, values = move_tensors(by_rank[rank], self._module)
-                again = taken[places]
-                if not equal_bits(merged[places][again], values[again]):
-                    raise SettingError(
-                        f"The logical ranks write different values to the same elements of "
-                        f"{path!r}, of which each process of DDP has its own: register it as a "
-                        "buffer, which is that of logical rank 0, append to a list, which gets "
-                        "the values of all, or train without logical_ranks."
-                    )
-                merged[places], taken[places] = values, True
-            node.kind.write(node.owner, merged.reshape(node.content.shape))
-        return [path for path in paths if path not in written]
+        node = self._watch.paths[path]
+        merged = _find_tensor(node.content).flatten().clone()
+        taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
+        for rank in sorted(by_rank):
+            _, places, values = move_tensors(by_rank[rank], self._module)
+            again = taken[places]
+            if not equal_bits(merged[places][again], values[again]):
+                raise SettingError(
+                    f"The logical ranks write different values to the same elements of "
+                    f"{path!r}, of which each process of DDP has its own: register it as a "
+                    "buffer, which is that of logical rank 0, append to a list, which gets "
+                    "the values of all, or train without logical_ranks."
+                )
+            merged[places], taken[places] = values, True
+        node.kind.write(node.owner, merged.reshape(node.content.shape))
 
     def _report(self, path: str, change: _Change | None, stage: str) -> None:
         value = None if change is None else change.value
@@ -455,44 +455,36 @@ class Sandbox:
                     node.owner.setdefault(key, value)
 
 
-def _make_plain(changes: list[_Change]) -> tuple[str, dict[str, list[Any]]]:
-    """Return the path of a value that cannot be sent, or what other processes make of them all."""
-    plain_changes = {}
-    for change in changes:
-        removed = change.value is MISSING
-        plain = None if removed else change.value
-        try:
-            if not isinstance(plain, Tensor):
-                encode_plain(plain)
-        except SettingError:
-            return change.path, {}
-        plain_changes[change.path] = [change.key, change.node.path, removed, plain]
-    return "", plain_changes
+def _offer(change: _Change, *, first: bool, single: bool) -> list[Any]:
+    """Return what other processes may make of a change that differs.
 
-
-def _list_written(record: _Record, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the places and values that a logical rank wrote to tensors, by path.
-
-    Of a change of another kind, or of a single number, they are None.
+    It begins with ``"written"``, and has the places and values that were written to a tensor; or
+    with ``"entry"`` of a dict or the ``"first"`` value, that of logical rank 0, and has what
+    ``_apply`` needs; with ``"unknown"`` if the latter cannot be sent; or with nothing.
     """
-    for path in paths:
-        if (change := record.changes.get(path)) is None:
-            continue
-        if change.key:
-            yield path, None
-            continue
-        now, before = change.value, change.node.content
-        both = [each for each in map(_find_tensor, (now, before)) if each is not None]
+    if change.key is None and change.token[:6] != "buffer":
+        found = map(_find_tensor, (change.value, change.node.content))
+        both = [each for each in found if each is not None]
         forms = {
             (each.shape, each.dtype, each.layout is torch.strided or id(each)) for each in both
         }
-        if len(both) * len(forms) != _PAIR or both[0].numel() == 1 or change.token[:6] == "buffer":
-            yield path, None
-            continue
-        flat = [each.flatten() for each in both]
-        bits = [each.view(torch.uint8).reshape(len(each), -1) for each in flat]
-        places = (bits[0] != bits[1]).any(1).nonzero().flatten()
-        yield path, [places, flat[0][places]]
+        # A single number may be a counter, to which each has added.
+        if len(both) * len(forms) == _PAIR and both[0].numel() > 1:
+            flat = [each.flatten() for each in both]
+            bits = [each.view(torch.uint8).reshape(len(each), -1) for each in flat]
+            places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+            return ["written", places, flat[0][places]]
+    is_entry = single and change.node.kind is DICT
+    if not (is_entry or first):
+        return [""]
+    removed = change.value is MISSING
+    plain = None if removed else change.value
+    try:
+        if not isinstance(plain, Tensor):
+            encode_plain(plain)
+    except SettingError:
+        return ["unknown" if first else ""]
+    return ["entry" if is_entry else "first", change.key, change.node.path, removed, plain]
 
 
 def _find_tensor(value: object) -> Any:

@@ -13,6 +13,7 @@ from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 
 # torch's numbers of the reductions.
 _NONE, _MEAN = 0, 1
+# The length decides where partial results are joined, and so the bits: it must not change.
 _SCANNED = 2**11  # elements of a row that one block scans
 
 

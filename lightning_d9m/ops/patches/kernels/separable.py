@@ -68,6 +68,8 @@ def find_taps(forward: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype
         inputs, outputs, weights = _probe(forward, centers, size, period, torch.float64)
         # An input that was taken for another one gives other sums.
         sums = torch.zeros_like(expected).index_add_(1, outputs, weights * samples[:, inputs])
+        # Samples are below 1, and so are most sums of weights: roundings of float64 are far below
+        # this, and a tap at a wrong place is far above.
         if period == size or torch.allclose(sums, expected, rtol=0, atol=1e-9):
             break
         period = min(2 * period, size)

@@ -21,12 +21,16 @@ from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
 @jit()
 def read_exponents(values):
     """Return the biased exponents of float64 numbers."""
+    # The exponent has the 11 bits between the sign and the 52 bits of the significand.
     return ((tl.cast(values, tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
 
 
 @jit()
 def round_to(values, last):
     """Round float64 numbers to multiples of ``2**(last - 1023)``, by a constant."""
+    # The last bit of 1.5 * 2**52 units is one unit, so that the addition rounds to units, and the
+    # subtraction is exact. With 1.5 in place of 1 a negative number stays in the binary order of
+    # the constant.
     exponents = tl.maximum(last + 52, 1).to(tl.int64)
     constant = tl.cast((exponents << 52) | (1 << 51), tl.float64, bitcast=True)
     return (values + constant) - constant
@@ -43,32 +47,12 @@ _SIZES = ["steps_tap", "steps_batch", "steps_row", "steps_column", "terms", "slo
 
 @jit(*_SIZES, "rows", "inner", "group", "size")
 def accumulate_terms(
-    out,
-    values,
-    weights,
-    index,
-    sums,
-    steps_tap,
-    steps_batch,
-    steps_row,
-    steps_column,
-    terms,
-    slots,
-    count,
-    rows,
-    inner,
-    group,
-    size,
-    TAPS: tl.constexpr,
-    PIECES: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    INCLUDE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    PHASE: tl.constexpr,
-    WIDE: tl.constexpr,
+    out, values, weights, index, sums,
+    steps_tap, steps_batch, steps_row, steps_column, terms, slots, count, rows, inner, group, size,
+    TAPS: tl.constexpr, PIECES: tl.constexpr, WEIGHTED: tl.constexpr, INCLUDE: tl.constexpr,
+    BITS: tl.constexpr, LEAST: tl.constexpr, PHASE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Run a phase: 0 raises the exponents, 1 adds the pieces of the terms, 2 rounds the sums.
 
     The terms are the values times their weights, then what is in ``out``. The exponents follow the
@@ -84,11 +68,8 @@ def accumulate_terms(
     if PHASE == 2:
         round_sums(out, tops, sums, element, slots, PIECES, INCLUDE, BITS, LEAST)
     else:
-        elements = terms
-        if INCLUDE:
-            elements = terms + slots
         given = element < terms
-        own = ~given & (element < elements)
+        own = ~given & (element < terms + slots * INCLUDE)
         line = element // inner
         batch = line // rows
         # The strides of the index: it may be the same for each batch, channel or column.
@@ -100,10 +81,7 @@ def accumulate_terms(
             key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
             key = tl.where(key < 0, key + count, key)
             mask = given & (key >= 0) & (key < count)
-            term = value.to(tl.float64)
-            if WEIGHTED:
-                weight = tl.load(weights + where, mask=mask, other=0.0)
-                term = (value.to(weight.dtype) * weight).to(tl.float64)
+            term = weigh(value, weights, where, mask, WEIGHTED)
             place = (batch * count + key) * inner + element % inner
             if tap == 0:
                 term = tl.where(own, kept.to(tl.float64), term)
@@ -113,18 +91,35 @@ def accumulate_terms(
             top = tl.load(tops + place, mask=mask, other=0, cache_modifier=".cg")
             top = tl.maximum(top, 0)
             if PHASE == 0:
-                # Exponents only grow: one that was read too early spares an atomic or not.
-                exponent = read_exponents(term)
-                higher = mask & (exponent > top)
-                tl.atomic_max(tops + place, exponent, mask=higher, sem="relaxed")
+                raise_exponents(tops + place, term, top, mask)
             else:
                 add_pieces(sums + place, term, top, mask, slots, size, PIECES)
             where += steps_tap
 
 
 @jit()
+def raise_exponents(tops, term, top, mask):
+    """Raise exponents to those of terms."""
+    # Exponents only grow: one that was read too early spares an atomic or not.
+    exponent = read_exponents(term)
+    tl.atomic_max(tops, exponent, mask=mask & (exponent > top), sem="relaxed")
+
+
+@jit()
+def weigh(value, weights, where, mask, WEIGHTED: tl.constexpr):
+    """Return values in float64, times their weights."""
+    if WEIGHTED:
+        weight = tl.load(weights + where, mask=mask, other=0.0)
+        value = value.to(weight.dtype) * weight
+    return value.to(tl.float64)
+
+
+@jit()
 def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
     """Add the pieces of terms to the sums of pieces, which are ``slots`` apart."""
+    # An infinity has the exponent 2047; 2046 is that of the greatest finite numbers.
+    # From 2**900 on, the constant of `round_to` might be infinite: such terms are scaled by 2**-64,
+    # and `round_sums` scales their sum back.
     top = tl.minimum(top, 2046)
     large = top >= 1923
     term = tl.where(large, term * 5.421010862427522e-20, term)  # 2**-64
@@ -137,6 +132,8 @@ def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
         # The first piece decides the sign of a zero; others that are zero change nothing.
         needed = mask if number == 0 else mask & (piece != 0)
         tl.atomic_add(sums, piece, mask=needed, sem="relaxed")
+        # A rest is at most half a unit, of either sign, so that later pieces have two bits more
+        # than the first one.
         last -= 54 - size
         sums += slots
 
@@ -144,6 +141,7 @@ def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
 @jit()
 def add(left, right):
     """Return the rounded sum and its error."""
+    # Knuth's two-sum: six operations that need not know which number is greater.
     total = left + right
     given = total - left
     return total, (left - (total - given)) + (right - given)
@@ -152,6 +150,8 @@ def add(left, right):
 @jit()
 def add_to_odd(left, right):
     """Return a sum whose last bit is 1 unless it is exact."""
+    # Of a sum that is rounded to odd, a later rounding to nearest gives what one rounding of the
+    # exact sum would have given, since it can be no tie unless it is exact.
     total, error = add(left, right)
     bits = tl.cast(total, tl.int64, bitcast=True)
     nearer = tl.where((error > 0) == (bits >= 0), bits + 1, bits - 1)
@@ -161,16 +161,9 @@ def add_to_odd(left, right):
 
 @jit()
 def round_sums(
-    out,
-    tops,
-    sums,
-    element,
-    slots,
-    PIECES: tl.constexpr,
-    INCLUDE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    out, tops, sums, element, slots,
+    PIECES: tl.constexpr, INCLUDE: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Write the sums of the pieces, rounded once. ``BITS`` is 0 for float64."""
     mask = element < slots
     last = sums + (PIECES - 1) * slots.to(tl.int64) + element
@@ -189,6 +182,7 @@ def round_sums(
         result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
     else:
         result = tl.where(zero, total, add_to_odd(total, tail))
+        # Below the least normal number of the format units do not shrink: its subnormal numbers.
         exponents = tl.maximum(read_exponents(result), LEAST + 1023)
         rounded = round_to(result, exponents - (BITS - 1))
         size = tl.cast(rounded, tl.int64, bitcast=True) & ~(-1 << 63)
@@ -238,18 +232,10 @@ def accumulate(out, index, values, weights, layout, pieces, form, include):
 
 @jit("inputs", "outputs", "inner", "elements")
 def apply_taps(
-    source,
-    out,
-    begins,
-    places,
-    weights,
-    inputs,
-    outputs,
-    inner,
-    elements,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, out, begins, places, weights,
+    inputs, outputs, inner, elements,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write into each input the weighted sum of its outputs, along the second of three axes."""
     first = tl.program_id(0)
     if WIDE:
@@ -322,13 +308,9 @@ def pad_position(position, slope, size, RULE: tl.constexpr):
 
 @jit()
 def find_neighbor(
-    coordinate,
-    size,
-    NUMBER: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    RULE: tl.constexpr,
-):
+    coordinate, size,
+    NUMBER: tl.constexpr, OFFSETS: tl.constexpr, FACTORS: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
     """Return a neighbor's place, its weight, and the weight's derivative by the coordinate."""
     dtype: tl.constexpr = coordinate.dtype
     rate = (size - 1 if RULE[3] else size).to(dtype)
@@ -356,30 +338,27 @@ def find_neighbor(
     return place.to(size.dtype), weight, change * slope
 
 
+@jit()
+def match_channels(total, source, given, mask, inside, channels, size, outputs):
+    """Add the products of what a neighbor has in each channel and of the gradient there."""
+    match = total
+    for _ in range(channels):
+        read = tl.load(source, mask=mask & inside, other=0.0).to(match.dtype)
+        match = match + read * tl.load(given, mask=mask, other=0.0).to(match.dtype)
+        source += size
+        given += outputs
+    return match
+
+
 _IMAGE = ["depth", "height", "width", "channels", "outputs", "elements"]
 
 
 @jit(*_IMAGE)
 def sample_image(
-    grid,
-    image,
-    gradients,
-    out,
-    index,
-    weights,
-    depth,
-    height,
-    width,
-    channels,
-    outputs,
-    elements,
-    DIMS: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    RULE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grid, image, gradients, out, index, weights, depth, height, width, channels, outputs, elements,
+    DIMS: tl.constexpr, OFFSETS: tl.constexpr, FACTORS: tl.constexpr, RULE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the gradient of each sample with respect to its coordinates, and its neighbors."""
     first = tl.program_id(0)
     if WIDE:
@@ -388,16 +367,12 @@ def sample_image(
     sample = first * BLOCK + tl.arange(0, BLOCK)
     mask = sample < elements
     dtype: tl.constexpr = weights.dtype.element_ty
-    size = depth * height * width
+    size, plane = depth * height * width, sample // outputs * channels
     x = tl.load(grid + sample * DIMS, mask=mask, other=0.0).to(dtype)
     y = tl.load(grid + sample * DIMS + 1, mask=mask, other=0.0).to(dtype)
-    z = y
-    if DIMS == 3:
-        z = tl.load(grid + sample * DIMS + 2, mask=mask, other=0.0).to(dtype)
-    plane = sample // outputs * channels
-    total_x = tl.zeros([BLOCK], dtype)
-    total_y = total_x
-    total_z = total_x
+    z = tl.load(grid + sample * DIMS + (DIMS - 1), mask=mask, other=0.0).to(dtype)  # or y again
+    zero = tl.zeros([BLOCK], dtype)
+    total_x, total_y, total_z = zero, zero, zero
     where = sample
     for number in tl.static_range(len(OFFSETS) ** DIMS):
         place_x, weight_x, slope_x = find_neighbor(
@@ -408,7 +383,7 @@ def sample_image(
         )
         inside = (place_x >= 0) & (place_x < width) & (place_y >= 0) & (place_y < height)
         place = place_y * width + place_x
-        weight_z, slope_z = tl.full([BLOCK], 1.0, dtype), total_x
+        weight_z, slope_z = tl.full([BLOCK], 1.0, dtype), zero
         if DIMS == 3:
             place_z, weight_z, slope_z = find_neighbor(
                 z, depth, number // len(OFFSETS) // len(OFFSETS), OFFSETS, FACTORS, RULE
@@ -421,12 +396,7 @@ def sample_image(
         if not RULE[0]:
             source = image + plane * size + tl.where(inside, place, 0)
             given = gradients + plane * outputs + sample % outputs
-            match = tl.zeros([BLOCK], dtype)
-            for _ in range(channels):
-                read = tl.load(source, mask=mask & inside, other=0.0).to(dtype)
-                match += read * tl.load(given, mask=mask, other=0.0).to(dtype)
-                source += size
-                given += outputs
+            match = match_channels(zero, source, given, mask, inside, channels, size, outputs)
             total_x = total_x + tl.where(inside, match * (weight_z * weight_y * slope_x), 0.0)
             total_y = total_y + tl.where(inside, match * (weight_z * slope_y * weight_x), 0.0)
             total_z = total_z + tl.where(inside, match * (slope_z * weight_y * weight_x), 0.0)

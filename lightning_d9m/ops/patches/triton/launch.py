@@ -27,6 +27,7 @@ _BLOCK = 128  # elements of a program of four warps
 _MARGIN = 4096  # elements by which the last program, which has whole blocks, may pass the last one
 _SLICE = 2**18  # elements of a program of torch ops: a few of their tensors fit a processor's cache
 _device_types = {"cuda"}  # tests add "cpu", where Triton's interpreter runs the kernels
+# Both last as long as the process: a kernel that failed once would fail, and warn, in each step.
 _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device, torch.dtype]] = set()
 _load = cache(lambda path: resolve_name(path if "." in path else f"{__package__}.{path}"))
