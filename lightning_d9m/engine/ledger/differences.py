@@ -409,10 +409,12 @@ def _group_tables(
 ) -> dict[str, tuple[Table, Table]]:
     """Return the digests of two records by group."""
     named = [getattr(record, "groups", {}) for record in (expected, actual)]
-    chosen = [_choose_totals(expected, actual), _choose_totals(actual, expected)]
+    known = (expected.totals, actual.totals)
     tables: dict[str, tuple[Table, Table]] = {}
-    for group in dict.fromkeys((*GROUPS, *named[0], *chosen[0], *named[1], *chosen[1])):
-        totals = [{_TOTAL: table[group]} if group in table else {} for table in chosen]
+    for group in dict.fromkeys((*GROUPS, *named[0], *known[0], *named[1], *known[1])):
+        totals = [{_TOTAL: table[group]} if group in table else {} for table in known]
+        if group in COMMITTED and not all(totals):
+            continue  # the other run was not recorded for a proof
         one, other = (groups.get(group, {}) for groups in named)
         if (group in named[0]) != (group in named[1]) and all(totals):
             tables[group] = totals[0], totals[1]  # one record has no names
@@ -420,13 +422,6 @@ def _group_tables(
         elif one or other or group not in named[0] or totals[0] != totals[1]:
             tables[group] = {**one, **totals[0]}, {**other, **totals[1]}
     return tables
-
-
-def _choose_totals(
-    record: Digests | StepDigests, other: Digests | StepDigests
-) -> Mapping[str, str]:
-    """Return the totals without those of a proof that the other run was not recorded for."""
-    return {n: t for n, t in record.totals.items() if n in other.totals or n not in COMMITTED}
 
 
 def _batch_difference(expected: Batch, actual: Batch) -> Divergence:

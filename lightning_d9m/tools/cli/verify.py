@@ -108,12 +108,9 @@ def _verify_verdict(arguments: argparse.Namespace) -> int:
         raise SettingError(f"Name the proof that {path} is on: d9m verify {path} proof.json")
     said, problems = check_verdict(path, proof, arguments.signer, arguments.choose)
     facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "says": said}
-    facts["problems"] = problems
-    lines = [
-        *(problems or [f"{path} is a verdict that {proof} holds: {said}."]),
-        *([] if arguments.signer else [UNSIGNED]),
-    ]
-    print_result(arguments.format, facts, wrap_on_terminal(lines))
+    lines = problems or [f"{path} is a verdict that {proof} holds: {said}."]
+    lines = lines if arguments.signer else [*lines, UNSIGNED]
+    print_result(arguments.format, facts | {"problems": problems}, wrap_on_terminal(lines))
     return int(bool(problems))
 
 
