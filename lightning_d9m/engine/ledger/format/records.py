@@ -122,6 +122,7 @@ class RecordPart(Struct, frozen=True, forbid_unknown_fields=True):
             structs.force_setattr(self, name, shorter)
 
 
+# Without defaults, which most fields have: a run with probes writes a record for each batch.
 class Entry(RecordPart, frozen=True, tag_field="kind", omit_defaults=True):
     """A record. Fields that have their default are left out."""
 
