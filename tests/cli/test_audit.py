@@ -22,7 +22,7 @@ def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
         for case in list_cases()
         if case.op == "index_put_accumulate" and case.parameters["values"] == 2_000_000
     )
-    conditions = measure_case(case, "cpu", "float32", 4, 60)
+    conditions = measure_case(case, "cpu", "float32", 4, 600)
     outputs = {condition: entry["spread"]["distinct"] for condition, entry in conditions.items()}
     assert outputs.pop("default") > 1
     assert outputs == {"deterministic": 1, "patched": 1, "oracle": 1}

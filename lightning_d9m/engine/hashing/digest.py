@@ -43,6 +43,7 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
     Raises:
         DigestError: The tensor owns no memory, or its bytes have no defined order.
     """
+    # A subclass first: one that wraps others has a shape and a layout, and no bytes of its own.
     if type(tensor) not in ORDINARY:
         other = _flatten_subclass(tensor)
         if other is not None:
@@ -294,7 +295,7 @@ class DigestQueue:
         """Append a tensor's dense tensors to ``dense``; return the parts of its digest."""
         parts = flatten_tensor(tensor)
         if isinstance(parts, DenseTensor):
-            locate(parts.data)
+            locate(parts.data)  # raises for one without memory, before anything is appended
             dense.append(parts)
             return len(self._headers) + len(dense) - 1
         return self._plan_pieces(parts, dense)

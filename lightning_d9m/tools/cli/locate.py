@@ -128,8 +128,8 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         if found.op is not None and found.op.inputs_equal and found.op.generator_equal:
             yield from _describe_fix(found.op)
         yield from _label("new runs", found.agreement) if found.agreement else ()
-        # What is certain was found: the advice to look for it would not help.
-        if found.advice and not any(one.certainty == "certain" for one in named):
+        # What is certain, or has one right answer, was found: advice to look for it would not help.
+        if found.advice and not any(one.certainty == "certain" or one.edit for one in named):
             yield from _label("advice", found.advice)
     yield from wrap(describe_varying(found.varying_ops)) if found.varying_ops else ()
     for number, look in enumerate(found.looks):

@@ -189,7 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _FAILED if isinstance(error, CommandError) else _ERROR
     except KeyboardInterrupt:
         print("d9m: interrupted.", file=sys.stderr)
-        return 130
+        return 130  # 128 and the number of the signal, as a shell reports it
     except BrokenPipeError:
         # The reader of the pipe has exited (`d9m compare ... | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

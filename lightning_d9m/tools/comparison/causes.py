@@ -251,7 +251,7 @@ def _draws(op: str) -> bool:
 
     An operation that this process does not know, such as one of an extension, is not.
     """
-    import torch
+    import torch  # here, because `d9m compare` must not load it
 
     # Such as aten.mm.default:1, with the number of an output.
     namespace, _, name = op.partition(":")[0].partition(".")

@@ -8,7 +8,7 @@ from lightning_d9m.text import read_stanzas
 
 Severity = Literal["error", "warning", "note"]
 Certainty = Literal["certain", "depends"]
-CODE = 120
+CODE = 120  # a JSON of findings goes into logs; the place has the rest
 """Longest excerpt of code in a finding."""
 
 

@@ -33,7 +33,7 @@ GENERATOR_TAG = '<meta name="generator" content="lightning_d9m'
 # A browser lays out all rows of a table, and a model has up to a hundred thousand places. The first
 # rank that diverges shows what differs; those of the others share the second number.
 _MAX_ROWS_FIRST, _MAX_ROWS_OTHERS = 3_000, 1_000
-_MAX_SERIES = 24
+_MAX_SERIES = 24  # a program may log one value for each layer, and a row of each says little
 _MAX_LINES = 1_000
 _LONGEST = 400
 # What ran, by its name on the page.

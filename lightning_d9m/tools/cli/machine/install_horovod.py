@@ -19,7 +19,7 @@ from lightning_d9m.integrations.strategies.horovod.build import (
 from lightning_d9m.tools.launch.progress import StatusLine
 from lightning_d9m.tools.output.columns import print_result
 
-_TRIAL_SECONDS = 180
+_TRIAL_SECONDS = 180  # two processes import torch; one that cannot reach the other waits
 
 # Two processes, because one reduces nothing; integers, so that every order of the sum is exact.
 # `horovodrun --check-build` reports PyTorch even if the extension is missing.
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         _pip(*REQUIREMENTS)  # those that are installed stay as they are
         if done == "built":
             wheel = _build_into(folder, target, quiet=arguments.format == "json")
+        # Without an index: this wheel, which was built for this torch, and nothing newer.
         _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
         failure = _try_installed(target)
         if failure is not None:
@@ -129,6 +130,7 @@ def _pip(*arguments: str) -> None:
 
 def _try_installed(target: Target) -> str | None:
     """Reduce a tensor between two processes; return the problem, or None."""
+    # Of the user's variables one may choose another controller, and the trial would judge that.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "trial.py"

@@ -24,6 +24,7 @@ _OURS = {
     f"lightning_d9m.{name}"
     for name in ("DeterminismCallback", "enable", "deterministic", "HorovodDeterministicStrategy")
 }
+# Reported like a finding, as it needs the same names; the scan of all files then uses it.
 TURNED_ON = "turned-on"
 """Id of the note that deterministic algorithms are on; it is not a finding."""
 
