@@ -80,7 +80,7 @@ def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_proc
         train(source, tmp_path, 5, accepted_unknown=accepted)
 
 
-SAMPLES = "Data, '__getitem__'"
+SAMPLES, BATCHES = "Data, '__getitem__'", "Steering, 'on_before_zero_grad'"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,8 @@ SAMPLES = "Data, '__getitem__'"
         ("refused", "file", "a module", "Steering, 'on_train_batch_start'", {}, ""),
         ("refused", "range", "a dataset", SAMPLES, {"loading": "persistent workers"}, ""),
         ("said", "tensor", "a member", "Model, 'training_step'", {}, "max_steps"),
+        # Its order is drawn again from the start of the epoch.
+        ("refused", "list", "a sampler", BATCHES, {"loading": "new data"}, "killed"),
         # A file of the program that the class of the dataset leads to, too.
         ("equal", "objects", "a file", "Model, 'training_step'", {"saving": "the module"}, ""),
         # Whether it goes on when the loaders are loaded again, the next steps tell.
@@ -98,7 +100,8 @@ SAMPLES = "Data, '__getitem__'"
     ],
 )
 def test_forks_tell_what_becomes_of_a_program(tmp_path, word, kind, place, hook, draws, end):
-    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", 3, end)
+    step = 5 if end == "killed" else 3
+    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", step, end)
     assert found == word, error
 
 

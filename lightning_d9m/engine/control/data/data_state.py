@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
+from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
@@ -26,6 +27,8 @@ CHANGES, UNSAVED = "sampler", "unsaved"
 # The same of a loader's dataset and functions; and the paths of what only the log names: caches
 # that were filled, and what changes in a loader itself.
 DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# How many batches of the epoch were drawn, and the digest of what samplers had changed then.
+DRAWN = "drawn"
 # The paths of what nothing can read, such as an open database.
 UNKNOWN_DATA = "unknown"
 
@@ -100,6 +103,15 @@ class DataState:
                 key = UNSAVED_DATA if is_data else UNSAVED
                 states[LOGGED_DATA if is_data and path in changes.filled else key].append(path)
         return {key: own for key, own in states.items() if own}
+
+    def digest_samplers(self) -> str:
+        """Return the digest of what has changed in samplers; empty if nothing has."""
+        found = {
+            path: own
+            for _, each in self.samplers.values()
+            for path, own in each.capture()[0].items()
+        }
+        return digest_value(found) if found else ""
 
     def restore(self, states: Mapping[str, Any], key: str) -> None:
         """Write what ``capture`` returned into the samplers (``CHANGES``) or the others (``DATA``).
