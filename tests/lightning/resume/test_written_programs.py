@@ -33,6 +33,12 @@ EQUAL = [
     *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
     *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
     *(("date", "a callback"), ("frozen set", "a file"), ("uuid", "an array"), ("slice", "a list")),
+    *(
+        ("list", "a loader"),
+        ("list", "a cache"),
+        ("list", "a parameter"),
+        ("object", "the Trainer"),
+    ),
     *(("tensor", "a member"), ("structured", "a module"), ("frozen", "arguments")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
     *(
@@ -89,7 +95,14 @@ SAMPLES, BATCHES = "Data, '__getitem__'", "Steering, 'on_before_zero_grad'"
         ("equal", "list", "a module", "Model, 'training_step'", {}, "killed"),
         ("refused", "file", "a module", "Steering, 'on_train_batch_start'", {}, ""),
         ("refused", "range", "a dataset", SAMPLES, {"loading": "persistent workers"}, ""),
-        ("said", "tensor", "a parameter", "Model, 'training_step'", {}, "max_steps"),
+        (
+            "said",
+            "nothing",
+            "a list",
+            "torch.optim.lr_scheduler.LambdaLR, 'get_lr'",
+            {},
+            "max_steps",
+        ),
         # Its order is drawn again from the start of the epoch.
         ("refused", "list", "a sampler", BATCHES, {"loading": "new data"}, "killed"),
         # A file of the program that the class of the dataset leads to, too.

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
+from lightning_d9m.engine.control.data.resumable_sampler import (
+    list_controlled,
+    list_loader_attributes,
+)
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
 from lightning_d9m.engine.state.parts import is_of_lightning
@@ -32,8 +35,8 @@ DRAWN = "drawn"
 # The paths of what nothing can read, such as an open database.
 UNKNOWN_DATA = "unknown"
 
-LOADER = "loader"
-"""The name of a loader among the objects."""
+LOADER, ADDED = "loader", "loader.__dict__"
+"""The names, among the objects, of a loader of the program, and of the attributes of torch's."""
 _SAMPLER = "sampler"  # begins the names of samplers
 
 # A dataset of a library holds tables, schemas and locks, whose parts are no state of the order.
@@ -190,7 +193,8 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     is_sampler, is_data = name.startswith(_SAMPLER), not name.startswith((_SAMPLER, LOADER))
     # Samplers get their epoch from the loop that iterates them, data from the program.
     hidden = list_controlled(owner) - ({"epoch"} if is_data else set())
-    own = getattr(owner, "__dict__", {})
+    own: Any = owner if name == ADDED else getattr(owner, "__dict__", {})
+    hidden |= list_loader_attributes() if name == ADDED else set()
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
     if not is_sampler:
         left_out |= {*map(id, find_generators({name: owner}).values())}

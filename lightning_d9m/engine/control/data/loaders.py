@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.data_state import (
+    ADDED,
     CHANGES,
     DATA,
     DRAWN,
@@ -246,6 +247,8 @@ class ControlledLoader:
         samplers = find_samplers(loader)
         self._rankless = all(type(sampler) in RANKLESS for sampler in samplers)
         owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
+        if type(loader) is DataLoader:  # what the program has added; it is not kept alive
+            owners[ADDED] = vars(loader)
         # Persistent workers have a copy of a dataset with indices, which changes of the program do
         # not reach.
         if iterable or not (loader.num_workers and loader.persistent_workers):

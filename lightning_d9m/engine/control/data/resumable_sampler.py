@@ -261,10 +261,16 @@ def _links(holder: Any) -> Iterator[tuple[str, Any]]:
             yield name, kept
 
 
+def list_loader_attributes() -> set[str]:
+    """Return the attributes that torch's loaders have, and those that replace methods."""
+    loader = DataLoader(TensorDataset(torch.empty(1, device="cpu")))
+    return {*vars(loader), "_get_iterator", "_iterator"}
+
+
 def list_controlled(owner: Any) -> set[str]:
     """Return the attributes of a loader or sampler that are torch's, or set in each epoch."""
     if isinstance(owner, DataLoader):
-        return {*vars(DataLoader(TensorDataset(torch.empty(1, device="cpu")))), "_get_iterator"}
+        return list_loader_attributes()
     # What a sampler of a library draws from is data of the loader, which may be a long list.
     ours = set() if is_user_made([owner]) else {"data_source", "dataset"}
     ours |= {"seed"} if isinstance(owner, DistributedSampler) else set()
