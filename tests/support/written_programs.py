@@ -436,8 +436,9 @@ DRAWS = {
     },
 }
 # How the run ends from which another one resumes, besides that it trains to its end: killed by the
-# save, by ``max_epochs`` or by ``max_steps`` before one.
-ENDS = ("", "killed", "max_epochs", "max_steps")
+# save or a later one, by ``max_epochs`` or by ``max_steps`` before one.
+ENDS = ("", "killed", "killed later", "max_epochs", "max_steps")
+LATER = {2: 3, 3: 5, 9: 5, 8: 5, 5: 6, 7: 6, 6: 6}  # see ``Saver``
 # fmt: on
 HOOKS = [
     *(
@@ -555,7 +556,8 @@ def judge(source, folder, step, end=""):
     if end:
         shutil.rmtree(folder, ignore_errors=True)
         step = {"max_epochs": 3, "max_steps": 5}.get(end, step)
-        words = {"last": step} if end == "killed" else {"saved": step}
+        last = {"killed": step, "killed later": LATER[step]}.get(end)
+        words = {"last": last} if last else {"saved": step}
         options = {"max_epochs": {"max_epochs": 1}, "max_steps": {"max_steps": 5}}.get(end, {})
         in_fork(lambda: train(source, folder, options=options, **words))
 

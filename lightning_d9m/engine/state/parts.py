@@ -389,7 +389,10 @@ def _read_variables(owner: Any) -> dict[str, Any]:
         for place, part in enumerate(gc.get_referents(own))
         if isinstance(part, types.FunctionType | partial) and find_kind(part) is not None
     }
-    return {name: own for name, own in found.items() if _is_data(own)} | functions
+    members = {
+        f"{name}.__dict__": vars(own) for name, own in found.items() if isinstance(own, enum.Enum)
+    }
+    return {name: own for name, own in found.items() if _is_data(own)} | functions | members
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:

@@ -143,6 +143,8 @@ def walk(  # noqa: C901 - one loop, and what it keeps
         seen[id(value)] = value
         if leave_out is not None and leave_out(path, value):
             yield path, value, OPAQUE
+            if isinstance(value, Tensor):  # whose values another state has, and not its attributes
+                stack.append((f"{path}.__dict__", vars(value), TABLE))
             continue
         yield path, value, kind
         if kind is OPAQUE:
@@ -157,7 +159,8 @@ def _list_held(
     path: str, value: Any, kind: Kind | None
 ) -> Iterator[tuple[str, object, Kind | None]]:
     """Yield path, object and kind of what an object holds, the last first; None is found later."""
-    if kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__"):  # of a subclass
+    # Of a subclass of a container, or of a tensor.
+    if kind in (ITEMS, DICT, SET, TENSOR) and hasattr(value, "__dict__"):
         yield f"{path}.__dict__", vars(value), TABLE
     if isinstance(value, nn.Module):  # what their code keeps
         hooks = [hook for table in list_hooks(value) for hook in table.values()]
@@ -171,13 +174,19 @@ def _list_held(
     elif find_owner(value) is not None:
         yield f"{path}.__self__", find_owner(value), None
         yield f"{path}.__func__", getattr(value, "__func__", None), None
-    elif kind is OPAQUE and has_memory(value.__class__):
-        yield from _list_memory(path, value)
+    elif kind is OPAQUE:
+        yield from _list_closed(path, value)
 
 
-def _list_memory(path: str, value: Any) -> Iterator[tuple[str, object, Kind | None]]:
-    """Yield the program's objects in an object that is written in C, such as an iterator."""
+def _list_closed(path: str, value: Any) -> Iterator[tuple[str, object, Kind | None]]:
+    """Yield the program's functions in an object of a library, and its objects in one in C."""
     entered: list[Kind] = [ATTRIBUTES, FUNCTION, PARTIAL]
+    # The program's functions in objects of libraries, such as that of an `lru_cache`.
+    for name, part in getattr(value, "__dict__", {}).items():
+        if find_kind(part) in (FUNCTION, PARTIAL):
+            yield f"{path}.{name}", part, None
+    if not has_memory(value.__class__):
+        return
     held = [*read_memory_of(value)]
     if type(value).__module__ == "builtins":  # these hold what the program has given them
         entered += ITEMS, DICT, SET, OBJECTS, TENSOR, ARRAY, GENERATOR

@@ -33,7 +33,13 @@ EQUAL = [
     *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
     *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
     *(("date", "a callback"), ("frozen set", "a file"), ("uuid", "an array"), ("slice", "a list")),
-    *(("structured", "a module"), ("frozen", "arguments")),
+    *(
+        ("list", "a loader"),
+        ("list", "a cache"),
+        ("list", "a parameter"),
+        ("object", "the Trainer"),
+    ),
+    *(("tensor", "a member"), ("structured", "a module"), ("frozen", "arguments")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
     *(
         ("dict", "a schedule's closure"),
@@ -80,7 +86,7 @@ def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_proc
         train(source, tmp_path, 5, accepted_unknown=accepted)
 
 
-SAMPLES = "Data, '__getitem__'"
+SAMPLES, BATCHES = "Data, '__getitem__'", "Steering, 'on_before_zero_grad'"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,16 @@ SAMPLES = "Data, '__getitem__'"
         ("equal", "list", "a module", "Model, 'training_step'", {}, "killed"),
         ("refused", "file", "a module", "Steering, 'on_train_batch_start'", {}, ""),
         ("refused", "range", "a dataset", SAMPLES, {"loading": "persistent workers"}, ""),
-        ("said", "tensor", "a member", "Model, 'training_step'", {}, "max_steps"),
+        (
+            "said",
+            "nothing",
+            "a list",
+            "torch.optim.lr_scheduler.LambdaLR, 'get_lr'",
+            {},
+            "max_steps",
+        ),
+        # Its order is drawn again from the start of the epoch.
+        ("refused", "list", "a sampler", BATCHES, {"loading": "new data"}, "killed"),
         # A file of the program that the class of the dataset leads to, too.
         ("equal", "objects", "a file", "Model, 'training_step'", {"saving": "the module"}, ""),
         # Whether it goes on when the loaders are loaded again, the next steps tell.
@@ -98,7 +113,8 @@ SAMPLES = "Data, '__getitem__'"
     ],
 )
 def test_forks_tell_what_becomes_of_a_program(tmp_path, word, kind, place, hook, draws, end):
-    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", 3, end)
+    step = 5 if end == "killed" else 3
+    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", step, end)
     assert found == word, error
 
 

@@ -14,7 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
+from lightning_d9m.engine.control.data.resumable_sampler import (
+    list_controlled,
+    list_loader_attributes,
+)
+from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
@@ -26,11 +30,13 @@ CHANGES, UNSAVED = "sampler", "unsaved"
 # The same of a loader's dataset and functions; and the paths of what only the log names: caches
 # that were filled, and what changes in a loader itself.
 DATA, UNSAVED_DATA, LOGGED_DATA = "data", "unsaved data", "logged data"
+# How many batches of the epoch were drawn, and the digest of what samplers had changed then.
+DRAWN = "drawn"
 # The paths of what nothing can read, such as an open database.
 UNKNOWN_DATA = "unknown"
 
-LOADER = "loader"
-"""The name of a loader among the objects."""
+LOADER, ADDED = "loader", "loader.__dict__"
+"""The names, among the objects, of a loader of the program, and of the attributes of torch's."""
 _SAMPLER = "sampler"  # begins the names of samplers
 
 # A dataset of a library holds tables, schemas and locks, whose parts are no state of the order.
@@ -100,6 +106,15 @@ class DataState:
                 key = UNSAVED_DATA if is_data else UNSAVED
                 states[LOGGED_DATA if is_data and path in changes.filled else key].append(path)
         return {key: own for key, own in states.items() if own}
+
+    def digest_samplers(self) -> str:
+        """Return the digest of what has changed in samplers; empty if nothing has."""
+        found = {
+            path: own
+            for _, each in self.samplers.values()
+            for path, own in each.capture()[0].items()
+        }
+        return digest_value(found) if found else ""
 
     def restore(self, states: Mapping[str, Any], key: str) -> None:
         """Write what ``capture`` returned into the samplers (``CHANGES``) or the others (``DATA``).
@@ -178,7 +193,8 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
     is_sampler, is_data = name.startswith(_SAMPLER), not name.startswith((_SAMPLER, LOADER))
     # Samplers get their epoch from the loop that iterates them, data from the program.
     hidden = list_controlled(owner) - ({"epoch"} if is_data else set())
-    own = getattr(owner, "__dict__", {})
+    own: Any = owner if name == ADDED else getattr(owner, "__dict__", {})
+    hidden |= list_loader_attributes() if name == ADDED else set()
     left_out = {*others, *(id(own[key]) for key in hidden & own.keys())}
     if not is_sampler:
         left_out |= {*map(id, find_generators({name: owner}).values())}

@@ -31,6 +31,7 @@ from lightning_d9m.engine.state.parts import (
     find_kind,
     find_owner,
     is_of_lightning,
+    is_of_program,
 )
 from lightning_d9m.engine.state.plain_data import pack_bytes, unpack_bytes
 from lightning_d9m.integrations.lightning.resume.logged import list_reset
@@ -184,8 +185,9 @@ class Program(Part):
             return False
         if id(value) in self._left_out or isinstance(value, _LOADING):
             return True
-        if path.startswith("trainer.") and find_kind(value) in (ATTRIBUTES, OPAQUE):
-            return True  # loggers, say: of the Trainer only data are the program's
+        own = is_of_program(type(value)) and not any(map(is_of_lightning, type(value).__mro__))
+        if path.startswith("trainer.") and not own and find_kind(value) in (ATTRIBUTES, OPAQUE):
+            return True  # such as loggers
         if path.startswith(OPTIMIZERS) and isinstance(value, Optimizer):
             return True  # the one that holds it saves its state, which is compared
         if self._sharded and value is not self._module and isinstance(value, nn.Module | Tensor):
