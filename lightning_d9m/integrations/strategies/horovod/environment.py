@@ -102,7 +102,11 @@ def list_variables(stall_seconds: float) -> list[Variable]:
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):  # that horovodrun has found
         free["GLOO_SOCKET_IFNAME"] = interface
     # Any value is allowed: these change no result.
-    return [*PINNED, *CHOSEN, *(Variable(name, value, "", lambda _: True) for name, value in free.items())]
+    return [
+        *PINNED,
+        *CHOSEN,
+        *(Variable(name, value, "", lambda _: True) for name, value in free.items()),
+    ]
 
 
 def connect_store(hvd: Any, timeout: timedelta) -> Any:
