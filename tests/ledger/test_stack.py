@@ -182,3 +182,22 @@ def test_the_compilers_cache_and_settings(monkeypatch, tmp_path):
     with config.patch(max_autotune=not config.max_autotune):
         found = stack_differences(first, capture_compiler())
     assert [entry[0] for entry in found] == ["flag.inductor.max_autotune"]
+
+
+@pytest.mark.parametrize("name", [*stack_module._NAMED, stack_module._USER])
+def test_other_content_is_a_difference_and_another_path_is_none(name, tmp_path, monkeypatch):
+    # The machine's own files are hidden.
+    monkeypatch.setattr(stack_module, "_SYSTEM", str(tmp_path / "nccl.conf"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in (*stack_module._NAMED, stack_module._USER):
+        monkeypatch.delenv(variable, raising=False)
+    stacks = []
+    for file, text in (("secret-one", "0 1 2"), ("secret-two", "0 1 2"), ("other", "0 2 1")):
+        (tmp_path / file).write_text(f"<ring>{text}</ring>")
+        monkeypatch.setenv(name, str(tmp_path / file))
+        stacks.append(capture_stack())
+    assert stack_differences(stacks[0], stacks[1]) == []
+    ((field, before, after),) = stack_differences(stacks[0], stacks[2])
+    assert field == f"file.{name}"
+    assert before != after
+    assert "secret" not in str(stacks)

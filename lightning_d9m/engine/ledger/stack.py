@@ -64,6 +64,7 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
     present = dict(os.environ)
     names = " ".join(_VARIABLES["variables"]).split()
     stack |= {f"variable.{name}": _bounded(present[name]) for name in names if name in present}
+    stack |= capture_nccl_files()
     return stack | {name: _bounded(value) for name, value in (extra or {}).items()}
 
 
@@ -328,3 +329,23 @@ def _read_cxx() -> str | None:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603 - torch named it
         return text.partition("\n")[0][:256]
     return None
+
+
+# The links of the devices, the rings and trees between them, and the limits of each algorithm.
+_NAMED = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_TUNER_CONFIG_FILE")
+_USER, _SYSTEM = "NCCL_CONF_FILE", "/etc/nccl.conf"  # lines of VARIABLE=VALUE
+
+
+def capture_nccl_files() -> dict[str, str]:
+    """Return the hash of each file that NCCL reads, by dotted name.
+
+    A file that does not exist, or cannot be read, has no entry: NCCL continues without it.
+    """
+    hashes = {}
+    paths = {name: os.environ[name] for name in _NAMED if os.environ.get(name)}
+    paths |= {_USER: os.environ.get(_USER) or "~/.nccl.conf", "nccl.conf": _SYSTEM}
+    for name, path in paths.items():
+        with suppress(OSError, RuntimeError):  # there may be no home
+            content = Path(path).expanduser().read_bytes()
+            hashes[f"file.{name}"] = blake2b(content, digest_size=8).hexdigest()
+    return hashes
