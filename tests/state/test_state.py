@@ -170,7 +170,7 @@ def test_what_was_disturbed_is_found_put_back_and_written_into_objects_made_alik
     owner.itself = owner
     other = copy.deepcopy(owner)
     before, digest = Watch({"owner": owner}), digest_object(owner)
-    here, there = watch(owner), watch(other)
+    here, there, copies = watch(owner), watch(other), watch(owner, copies=True)
     at_first, unknown = here.capture()
     assert not unknown
     # Generators are there in any case.
@@ -188,6 +188,8 @@ def test_what_was_disturbed_is_found_put_back_and_written_into_objects_made_alik
     assert bool(captured != at_first or unknown) == bool(found)
     assert there.restore(captured, torch.device("cpu")) == []
     assert unknown or digest_object(owner) == digest_object(other)
+    copies.undo(at_first, copies.capture()[0])
+    assert unknown or before.find_changed() == []
     for node in before.nodes.values():
         node.kind.write(node.owner, node.content)
     assert before.find_changed() == []

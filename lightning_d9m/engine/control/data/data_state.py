@@ -134,6 +134,11 @@ class DataState:
                 stacklevel=2,
             )
 
+    def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Restore what differs in samplers between two captures and has not changed since."""
+        for _, changes in self.samplers.values():
+            changes.undo(_unpack(before, CHANGES), _unpack(after, CHANGES))
+
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
         for _, changes in self.data.values():
@@ -216,7 +221,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         owners,
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
-        limited=not is_sampler,
+        copies=is_sampler,
         namespaces=not is_sampler,
     )
 
