@@ -75,24 +75,15 @@ _BIT_GENERATORS = {
         np.random.SFC64,
     )
 }
-# Immutable values of the standard library by the names of their types, and of what they are made.
-# `Fraction` computes, for minutes, what a text says.
+# Immutable values of the standard library, by the names of their types, and what they are made of.
+# `Fraction` is missing: it would compute for minutes what a text of a file says.
+_REDUCED = (date, datetime, time, timedelta, timezone, Decimal, range, slice)
 _MADE_OF: dict[str, tuple[Any, Callable[[Any], Iterable[Any]]]] = {
-    kind.__name__: (kind, read)
-    for kind, read in (
-        *(
-            (kind, lambda own: own.__reduce_ex__(2)[1])
-            for kind in (date, datetime, time, timedelta)
-        ),
-        *(
-            (kind, lambda own: own.__reduce_ex__(2)[1])
-            for kind in (timezone, Decimal, range, slice)
-        ),
-        (frozenset, lambda own: [{*own}]),
-        (UUID, lambda own: [own.hex]),
-    )
+    **{kind.__name__: (kind, lambda own: own.__reduce_ex__(2)[1]) for kind in _REDUCED},
+    "frozenset": (frozenset, lambda own: [{*own}]),
+    "UUID": (UUID, lambda own: [own.hex]),
 }
-_MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
+_MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError)
 
 
 class Change(NamedTuple):
