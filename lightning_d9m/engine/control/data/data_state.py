@@ -76,18 +76,17 @@ class DataState:
             for state in earlier
             for own, changes in (*state.data.values(), *state.samplers.values())
         }
-        named = {f"{_SAMPLER}{number or ''}": own for number, own in enumerate(samplers)}
         others = {*map(id, owners.values()), *map(id, samplers), *known}
-        self.data, self.samplers = (
-            {
+
+        def watch(named: Mapping[str, object]) -> dict[str, tuple[object, Changes]]:
+            return {
                 name: (own, watched.get(id(own)) or _watch(name, own, others))
-                for name, own in each.items()
+                for name, own in named.items()
             }
-            for each in (
-                {name: own for name, own in owners.items() if not hasattr(own, "load_state_dict")},
-                named,
-            )
-        )
+
+        says = {name for name, own in owners.items() if hasattr(own, "load_state_dict")}
+        self.data = watch({name: own for name, own in owners.items() if name not in says})
+        self.samplers = watch({f"{_SAMPLER}{n or ''}": own for n, own in enumerate(samplers)})
 
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
