@@ -55,9 +55,9 @@ class DataState:
     ``capture_generators`` finds have a state of their own.
 
     Args:
-        owners: The objects by name. What changes in a loader itself is never saved, as Lightning
-            iterates it when it is loaded, and again when an epoch starts; most loaders then begin
-            again.
+        owners: The objects by name. What changes in a loader of the program is never saved, as
+            Lightning iterates it when it is loaded, and again when an epoch starts; most loaders
+            then begin again.
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
