@@ -140,7 +140,7 @@ FORMS = st.recursive(
     | st.tuples(
         st.sampled_from(["torch", "numpy", "legacy", "python", "os"]),
         st.sampled_from(["", "cpu", "cuda", "meta", "default_rng", "PCG64", "Philox", "bytes"]),
-        VALUES,
+        VALUES | VALUES.map(encode_plain),
     ).map(lambda own: Form(("generator", [[*own[:2]], own[2]]))),
     lambda inner: (
         st.lists(inner, max_size=3)
@@ -149,6 +149,7 @@ FORMS = st.recursive(
         | st.tuples(PLACES, st.lists(inner, max_size=2)).map(lambda own: Form(("record", [*own])))
         | inner.map(lambda form: Form(("shared", ["model", 0, encode(form)])))
         | st.tuples(st.sampled_from(["digest", "evaluate"]), inner).map(Form)
+        | st.tuples(st.sampled_from(["value", "objects"]), st.lists(inner, max_size=2)).map(Form)
     ),
     max_leaves=5,
 )
@@ -197,6 +198,9 @@ SPOILED = {
     "a method of an enum": ("model", "count", Form(("enum", [[__name__, "Color"], "mro"]))),
     "no generator": ("model", "count", Form(("generator", [["numpy", "default_rng"], {}]))),
     "a record of a class": ("model", "count", Form(("record", ["Kind", []]))),
+    "no value": ("model", "count", Form(("value", ["eval", ["1"]]))),
+    "no number": ("model", "count", Form(("value", ["Decimal", ["x"]]))),
+    "code in an array": ("model", "count", Form(("objects", [[1], [Form(("known", "Kind"))]]))),
     "no form": ("model", "count", Form(("evaluate", "1"))),
 }
 
@@ -217,7 +221,7 @@ def test_a_position_outside_of_a_generator_is_refused(name):
     state = getattr(np.random, name)(1).state
     holder = state if name == "Philox" else state["state"]
     holder["buffer_pos" if name == "Philox" else "pos"] = -(10**9)
-    form = Form(("generator", [["numpy", name], state]))
+    form = Form(("generator", [["numpy", name], encode_plain(state)]))
     data = encode(["model", ["count"], form])
     assert changes.restore({"it": data}, torch.device("cpu")) == ["it"]
 

@@ -75,24 +75,15 @@ _BIT_GENERATORS = {
         np.random.SFC64,
     )
 }
-# Immutable values of the standard library by the names of their types, and of what they are made.
-# `Fraction` computes, for minutes, what a text says.
+# Immutable values of the standard library, by the names of their types, and what they are made of.
+# `Fraction` is missing: it would compute for minutes what a text of a file says.
+_REDUCED = (date, datetime, time, timedelta, timezone, Decimal, range, slice)
 _MADE_OF: dict[str, tuple[Any, Callable[[Any], Iterable[Any]]]] = {
-    kind.__name__: (kind, read)
-    for kind, read in (
-        *(
-            (kind, lambda own: own.__reduce_ex__(2)[1])
-            for kind in (date, datetime, time, timedelta)
-        ),
-        *(
-            (kind, lambda own: own.__reduce_ex__(2)[1])
-            for kind in (timezone, Decimal, range, slice)
-        ),
-        (frozenset, lambda own: [{*own}]),
-        (UUID, lambda own: [own.hex]),
-    )
+    **{kind.__name__: (kind, lambda own: own.__reduce_ex__(2)[1]) for kind in _REDUCED},
+    "frozenset": (frozenset, lambda own: [{*own}]),
+    "UUID": (UUID, lambda own: [own.hex]),
 }
-_MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
+_MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError)
 
 
 class Change(NamedTuple):
@@ -120,7 +111,8 @@ class Changes:
         owners: Objects by name, which are entered whatever their type.
         leave_out: See ``walk``. What it returns True for is not looked at, now and later.
         hide: Returns the attributes of an object that are not looked at.
-        limited: Encode no more than some MiB.
+        copies: Keep copies of what changes, so that ``undo`` can restore it, and encode it whatever
+            its size.
         namespaces: See ``walk``.
         expects: ``capture`` keeps the digest of what has changed and cannot be encoded, so that
             ``restore`` can tell whether the program has restored it itself.
@@ -142,7 +134,7 @@ class Changes:
         *,
         leave_out: LeaveOut,
         hide: Callable[[object], Collection[str]] = lambda _: (),
-        limited: bool = True,
+        copies: bool = False,
         namespaces: bool = False,
         expects: bool = False,
     ) -> None:
@@ -156,7 +148,7 @@ class Changes:
         # The object whose content is encoded, not its path, and whether its type may be lost.
         self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
-        self._limited = limited
+        self._copies = copies
         self._expects = expects
         self.has_settled = False
         self.filled: set[str] = set()
@@ -171,11 +163,13 @@ class Changes:
             found = leave_out(path, value)
             # The id of a freed object may be that of another now.
             (self._ignored.add if found else self._ignored.discard)(id(value))
-            return found or _is_long(value)
+            return found or (not copies and _is_long(value))
 
         def choose(_path: str, value: Any, kind: Kind) -> Kind:
             if id(value) in self._ignored:
                 return _SAVED if isinstance(value, Optimizer) else _IGNORED
+            if copies:
+                return kind
             if kind in (OPAQUE, LONG) and (_is_long(value) or isinstance(value, set)):
                 return together
             return _DIGESTED if kind in (TENSOR, ARRAY) else kind
@@ -230,7 +224,8 @@ class Changes:
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
-        self._find_shared(changes)
+        if not self._copies:  # which are restored one by one
+            self._find_shared(changes)
         size = 0
         for change in changes:
             name = change.path.removesuffix(_AT_FIRST)
@@ -244,6 +239,7 @@ class Changes:
                     unsaved.append(name)
                 else:
                     self.expected.append(name)
+                    self._left = _ALWAYS_BYTES
                     found[change.path] = self._encode(change, _Digest(digest))
             else:
                 found[change.path] = data
@@ -320,6 +316,23 @@ class Changes:
             return
         raise TypeError(node.path)
 
+    def undo(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+        """Restore what differs between two captures, unless it has changed since.
+
+        Generators are restored in any case, because nothing but their owner uses them.
+        """
+        now, _ = self.capture()
+        differing = {path for path in before.keys() | after if before.get(path) != after.get(path)}
+        for change in list(self._find_all()):
+            path, node = change.path, change.node
+            own = path in differing and now.get(path) == after.get(path)
+            if path in before and (own or node.kind is GENERATOR):
+                self.restore({path: before[path]}, torch.device("cpu"))
+            elif own and change.key:
+                node.set_part(change.key[0], change.first)
+            elif own:
+                node.kind.write(node.owner, node.content)
+
     def _find_all(self, *, generators: bool = True) -> Iterator[Change]:
         """Yield what has changed, and all generators if that is wanted."""
         changed = self._watch.find_changed()
@@ -358,6 +371,8 @@ class Changes:
         ``size`` is that of the changes that were encoded before.
         """
         value = change.value
+        # Small values are kept whatever others take, so that the order does not decide.
+        self._left = most = max(_MOST_BYTES - size, _ALWAYS_BYTES)
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
         if change.key and not kind.takes(change.node.owner, *change.key):
@@ -365,11 +380,9 @@ class Changes:
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
                 return self._encode(change)
-            # Small values are kept whatever others take, so that the order does not decide.
-            self._left = most = max(_MOST_BYTES - size, _ALWAYS_BYTES)
             self._entered = (None, False) if change.key else (value, True)
             data = self._encode(change, value)
-            return data if not self._limited or len(data) <= most + _ALWAYS_BYTES else None
+            return data if self._copies or len(data) <= most + _ALWAYS_BYTES else None
         return None
 
     def _encode(self, change: Change, *value: object) -> bytes:
@@ -446,7 +459,7 @@ class Changes:
         # Before it is copied.
         held = read_memory(value) if kind in (TENSOR, ARRAY) else ()
         self._left -= sum(own.nbytes for own in held) or sys.getsizeof(value)
-        if self._limited and self._left < 0:
+        if self._left < 0 and not self._copies:
             raise TypeError(value)
         # What an object holds has a form whatever its type.
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):

@@ -106,10 +106,12 @@ class _Digest(Pickler):
             return NotImplemented
         # The attributes of a container of a subclass, as ``walk`` yields them.
         has_own = kind in (ITEMS, DICT, SET) and hasattr(value, "__dict__")
+        # Those of a tensor are lost where it is saved.
+        has_own = has_own or (kind is TENSOR and not everywhere and bool(vars(value)))
         own = (vars(value),) if has_own else ()
         held: tuple[Any, ...]
         if kind in (TENSOR, ARRAY):
-            held = (_digest_elements(value) if everywhere else digest_data(value),)
+            held = (_digest_elements(value) if everywhere else digest_data(value), *own)
         elif kind is GENERATOR:
             held = (kind.read(value),)
         elif leave_out is None:

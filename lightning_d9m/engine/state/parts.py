@@ -392,7 +392,11 @@ def _read_variables(owner: Any) -> dict[str, Any]:
     members = {
         f"{name}.__dict__": vars(own) for name, own in found.items() if isinstance(own, enum.Enum)
     }
-    return {name: own for name, own in found.items() if _is_data(own)} | functions | members
+    # A descriptor of the program is code, and may hold data.
+    data = {
+        name: own for name, own in found.items() if _is_data(own) or find_kind(own) is ATTRIBUTES
+    }
+    return data | functions | members
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:

@@ -36,6 +36,7 @@ from lightning_d9m.engine.state.parts import (
     has_writable_bytes,
     holds_objects,
     list_hooks,
+    list_items,
     name_namespace,
     name_namespaces,
     read_memory_of,
@@ -258,11 +259,15 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield path, value
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
-            held = part.values() if isinstance(part, dict) else part
-            if isinstance(part, list | deque | dict) and all(
-                find_kind(item) in (None, *_DATA) for item in held
-            ):
+            if isinstance(part, list | deque | dict) and _holds_data(part):
                 yield f"{path}.{name}", part
+
+
+def _holds_data(value: Any, depth: int = 4) -> bool:
+    """Return whether a value is data, or a container of data, and of containers of them."""
+    if find_kind(value) in (ITEMS, DICT) and depth:
+        return all(_holds_data(part, depth - 1) for part in list_items(value))
+    return find_kind(value) in (None, *_DATA)
 
 
 def _list_parts(value: Any, level: int) -> Collection[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""What datasets and samplers change is saved and restored, or named."""
+"""What datasets and samplers change is saved and restored, or named; that of samplers undone."""
 
 import random
 
@@ -134,7 +134,7 @@ def begin():
     return Own(count=3, order=[1, 2, 3], long=[*range(110_000)])
 
 
-def test_what_a_sampler_has_changed_is_restored():
+def test_what_a_sampler_has_changed_is_restored_and_undone():
     sampler, resumed = begin(), begin()
     state, restored = sample(sampler), sample(resumed)
     before = state.capture()
@@ -144,7 +144,11 @@ def test_what_a_sampler_has_changed_is_restored():
     assert (before, list(after)) == ({}, ["sampler"])
     restored.restore(after, CHANGES)
     assert digest_object(resumed) == digest_object(sampler)
-    assert {*sample(sampler, earlier=[state]).capture()[CHANGES]} == {*after[CHANGES]}
+    sampler.other, sampler.count = 1, 5  # set by a hook since
+    state.undo(before, after)
+    assert vars(sampler) == vars(begin()) | {"other": 1, "count": 5}
+    found = sample(sampler, earlier=[state]).capture()[CHANGES]
+    assert {*found} == {"sampler.count", "sampler.other"}
 
 
 def test_generators_of_samplers_are_restored_whoever_seeded_them():
@@ -154,6 +158,8 @@ def test_generators_of_samplers_are_restored_whoever_seeded_them():
     expected = sampler.rng.random()
     sample(resumed).restore(saved, CHANGES)
     assert resumed.rng.random() == expected
+    state.undo(saved, {})
+    assert sampler.rng.random() == expected
 
 
 def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_named():

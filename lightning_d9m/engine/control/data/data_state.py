@@ -55,9 +55,9 @@ class DataState:
     ``capture_generators`` finds have a state of their own.
 
     Args:
-        owners: The objects by name. What changes in a loader itself is never saved, as Lightning
-            iterates it when it is loaded, and again when an epoch starts; most loaders then begin
-            again.
+        owners: The objects by name. What changes in a loader of the program is never saved, as
+            Lightning iterates it when it is loaded, and again when an epoch starts; most loaders
+            then begin again.
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
@@ -76,18 +76,17 @@ class DataState:
             for state in earlier
             for own, changes in (*state.data.values(), *state.samplers.values())
         }
-        named = {f"{_SAMPLER}{number or ''}": own for number, own in enumerate(samplers)}
         others = {*map(id, owners.values()), *map(id, samplers), *known}
-        self.data, self.samplers = (
-            {
+
+        def watch(named: Mapping[str, object]) -> dict[str, tuple[object, Changes]]:
+            return {
                 name: (own, watched.get(id(own)) or _watch(name, own, others))
-                for name, own in each.items()
+                for name, own in named.items()
             }
-            for each in (
-                {name: own for name, own in owners.items() if not hasattr(own, "load_state_dict")},
-                named,
-            )
-        )
+
+        says = {name for name, own in owners.items() if hasattr(own, "load_state_dict")}
+        self.data = watch({name: own for name, own in owners.items() if name not in says})
+        self.samplers = watch({f"{_SAMPLER}{n or ''}": own for n, own in enumerate(samplers)})
 
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
@@ -133,6 +132,11 @@ class DataState:
                 "run: make both as in the run that saved it.",
                 stacklevel=2,
             )
+
+    def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Restore what differs in samplers between two captures and has not changed since."""
+        for _, changes in self.samplers.values():
+            changes.undo(_unpack(before, CHANGES), _unpack(after, CHANGES))
 
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
@@ -216,7 +220,7 @@ def _watch(name: str, owner: Any, others: Collection[int]) -> Changes:
         owners,
         leave_out=leave_out,
         hide=lambda each: hidden if each is owner else (),
-        limited=not is_sampler,
+        copies=is_sampler,
         namespaces=not is_sampler,
     )
 

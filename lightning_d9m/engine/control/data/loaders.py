@@ -228,8 +228,9 @@ class ControlledLoader:
         self.stream = stream = RandomStreams(control.seed, control.fit, control.rank, stage)
         self.started: int | None = None
         self.first_epoch: int | None = None
-        # The state where the epoch was first iterated.
+        # The states where the epoch was first iterated, and after it was iterated in advance.
         self.start: dict[str, Any] | None = None
+        self.after: dict[str, Any] | None = None
         self._has_data = False
         self._drawn, self._name = 0, type(loader.dataset).__name__
         self._control = control
@@ -395,7 +396,7 @@ class ControlledLoader:
             return
         self._requests.draw_skipped()
         self.started = epoch
-        self.start = None
+        self.start = self.after = None
         self.stream.start_epoch(epoch)
         self._generator.manual_seed(self.stream.derive("workers"))
         reached = self._find_reached(epoch)
@@ -583,30 +584,29 @@ class LoaderControl:
         for control in self._list(stage):
             control.restore(samplers)
 
-    def find_iterated(self, stage: str) -> list[str]:
-        """Return what in samplers an iteration in advance has changed, and no resume restores."""
-        found = []
-        for control in self._list(stage) if stage in self.reached else ():
-            number = str(control.stream.number)
-            restored = self.reached[stage].samplers.get(number, {}).get(CHANGES, {})
-            before, now = (
-                own.get(CHANGES, {}) for own in (control.start or {}, control.state.capture())
-            )
-            found += [
-                f"{number}.{path}"
-                for path in ({**before, **now} if control.start is not None else ())
-                if path not in restored
-                and not (path in before and path in now and torch.equal(before[path], now[path]))
-            ]
-        return found
+    def keep_iterated(self, stage: str) -> None:
+        """Note that a stage's loaders were iterated in advance, as ``restart_epoch`` may undo."""
+        for control in self._list(stage):
+            if control.start is not None:
+                control.after = control.state.capture()
 
     def restart(self, stage: str) -> None:
-        """Let the next ``start_epoch`` of a stage start the same epoch again.
-
-        Workers may already hold batches of an iteration that was not consumed.
-        """
+        """Let the next ``start_epoch`` of a stage start the same epoch again."""
         for control in self._list(stage):
             control.started = None
+
+    def restart_epoch(self, stage: str, epoch: int) -> None:
+        """Start an epoch again, before a stage's loaders are iterated again from its beginning.
+
+        Lightning iterates loaders when it loads them and when the epoch starts, and workers may
+        already hold batches of the first time.
+        """
+        for control in self._list(stage):
+            if control.started == epoch:
+                if control.start is not None:  # but for what hooks have set
+                    control.state.undo(control.start, control.after or {})
+                control.started = None
+        self.start_epoch(stage, epoch)
 
     def release(self) -> None:
         """Restore every replaced attribute in reverse order, and stop persistent workers."""

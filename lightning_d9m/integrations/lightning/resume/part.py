@@ -67,7 +67,7 @@ class Fit:
         """True if the fit resumes from a checkpoint that was saved between two epochs."""
         return bool(self.saved) and self.saved["position"].phase == "epoch"
 
-    def report(self, problems: Iterable[str]) -> None:
+    def report(self, problems: Sequence[str]) -> None:
         """Raise an error about problems, or warn of them."""
         raise NotImplementedError
 

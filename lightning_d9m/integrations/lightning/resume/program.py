@@ -203,7 +203,7 @@ def _holds_functions(owner: Any, value: Any) -> bool:
     """
     return any(
         find_kind(part) in (FUNCTION, PARTIAL)
-        or find_owner(part) not in (None, owner)
+        or (find_owner(part) is not None and find_owner(part) is not owner)
         or isinstance(part, LRScheduler)
         for part in (value if isinstance(value, list | tuple) else [value])
     )

@@ -5,7 +5,7 @@ knows some of the reasons why it is not exact, and stores them in it; the run th
 the others.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from warnings import catch_warnings, filterwarnings, warn
@@ -74,10 +74,6 @@ _REPEATED_START = (
     "Epoch {} had {} batches{}: its loader began at the position that it has from the checkpoint. "
     "Call the dataset's set_epoch() when an epoch starts, if it has one; or save checkpoints at "
     "the end of an epoch, and load with a loader that has no state_dict()."
-)
-_ITERATED = (
-    "Lightning iterates the loaders before the epoch that is resumed, which changes {} of a "
-    "sampler. Let the sampler set it when an iteration begins, or use num_workers=0."
 )
 
 
@@ -401,9 +397,7 @@ class ResumableFit(Fit):
     def _load_training(self, load: Callable[[], None]) -> None:
         self._watch_program()
         load()
-        # Workers have then asked the sampler for their first batches, and it is iterated again.
-        if self.was_saved_between_epochs and reads_when_iterated(self.trainer):
-            self.report(map(_ITERATED.format, self.session.loaders.find_iterated("train")))
+        self.session.loaders.keep_iterated("train")
 
     def _watch_program(self) -> None:
         """Take the program's state as held at first, before loaders restore what they share."""
@@ -500,8 +494,7 @@ class ResumableFit(Fit):
         # make it again.
         again = self.was_saved_between_epochs and reads_when_iterated(trainer)
         if trainer.current_epoch and (again or not first):
-            loaders.restart("train")
-            loaders.start_epoch("train", trainer.current_epoch)
+            loaders.restart_epoch("train", trainer.current_epoch)
         if trainer.current_epoch and again and first:
             if self._loader_states:
                 lightning_private.load_loader_states(trainer, self._loader_states)
@@ -546,9 +539,8 @@ class ResumableFit(Fit):
                 problems.append(_REPEATED_START.format(trainer.current_epoch, after, earlier))
         self.report(problems, on_all_ranks=True)
 
-    def report(self, problems: Iterable[str], *, on_all_ranks: bool = False) -> None:
+    def report(self, problems: Sequence[str], *, on_all_ranks: bool = False) -> None:
         """Raise or warn of new problems; with ``on_all_ranks`` of those that any rank has found."""
-        problems = [*problems]
         rows = ranks_of(self.trainer).gather_json(problems) if on_all_ranks else [problems]
         every = dict.fromkeys(problem for row in rows for problem in row)
         problems = [problem for problem in every if problem not in self._reasons]
