@@ -53,6 +53,7 @@ AGAIN = 'ledgers.name.endswith("again")'
         (f"[7, 9 if {AGAIN} else 8]", 1, "program"),
         ("[7, 7], settings={'portable': True}", 1, "refused"),
         ("[7, 8], stack={'threads.intraop': 2}", 1, "unclear"),
+        (f"[7, 8], **({{'settings': {{'portable': True}}}} if {AGAIN} else {{}})", 1, "refused"),
     ],
 )
 def test_a_second_run_says_what_kind_a_difference_is(check, value, status, said):
@@ -61,19 +62,26 @@ def test_a_second_run_says_what_kind_a_difference_is(check, value, status, said)
     assert "The run saved no checkpoints, so its one segment is the whole run." in out
 
 
-BY_DEVICE = 'train([7, {"1": 7, "2": 9}.get(os.environ.get("DEVICE"), 8)], obeys=False)'
+BY_DEVICE = """
+device = os.environ.get("DEVICE")
+settings = {"settings": {"portable": True}} if device == "4" else {}
+train([7, {"1": 7, "2": 9}.get(device, 8)], obeys=False, **settings)
+"""
 
 
 @pytest.mark.parametrize(
     ("device", "verdict", "said"),
     [
-        ("1", "device", "a run with DEVICE=1 is equal to it. So this device computes other bits"),
+        ("1", "device", "a run with DEVICE=1 is equal to it. So this device computes different"),
         ("2", "persistent", "A run with DEVICE=2 differs from them, too"),
         ("3", "persistent", "A run with DEVICE=3 agrees with them, so this device is not the"),
+        ("4", "persistent", "With DEVICE=4: The program has other settings than the run"),
     ],
 )
 def test_a_second_device_says_whether_this_one_is_wrong(check, device, verdict, said):
-    status, out, errors = check(BY_DEVICE, "--second-device", f"DEVICE={device}")
+    options = ("--second-device", f"DEVICE={device}", "--second-device", "known=1")
+    status, out, errors = check(BY_DEVICE, *options)
+    said = said.replace(f"DEVICE={device}", f"DEVICE={device} known=1")
     assert (status, verdict in out, said in out) == (1, True, True), out + errors
 
 
@@ -108,6 +116,17 @@ def test_segments_run_in_processes_or_in_jobs_of_submitit(check, where):
     status, out, errors = check("train([7, 8], obeys=False)", *where)
     assert (status, "0 to 1 persistent" in out) == (1, True), out + errors
     assert "segment 0 (1 of 1): persistent" in errors
+
+
+def test_a_job_that_is_begun_again_has_a_folder_and_the_result_counts(check, tmp_path, monkeypatch):
+    (tmp_path / "out/job-000").mkdir(parents=True)
+    (tmp_path / "out/job-000/check.json").write_text('{"checked": []}')
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert check("train([7, 7], obeys=False)", "-o", "out/job-000")[0] == 0
+    report = CheckReport(str(tmp_path / "out"))
+    monkeypatch.setattr(module, "_make_job", lambda *_: ["--version"])
+    module._run_jobs(SimpleNamespace(jobs=2, submit=None), [0], report)
+    assert [own.verdict for own in report.checked] == ["equal"]
 
 
 def test_segments_are_printed_for_a_scheduler(check, tmp_path):

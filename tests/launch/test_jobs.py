@@ -53,11 +53,33 @@ def test_a_signal_ends_the_jobs_and_keeps_what_has_ended(tmp_path):
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
+def test_a_result_ends_a_job_and_what_cannot_be_submitted_is_named(tmp_path, monkeypatch, capsys):
+    noted, results = {}, tmp_path / "results"
+    results.mkdir()
+    has_result = lambda number: (results / str(number)).exists()  # noqa: E731 - short
+    code = "import os, pathlib, sys; assert 'SLURM_NTASKS' not in os.environ\n"
+    code += "pathlib.Path(sys.argv[1]).touch()"
+    commands = {7: [sys.executable, "-c", code, str(results / "7")], 8: ["true"]}
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setattr("lightning_d9m.tools.launch.jobs._LATE_SECONDS", 0.2)
+    run_jobs(commands, tmp_path, noted.__setitem__, has_result=has_result, submit="local")
+    assert {*noted} == {7, 8}
+    assert "_log.err" in capsys.readouterr().err
+    import submitit
+
+    def refuse(*_):
+        raise submitit.core.utils.FailedJobError("sbatch: error: invalid partition\nmore")
+
+    monkeypatch.setattr(submitit.AutoExecutor, "submit", refuse)
+    with pytest.raises(SettingError, match="does not take 'local': sbatch: error: invalid part"):
+        run_jobs(commands, tmp_path, print, submit="local")
+
+
 def test_a_cluster_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     for chosen, said in (
-        ("slurm", "submitit does not take 'slurm'"),
         ("local,speed=9", "speed"),
-        ("other", "other"),
+        ("local,tasks_per_node=2", "a job has one task"),
+        ("debug", "the cluster is local or slurm"),
     ):
         with pytest.raises(SettingError, match=said):
             run_jobs({}, tmp_path, print, submit=chosen)

@@ -147,6 +147,9 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     assert f"holds: {equal}7." in " ".join(said.split())
     verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == [f"{equal}7"]
+    said = verdict["predicate"]["urn:lightning-d9m:check:1"]
+    assert [own["verdict"] for own in said["segments"]] == ["equal"]
+    assert any("does not commit to: validation data" in note for note in said["notes"])
     signature = Path("verdict.json.sig").read_text()
     for wrong in (lambda: forge(Path("verdict.json.sig")), Path("verdict.json.sig").unlink):
         wrong()
@@ -163,9 +166,11 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     status, _, errors = d9m("verify", "verdict.json", "proof.json", "--signer", public)
     assert status == 2
     assert "does not verify verdict.json" in " ".join(errors.split())
-    verdict["predicate"]["properties"] = []
-    edit(verdict, "verdict.json")
-    assert "does not say that the run is equal" in verify()[1]
+    none = f"{equal}7".replace("1_OF", "0_OF")
+    for wrong in ([], [f"{equal}8", "X_CHOSEN_BY_7"], [equal, "7"], [none]):
+        verdict["predicate"]["properties"] = wrong
+        edit(verdict, "verdict.json")
+        assert "does not say that the run is equal" in verify()[1]
     edit(json.loads(Path("proof.json").read_text()))  # the same statement in other bytes
     assert "on another file than proof.json" in verify()[1]
 
@@ -207,9 +212,11 @@ def excuse(proof):
     proof["subject"], said["run"] = [], {}
 
 
-def double(proof):
-    """Give a file another hash before its own, of which a reader may take either."""
-    (proof["subject"]).insert(0, {**proof["subject"][0], "digest": {"sha256": "0" * 64}})
+def halve(proof):
+    """Give a file two subjects, each with half of its hash."""
+    name, digest = proof["subject"][0]["name"], proof["subject"][0]["digest"]["sha256"]
+    halves = [{"name": name, "digest": {"sha256": half}} for half in (digest[:32], digest[32:])]
+    proof["subject"][:1] = halves
 
 
 def rename_gap(proof):
@@ -227,7 +234,7 @@ def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_p
     lies = measured.list_lies(other)
     lies["everything excused"] = lambda folder: measured.edit_proof(folder, excuse)
     lies["gap passed for a package"] = lambda folder: measured.edit_proof(folder, rename_gap)
-    lies["two hashes of a file"] = lambda folder: measured.edit_proof(folder, double)
+    lies["two hashes of a file"] = lambda folder: measured.edit_proof(folder, halve)
     lies["more of the run"] = lambda folder: measured.edit_proof(folder, claim)
     assert {*lies} - {*LIES} == {"records, checks and their hash made again"}
     for name, words in LIES.items():

@@ -83,6 +83,10 @@ def test_the_first_state_after_a_checkpoint_needs_a_hash_and_the_last_one(tmp_pa
     second = StepDigests(step=5, totals={}, epoch=0, entries={})
     final = make_final(**TOTALS)
     wrong = [(saved, second, first, final), (saved, first, make_final(data="0" * 32))]
+    for number, records in enumerate([(saved, first, second), (saved, first, final, second)]):
+        run = write_run(tmp_path / f"fit-10{number}", *records, PROGRAM)
+        with pytest.raises(SettingError, match="has not finished"):
+            make_proof(run, [], tmp_path)
     for number, records in enumerate(wrong):
         run = write_run(tmp_path / f"fit-00{number}", *records, PROGRAM)
         with pytest.raises(SettingError, match="was not recorded for a proof throughout"):

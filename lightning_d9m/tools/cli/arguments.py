@@ -83,8 +83,8 @@ expected:REFERENCE?  ledger of the earlier run: a folder fit-NNN, a folder that 
 actual:THIS_RUN?  ledger of the later run, in the same forms
 """
 SIGNER = """
---signer METHOD  how model_signing verifies the signature, in its words, such as "key --public_key
-    FILE", or "sigstore --identity TEXT --identity_provider URL"
+--signer METHOD  how model_signing verifies the signature (exit status 2 if it is not valid), in its
+    words, such as "key --public_key FILE", or "sigstore --identity TEXT --identity_provider URL"
 """
 OUTPUT = """
 -o, --output DIR  new folder for ledgers and logs (default: the next free d9m-runs/NNN)

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -98,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number in numbers:
             print(shlex.join(["d9m", *_make_job(arguments, number, arguments.output)]))
         return 0
-    output = make_output(arguments.output)
+    output = _make_folder(arguments.output)
     report.output = str(output)
     report.notes += filter(None, [name_other_command(recorded, command)])
     runs = Runs(command, output, arguments.timeout)
@@ -134,6 +136,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verdict is not None:
         write_verdict(arguments.verdict, arguments.proof, report, arguments.sign)
     return STATUS[report.verdict]
+
+
+def _make_folder(chosen: Path | None) -> Path:
+    """Make the folder of the check; a job that Slurm has begun again finds that of the attempt."""
+    again = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return make_output(chosen and (chosen if again == "0" else Path(f"{chosen}-{again}")))
 
 
 def _run_in_turn(
@@ -217,14 +225,19 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
     d9m = [sys.executable, "-m", "lightning_d9m"]
     commands = {number: [*d9m, *_make_job(arguments, number, output)] for number in numbers}
 
+    def read_result(number: int) -> CheckedSegment | None:
+        # A listing lets a file system of a network look again. A job that was begun again has its
+        # own folder, see `_make_folder`.
+        for file in output.glob(f"job-{number:03d}*/{CHECK_JSON}"):
+            with suppress(OSError, ValueError, LookupError):  # it was interrupted
+                return CheckedSegment(**json.loads(file.read_text("utf-8"))["checked"][0])
+        return None
+
     def note(number: int, log: str) -> None:
-        try:
-            text = (output / f"job-{number:03d}" / CHECK_JSON).read_text(encoding="utf-8")
-            checked = CheckedSegment(**json.loads(text)["checked"][0])
-        except (OSError, ValueError, LookupError):
-            # The other jobs run on: each is a segment that is checked or not.
-            reason = f"Its job has left no result. {log}"
-            checked = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
+        # The other jobs run on: each is a segment that is checked or not.
+        reason = f"Its job has left no result. {log}"
+        failed = CheckedSegment(number, 0, 0, verdict="failed", reason=reason)
+        checked = read_result(number) or failed
         report.checked = sorted([*report.checked, checked], key=lambda own: own.number)
         count = len(report.checked)
         left = (time.monotonic() - start) / count * (len(numbers) - count)
@@ -232,4 +245,4 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
         print(f"{done}{describe_left(left)}", file=sys.stderr)
 
     jobs = {"at_once": arguments.jobs or 1, "submit": arguments.submit}
-    run_jobs(commands, output, note, **jobs)
+    run_jobs(commands, output, note, has_result=lambda own: bool(read_result(own)), **jobs)

@@ -22,7 +22,7 @@ ledger:RUN  ledger of the run: a folder fit-NNN, or a folder that holds exactly 
 --json  print the result as one JSON object
 """
 EXAMPLE = "d9m prove logs/d9m/fit-000 --model model.ckpt -o proof.json"
-SETTINGS = {"output": {"default": Path("proof.json")}}
+SETTINGS = {"ledger": {"type": Path}, "output": {"default": Path("proof.json")}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     write_statement(output, proof, arguments.sign)
     said = proof.predicate
     signature = f"{output}.sig" if arguments.sign else None
-    counts = len(proof.subject), len(said.run["sources"]["program"]), len(said.packages)
+    hashed = len(said.packages) + len(said.uncommitted) - len(said.gaps)
+    counts = len(proof.subject), len(said.run["sources"]["program"]), hashed
     lines = [
         "files of the run: {}; of the program: {}; packages: {}".format(*counts),
         "It does not commit to:",

@@ -5,18 +5,25 @@ submitit starts the jobs. Its executor ``local`` starts processes in their place
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.tools.launch.processes import running_processes, share_cores, tail
 
 _POLL_SECONDS = 0.1
+_LOOK_SECONDS = 0.5  # at a scheduler and at files of other machines
+# A file of another machine may appear so much later than its process ends, as submitit knows, too.
+_LATE_SECONDS = 60.0
 # submitit's own limit of 5 minutes is that of a short function.
 _MINUTES = 60
+# In a job of Slurm, Lightning would take the one task for the one process of the training.
+_WITHOUT = [word for name in ("NTASKS", "NTASKS_PER_NODE") for word in ("-u", f"SLURM_{name}")]
 # Says whether a command has ended.
 _HasEnded = Callable[[], bool]
 
@@ -26,6 +33,7 @@ def run_jobs(
     folder: Path,
     note: Callable[[int, str], None],
     *,
+    has_result: Callable[[int], bool] = lambda _: True,
     at_once: int = 1,
     submit: str | None = None,
 ) -> None:
@@ -37,6 +45,8 @@ def run_jobs(
         commands: The commands by number.
         folder: Where the logs go.
         note: What is called.
+        has_result: Whether the result of a command is there; a job ends a minute after its result
+            or its state says so, if the other does not.
         at_once: How many run at once; of jobs, the scheduler decides.
         submit: The name that submitit has for a cluster, and parameters of its ``AutoExecutor``,
             such as ``"slurm,slurm_partition=gpu,gpus_per_node=1"``; None for processes.
@@ -46,10 +56,26 @@ def run_jobs(
         CommandError: If a process does not start.
     """
     waiting, running = dict(commands), dict[int, tuple[_HasEnded, Path]]()
+    ended = dict[int, float]()
     with running_processes() as tree, ExitStack() as submitted:
         start = None if submit is None else _open_cluster(submit, folder / "jobs", submitted)
+
+        def is_over(number: int) -> bool:
+            if start is None:
+                return running[number][0]()
+            # A scheduler may not know the state of a job, and its result may come late.
+            found, now = (has_result(number), running[number][0]()), time.monotonic()
+            if any(found):
+                ended.setdefault(number, now)
+            return all(found) or now - ended.get(number, now) > _LATE_SECONDS
+
+        def note_ended() -> None:
+            for number in [*filter(is_over, running)]:
+                log = running.pop(number)[1]
+                note(number, f"Log: {log}.{tail(log)}" if log.exists() else f"Log: {log}.")
+
         while (waiting or running) and not tree.received:
-            while waiting and (start is not None or len(running) < at_once):
+            while waiting and not tree.received and (start or len(running) < at_once):
                 number = next(iter(waiting))
                 words, log = waiting.pop(number), folder / f"job-{number:03d}.log"
                 if start is not None:
@@ -57,10 +83,9 @@ def run_jobs(
                 else:
                     job = tree.start(words, None, log, {**os.environ, **share_cores()})
                     running[number] = partial(_is_over, job), log
-            for number in [number for number, (has_ended, _) in running.items() if has_ended()]:
-                log = running.pop(number)[1]
-                note(number, f"Log: {log}.{tail(log)}" if log.exists() else f"Log: {log}.")
-            time.sleep(_POLL_SECONDS)
+            note_ended()
+            time.sleep(_POLL_SECONDS if submit is None else _LOOK_SECONDS)
+        note_ended()  # what has ended at the moment of a signal
 
 
 def _is_over(job: "subprocess.Popen[bytes]") -> bool:
@@ -82,23 +107,37 @@ def _open_cluster(
             "Jobs are submitted by submitit, which is not installed. Install "
             "'lightning-d9m[slurm]', or print the commands with --print-commands."
         ) from error
-    cluster, *words = chosen.split(",")
-    given = dict(word.partition("=")[::2] for word in words)
-    values = {name: int(text) if text.isdigit() else text for name, text in given.items()}
-    try:
+
+    def ask(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # submitit raises NameError, AssertionError, FailedJobError
+            said = str(error).partition("\n")[0].rstrip(".?")
+            raise SettingError(
+                f"submitit does not take {chosen!r}: {said}. Give local, or slurm and its "
+                "parameters: slurm,slurm_partition=NAME,gpus_per_node=1,timeout_min=600."
+            ) from error
+
+    def make() -> Any:
+        cluster, *words = chosen.split(",")
+        given = dict(word.partition("=")[::2] for word in words)
+        values = {name: int(text) if text.isdigit() else text for name, text in given.items()}
+        # Its executor "debug" would run the command in this process. Several tasks would each run
+        # it; a training on one node starts its processes itself.
+        if cluster not in ("local", "slurm") or {"nodes", "tasks_per_node"} & values.keys():
+            raise ValueError("the cluster is local or slurm, and a job has one task")
         executor = submitit.AutoExecutor(folder, cluster=cluster)
         executor.update_parameters(**{"timeout_min": _MINUTES, **values})
-    except Exception as error:  # submitit raises NameError, AssertionError, RuntimeError
-        said = str(error).partition("\n")[0].rstrip(".?")
-        raise SettingError(
-            f"submitit does not take {chosen!r}: {said}. Give local, or slurm and its parameters: "
-            "slurm,slurm_partition=NAME,gpus_per_node=1,timeout_min=600."
-        ) from error
+        return executor
+
+    executor = ask(make)
 
     def submit(words: Sequence[str]) -> tuple[_HasEnded, Path]:
         # Its result is in files of the command: submitit's own would be read as a pickle.
-        job = executor.submit(submitit.helpers.CommandFunction(list(words)))
+        command = submitit.helpers.CommandFunction(["env", *_WITHOUT, *words])
+        job = ask(partial(executor.submit, command))
         submitted.callback(lambda: None if job.done() else job.cancel(check=False))
+        print(f"job {job.job_id}: {job.paths.stderr}", file=sys.stderr, flush=True)
         return job.done, Path(job.paths.stderr)
 
     return submit

@@ -29,7 +29,7 @@ from msgspec import Struct, json
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.engine.ledger.format.reader import list_continued
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Digests, Sources
-from lightning_d9m.engine.ledger.kinds import COMMITTED, DATA, WEIGHTS_HASH
+from lightning_d9m.engine.ledger.kinds import COMMITTED, DATA, FINAL, WEIGHTS_HASH
 from lightning_d9m.engine.ledger.stack import (
     MISSING,
     capture_stack,
@@ -42,7 +42,7 @@ from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun, find_resume
 from lightning_d9m.version import __version__
 
-_EQUAL = "LIGHTNING_D9M_SEGMENTS_EQUAL_"
+_EQUAL = re.compile(r"LIGHTNING_D9M_SEGMENTS_EQUAL_(\d+)_OF_(\d+)(?:_CHOSEN_BY_(\d+))?", re.ASCII)
 UNSIGNED = "Nobody's signature was verified: give --signer."
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
 _MOST_BYTES = 64 * 2**20
@@ -88,7 +88,7 @@ class _Statement(Struct, rename={"form": "_type", "kind": "predicateType"}):
 
 # What a reader would take for proven although nothing checks it is refused.
 class Training(Struct, forbid_unknown_fields=True):
-    """What a proof says of its files, by the fields that docs/proof.md describes."""
+    """The predicate of a proof: facts on its files, which docs/proof.md describes."""
 
     ledger: str
     run: dict[str, Any]
@@ -110,10 +110,11 @@ class Proof(_Statement):
     predicate: Training
 
 
-class _Result(Struct):
+class _Result(Struct, rename={"time": "timeCreated", "check": "urn:lightning-d9m:check:1"}):
     verifier: dict[str, str]
-    timeCreated: str  # noqa: N815 - in-toto names it
+    time: str
     properties: list[str]
+    check: dict[str, Any]
 
 
 class _Verdict(_Statement):
@@ -162,11 +163,14 @@ def _call_signer(verb: str, path: Path, method: Method) -> None:
     done = subprocess.run(words, check=False, stdout=pipes or 2, stderr=pipes and subprocess.STDOUT)
     if done.returncode:
         said = (done.stdout or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        advice = (
+            " Install 'lightning-d9m[proof]', and give its words, such as sigstore, or with a key "
+            "of an elliptic curve: key --private_key FILE to sign, key --public_key FILE to verify."
+        )
         raise SettingError(
             f"model_signing does not {verb} {path}, as it is now, by {' '.join(method)}: "
-            f"{said or f'exit status {done.returncode}'}. Install 'lightning-d9m[proof]', and give "
-            "its words, such as sigstore, or with a key of an elliptic curve: key --private_key "
-            "FILE to sign, key --public_key FILE to verify."
+            f"{said or f'exit status {done.returncode}'}."
+            f"{'' if said.startswith('Verification failed') else advice}"
         )
 
 
@@ -180,7 +184,9 @@ def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> P
     ledger = recorded.ledger
     # Each rank: who has forged the XXH3 of one shard has forged the model.
     ranks = {str(rank): RecordedRun(file) for rank, file in ledger.files.items()}
-    is_finished = all(own.is_finished and own.ends for own in ranks.values())
+    finals = {rank: own.last_state for rank, own in ranks.items()}
+    is_finished = all(own.is_finished for own in ranks.values())
+    is_finished &= all(getattr(own, "moment", "") == FINAL for own in finals.values())
     ends = [own.totals.keys() for run in ranks.values() for own in run.ends]
     sources = recorded.sources
     if sources is None or not (is_finished and all(own >= {*COMMITTED} for own in ends)):
@@ -197,7 +203,7 @@ def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> P
             )
     for model in models:
         _check_model(recorded, model)
-    final = {rank: dict(own.ends[-1].totals) for rank, own in ranks.items()}
+    final = {rank: dict(own.totals) for rank, own in finals.items() if own is not None}
     run = {**ledger.header.as_record(), "sources": sources.as_record(), "final": final}
 
     def name(path: Path) -> str:  # relative, so that the folder can be published as a whole
@@ -215,7 +221,7 @@ def _check_model(recorded: RecordedRun, model: Path) -> None:
     from lightning_d9m.engine.recording.commitment import hash_named
     from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
 
-    weights, final = find_weights(load_checkpoint(model)), recorded.ends[-1]
+    weights, final = find_weights(load_checkpoint(model)), recorded.last_state
     assert isinstance(final, Digests), "the run has finished"
     # By SHA-256 of the whole, not by the digests of the record: those are XXH3.
     names = final.groups.get("weights", {})  # a model has buffers, too
@@ -309,8 +315,10 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
 def _list_facts(proof: Proof) -> dict[str, dict[str, Any]]:
     """Return all that a proof says, as values by name, by the kind of fact."""
     said, files = proof.predicate, dict[str, str]()
-    for own in proof.subject:  # of two with one name, no file has both
-        files[own.name] = files.get(own.name, "") + own.digest.get("sha256", "")
+    for own in proof.subject:
+        digest = own.digest.get("sha256", "")
+        # Of two with one name, no file has both.
+        files[own.name] = f"{files[own.name]} {digest}" if own.name in files else digest
     return {
         "ledger's field": said.run,
         "file": files,
@@ -356,11 +364,14 @@ def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) 
 
     Its property has all that a third party compares, so that no check passes for another.
     """
-    found = f"{_EQUAL}{len(report.equal)}_OF_{len(report.there)}"
+    found = f"LIGHTNING_D9M_SEGMENTS_EQUAL_{len(report.equal)}_OF_{len(report.there)}"
     found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
     properties = [found] * (report.verdict == "equal")
-    result = _Result(verifier, now.isoformat(timespec="seconds"), properties)
+    check = {own: getattr(report, own) for own in ("problems", "notes", "limits")}
+    named = ("number", "verdict", "where")
+    check["segments"] = [{n: getattr(own, n) for n in named} for own in report.checked]
+    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, check)
     subject = [_Subject(proof.name, {"sha256": hash_file(proof)})]
     verdict = _Verdict(_FORM, "https://in-toto.io/attestation/svr/v0.1", subject, result)
     write_statement(path, verdict, method)
@@ -375,12 +386,13 @@ def check_verdict(
     ``read_statement``.
     """
     verdict, problems = read_statement(path, _Verdict, signer), list[str]()
-    said = escape(" ".join(verdict.predicate.properties), 200)
+    said = " ".join(verdict.predicate.properties)
+    found, said = _EQUAL.fullmatch(said), escape(said, 200)
     # By content, because a stranger may have renamed it.
     if [own.digest for own in verdict.subject] != [{"sha256": hash_file(proof)}]:
         problems.append(f"It is a verdict on another file than {proof}.")
-    if not said.startswith(_EQUAL):
+    if found is None or not 0 < int(found[1]) <= int(found[2]):
         problems.append("It does not say that the run is equal.")
-    elif number is not None and not said.endswith(f"_CHOSEN_BY_{number}"):
+    elif number is not None and found[3] != str(number):
         problems.append(f"Its segments were not chosen with {number}: {said}.")
     return said, problems

@@ -23,7 +23,7 @@ from lightning_d9m.engine.ledger.format.reader import holds_record
 from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
 from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.engine.ledger.kinds import ENDS
-from lightning_d9m.errors import CommandError, LedgerError, file_errors
+from lightning_d9m.errors import CommandError, LedgerError, file_errors, written_whole
 from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.run import Run, Runs
@@ -55,7 +55,7 @@ _REASONS = {
     "this one at another step, or the ledger has been changed since.",
     "refused": "The program has other settings than the run: {}.",
     "device": "Two runs of the segment agree, and differ from the ledger; a run with {} is equal "
-    "to it. So this device computes other bits: it has a fault, or is of another kind.",
+    "to it. So this device computes different values: it has a fault, or is of another kind.",
     "same": "A run with {} agrees with them, so this device is not the reason.",
     "devices": "A run with {} differs from them, too, and from the ledger: the bits depend on the "
     "device.",
@@ -200,8 +200,9 @@ class CheckReport:
                 self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
             file = Path(self.output, CHECK_JSON)
             # Before it is printed: the terminal may have been closed.
-            with file_errors(LedgerError, f"{file} cannot be written"):
-                file.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
+            # Whole: where ranks of a cluster share the file, a check of segments waits for it.
+            with file_errors(LedgerError, f"{file} cannot be written"), written_whole(file) as part:
+                part.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
             if self.checked or self.problems:
                 show()
 
@@ -273,7 +274,9 @@ def check_segment(
     """
     options["variables"] = {**recorded.variables, **options.get("variables", {})}
 
-    def attempt(known: CheckedSegment, suffix: str = "", **variables: str) -> _Attempt:
+    def attempt(
+        known: CheckedSegment, suffix: str = "", variables: Mapping[str, str] = MappingProxyType({})
+    ) -> _Attempt:
         words = {**options, "variables": {**options["variables"], **variables}}
         name, what = f"segment-{known.number:03d}{suffix}", f"{title}{suffix.replace('-', ', ')}"
         run = run_segment(runs, segment, name, what, **words)
@@ -300,9 +303,9 @@ def _repeat(
     """Run a segment that differs again, and return it with the reason."""
     # Two runs that agree with each other rule out chance; see the head of this file.
     repeated, again = attempt(checked, "-again")
-    checked = replace(checked, ledgers=repeated.ledgers)
-    if again is None:
-        return checked.explain("transient")
+    known = checked = replace(checked, ledgers=repeated.ledgers)
+    if again is None:  # it is equal, or cannot be compared
+        return checked.explain("transient") if repeated.verdict == "equal" else repeated
     if not _agree(found, again):
         return checked.explain("program")
     fields = [entry.field for entry in found.stack if entry.field != _HASH_FIELD]
@@ -313,11 +316,13 @@ def _repeat(
     if not second:
         return checked
     device = " ".join(f"{name}={text}" for name, text in second.items())
-    repeated, other = attempt(checked, "-elsewhere", **second)
+    repeated, other = attempt(known, "-elsewhere", second)
     checked = replace(checked, ledgers=repeated.ledgers)
-    if other is None:
-        return repeated if repeated.verdict == "refused" else checked.explain("device", "", device)
-    said = _REASONS["same" if _agree(found, other) else "devices"].format(device)
+    if other is None and repeated.verdict == "equal":
+        return checked.explain("device", "", device)
+    said = f"With {device}: {repeated.reason}"  # it cannot be compared
+    if other is not None:
+        said = _REASONS["same" if _agree(found, other) else "devices"].format(device)
     return replace(checked, reason=f"{checked.reason} {said}")
 
 

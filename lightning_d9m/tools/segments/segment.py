@@ -113,7 +113,8 @@ class RecordedRun:
         epoch_ends: The global steps at which epochs ended, in the order of the records.
         last_step: The global step of the last record of the state; 0 without one.
         end: The record that ends the ledger; None if the run was killed or still runs.
-        ends: The states that end segments: the first after each checkpoint, and the last one.
+        ends: The states that end segments: the first after each checkpoint, and the final one.
+        last_state: The last record of the state.
         sources: The program, if the run commits to it.
 
     Raises:
@@ -136,6 +137,7 @@ class RecordedRun:
         self.end: End | None = None
         self._ends_within = True  # whether a run must begin another step to repeat the last record
         self.ends: list[Digests | StepDigests] = []
+        self.last_state: Digests | StepDigests | None = None
         self.sources: Sources | None = None
         self._is_saved = False  # whether the state of the last checkpoint is still to come
         # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
@@ -165,7 +167,7 @@ class RecordedRun:
             self._note_state(record)
 
     def _note_state(self, record: Digests | StepDigests) -> None:
-        is_step = isinstance(record, StepDigests)
+        self.last_state, is_step = record, isinstance(record, StepDigests)
         if (is_step and self._is_saved) or getattr(record, "moment", "") == FINAL:
             self.ends.append(record)
             self._is_saved = False
