@@ -39,7 +39,7 @@ LOADER, ADDED = "loader", "loader.__dict__"
 """The names, among the objects, of a loader of the program, and of the attributes of torch's."""
 _SAMPLER = "sampler"  # begins the names of samplers
 
-# A dataset of a library holds tables, schemas and locks, whose parts are no state of the order.
+# A dataset of a library holds tables, schemas and locks, and their parts do not change the order.
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
