@@ -8,7 +8,7 @@ hold their first values.
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -39,10 +39,11 @@ LOADER, ADDED = "loader", "loader.__dict__"
 """The names, among the objects, of a loader of the program, and of the attributes of torch's."""
 _SAMPLER = "sampler"  # begins the names of samplers
 
-# A dataset of a library holds tables, schemas and locks, whose parts are no state of the order.
+# A dataset of a library holds tables, schemas and locks, and their parts do not change the order.
 _DEPTH = 4  # loader -> dataset -> list of stages -> stage
 _MOST_PARTS = 10_000
 _CODE = (type, FunctionType, ModuleType)
+_Watched: TypeAlias = dict[str, tuple[object, Changes]]
 # In a worker each of the first batches is followed by a check, and later those numbered by powers
 # of two.
 _CHECKED_BATCHES = 16
@@ -78,15 +79,17 @@ class DataState:
         }
         others = {*map(id, owners.values()), *map(id, samplers), *known}
 
-        def watch(named: Mapping[str, object]) -> dict[str, tuple[object, Changes]]:
+        def watch(named: Mapping[str, object]) -> _Watched:
             return {
                 name: (own, watched.get(id(own)) or _watch(name, own, others))
                 for name, own in named.items()
             }
 
         says = {name for name, own in owners.items() if hasattr(own, "load_state_dict")}
-        self.data = watch({name: own for name, own in owners.items() if name not in says})
-        self.samplers = watch({f"{_SAMPLER}{n or ''}": own for n, own in enumerate(samplers)})
+        self.data: _Watched = watch({name: own for name, own in owners.items() if name not in says})
+        self.samplers: _Watched = watch(
+            {f"{_SAMPLER}{n or ''}": own for n, own in enumerate(samplers)}
+        )
 
     def capture(self) -> dict[str, Any]:
         """Return what has changed, for ``restore``, and the paths of what cannot be saved."""
