@@ -98,6 +98,34 @@ def test_ranks_that_differ_are_named_with_the_field():
     assert caught.value.differences == (("strategy.op", "average", "sum"),)
 
 
+def test_a_session_and_the_strategy_share_a_variable(monkeypatch):
+    """What NCCL has read is remembered, also if the session ends first, as after an exception."""
+    session, variables = EarlyVariables(), EarlyVariables(list_variables(60))
+    session.set()
+    variables.set()
+    assert os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
+    session.restore()
+    variables.restore()
+    assert "NCCL_ALGO" not in os.environ
+    session.set()  # not too late
+    os.environ["HOROVOD_AUTOTUNE"] = "1"
+    with pytest.raises(SettingError, match="HOROVOD_AUTOTUNE is '1'"):
+        variables.set()
+    del os.environ["HOROVOD_AUTOTUNE"]
+    session.restore()
+
+
+def test_horovod_needs_its_variables_without_control_too(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_CONTROL", "off")
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
+    variables = EarlyVariables(list_variables(60))
+    variables.set()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    variables.restore()
+
+
 OMPI = "OMPI_COMM_WORLD_"
 
 

@@ -138,7 +138,7 @@ class EarlyVariables:
     """A holder of variables: the first holder of one sets it, and the last one restores it.
 
     A holder that is garbage-collected (a callback that was built and never used) gives up its hold.
-    By default they are those of a session.
+    By default they are those of a session, which ``LIGHTNING_D9M_CONTROL`` may switch off.
     """
 
     _variables: Sequence[Variable] = VARIABLES
@@ -159,14 +159,20 @@ class EarlyVariables:
             SettingError: When the user's value of a variable allows nondeterminism.
             TooLateError: When a library has started under another value.
         """
-        if self._hold is not None or not control_is_on():
+        is_on = self._variables is not VARIABLES or control_is_on()
+        if self._hold is not None or not is_on:
             return
         with _lock:
-            free = [variable for variable in self._variables if not _holders[variable.name]]
-            wanted = {variable.name: _choose(variable) for variable in free}
-            _previous.update({name: os.environ.get(name) for name in wanted})
-            os.environ.update(wanted)
+            # First, as a holder that is collected meanwhile would otherwise restore them.
             _holders.update(variable.name for variable in self._variables)
+            try:
+                wanted = {variable.name: _choose(variable) for variable in self._variables}
+            except BaseException:
+                _give_up(self._variables)
+                raise
+            for name, value in wanted.items():
+                _previous.setdefault(name, os.environ.get(name))
+                os.environ[name] = value
         self._hold = weakref.finalize(self, _give_up, self._variables)
         self._hold.atexit = False  # the environment ends with the process
 
@@ -190,7 +196,8 @@ def _give_up(variables: Sequence[Variable]) -> None:
                 _in_force.setdefault(name, os.environ.get(name, ""))
             else:
                 _in_force.pop(name, None)
-            if (value := _previous.pop(name)) is None:
+            value = _previous.pop(name, os.environ.get(name))
+            if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value

@@ -29,7 +29,7 @@ class SeedCalls:
         self._installed = 0
 
     def install(self, called: Callable[[int], object]) -> Callable[[], None]:
-        """Call ``called`` with each seed; return what ends that."""
+        """Call ``called`` with each seed of ``manual_seed``; return what ends that."""
         # Counted, because a session and the first callback both install it, and either may end
         # first.
         self._installed += 1
@@ -40,17 +40,19 @@ class SeedCalls:
 
             def note(seed: int) -> None:
                 if not self.are_own:
-                    self._note(sys._getframe(1).f_code.co_name, seed)  # noqa: SLF001 - as find_line
-                    called(seed)
+                    # torch.seed, which draws the seed, or manual_seed.
+                    is_drawn = sys._getframe(1).f_code.co_name == "seed"  # noqa: SLF001 - as find_line
+                    self._note("seed" if is_drawn else "manual_seed", seed)
+                    if not is_drawn:  # each of them is new, so no fit repeats another
+                        called(seed)
                 seed_device(seed)
 
             self._patches.replace(torch.random, "_seed_custom_device", note)
         return self._release
 
-    def _note(self, caller: str, seed: int) -> None:
+    def _note(self, name: str, seed: int) -> None:
         line = find_line()
         where = "" if line is None else f" at {line.file}:{line.number}: {line.text}"
-        name = "seed" if caller == "seed" else "manual_seed"
         self.found.append(f"{name}({seed}){where}")
 
     def _release(self) -> None:

@@ -12,6 +12,7 @@ import lightning as L
 import logical_refusals
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from logical_refusals import DATA, PROCESSES, change, make_model
 from rank_processes import RANK, call_on_ranks
@@ -151,6 +152,10 @@ REFUSALS = {
     },
     "accumulate_grad_batches is 2, .* multiply logical_ranks by 2": lambda: {
         "accumulate_grad_batches": 2
+    },
+    # Before the first epoch, although it begins later.
+    "accumulate_grad_batches is 3, .* multiply logical_ranks by 3": lambda: {
+        "callbacks": [DeterminismCallback(), GradientAccumulationScheduler({4: 3})]
     },
     "ran the training step twice for one batch": optimize(torch.optim.LBFGS),
     "ZeroRedundancyOptimizer, which divides the work of an optimizer": optimize(

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import distributed
 
 from lightning_d9m.engine.control.doctor import CheckResult, check_variable, judge
-from lightning_d9m.engine.control.environment import NCCL, Variable, allows_nvls
+from lightning_d9m.engine.control.environment import NCCL, VARIABLES, Variable
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.engine.ledger.stack import capture_stack, format_differences, stack_differences
 from lightning_d9m.errors import SettingError, StackDifferenceError
@@ -73,16 +74,12 @@ PINNED = (
         "",
     ),
 )
-# Fixed, to a value that the user may choose. Settings of torch.distributed do not apply to Horovod's
-# NCCL communicator.
+# Fixed, to a value that the user may choose. Settings of torch.distributed do not apply to the
+# communicator that Horovod has of NCCL.
 CHOSEN = (
-    # NCCL's tuner selects an algorithm by size and topology.
-    Variable(
-        NCCL,
-        "Ring",
-        "NVLS sums in the network switch, in an order that differs between calls.",
-        lambda value: not allows_nvls(value),
-    ),
+    # NCCL's tuner selects an algorithm by size and topology. A session that began before the
+    # strategy has set its own value, and NCCL keeps the one that it has read.
+    *(replace(variable, wanted="Ring") for variable in VARIABLES if variable.name == NCCL),
     # Protocols divide a message into different chunks, and the sum of a chunk starts at a rank that
     # depends on the chunk.
     Variable("NCCL_PROTO", "Simple", "", lambda _: True),

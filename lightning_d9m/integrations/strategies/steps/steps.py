@@ -178,14 +178,10 @@ class LogicalSteps:
             SettingError: If the optimizer runs its closure twice, or there is no loss.
         """
         trainer, output = self._trainer, None
-        forward, count = skips_backward(trainer), trainer.accumulate_grad_batches
-        # In each step, since a GradientAccumulationScheduler changes the number between epochs.
-        if count != 1 and not forward:
-            raise SettingError(
-                f"accumulate_grad_batches is {count}, and a step of logical ranks already adds the "
-                f"gradients of several micro-batches: multiply logical_ranks by {count}, and leave "
-                "accumulate_grad_batches out."
-            )
+        forward = skips_backward(trainer)
+        # In each step, too, since a callback may change the number between epochs.
+        if not forward:
+            refuse_accumulation(trainer.accumulate_grad_batches)
         self._begin_training_step()
         for rank, batch in self._pair(batches):
             self._clear_gradients()
@@ -255,9 +251,11 @@ class LogicalSteps:
         if self._output is None:
             return outputs
         output, self._output = self._output, None
-        kind = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        # As Lightning makes the output of the last micro-batch, so that hooks find a dict.
-        result = kind.from_training_step_output(output)
+        trainer = self._trainer
+        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        # As Lightning makes the output of the last micro-batch, so that hooks find a dict. In the
+        # last epoch of StochasticWeightAveraging it divides the loss.
+        result = kind.from_training_step_output(output, trainer.accumulate_grad_batches)
         return dict(result.asdict())
 
     def evaluate(self, stage: str, epoch: int, step: Step, batches: Any, *args: Any) -> Any:
@@ -407,6 +405,20 @@ def holds_micro_batches(batch: Any) -> bool:
 
 def _select(part: Any, place: int) -> Any:
     return part[place] if isinstance(part, MicroBatches) else part
+
+
+def refuse_accumulation(count: int) -> None:
+    """Refuse to add the gradients of several batches.
+
+    Raises:
+        SettingError: If the number of batches is not 1.
+    """
+    if count != 1:
+        raise SettingError(
+            f"accumulate_grad_batches is {count}, and a step of logical ranks already adds the "
+            f"gradients of several micro-batches: multiply logical_ranks by {count}, and leave "
+            "accumulate_grad_batches out."
+        )
 
 
 def _find_loss(output: Any) -> Tensor:

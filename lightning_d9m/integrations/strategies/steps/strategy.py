@@ -26,7 +26,11 @@ from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.errors import DriftError, RankLostError, RanksDisagreeError, SettingError
 from lightning_d9m.integrations.strategies.steps.loaders import group_loader
 from lightning_d9m.integrations.strategies.steps.logged_values import sum_exactly
-from lightning_d9m.integrations.strategies.steps.steps import LogicalSteps, holds_micro_batches
+from lightning_d9m.integrations.strategies.steps.steps import (
+    LogicalSteps,
+    holds_micro_batches,
+    refuse_accumulation,
+)
 from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
 from lightning_d9m.integrations.strategies.sums.collectives import (
     refuse_collective,
@@ -84,7 +88,13 @@ def check_trainer(trainer: Trainer, strategy: Any, session: object) -> None:
                 raise SettingError(
                     f"{name!r} is a {kind}, which {reason}, or train without logical_ranks."
                 )
-    if trainer.state.fn == "fit" and not module.automatic_optimization:
+    if trainer.state.fn != "fit":
+        return
+    schedules = (getattr(own, "scheduling", {}) for own in trainer.callbacks)
+    planned = [count for own in schedules if isinstance(own, dict) for count in own.values()]
+    for count in (trainer.accumulate_grad_batches, *planned):
+        refuse_accumulation(count)
+    if not module.automatic_optimization:
         raise SettingError(
             f"{type(module).__name__} has automatic_optimization=False, and the steps of logical "
             "ranks are those of Lightning's automatic optimization: leave that attribute out and "
