@@ -1,6 +1,5 @@
 """The manifest of a checkpoint: one digest for each tensor, to find and name damage."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,8 @@ from lightning_d9m.errors import CheckpointError
 from lightning_d9m.text import describe_names, quote
 
 _VERSION = 4
-# Keys whose repr names them. That of another object, as of a function, may hold its address, which
-# is another one when the checkpoint is loaded.
-_PLAIN_KEYS = (str, int, float, bytes, type(None))
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Keys whose repr names them; that of another object may hold its address.
+_PLAIN_KEYS = (str, int, float, bytes, tuple, type(None))
 _CONTAINERS = (Mapping, list, tuple)
 
 
@@ -103,8 +100,7 @@ def _collect_leaves(
     is_mapping = isinstance(value, Mapping)
     for name, entry in value.items() if is_mapping else enumerate(value):
         below = f"{path}.{name}" if path else f"{name}"
-        is_plain = isinstance(name, _PLAIN_KEYS)
-        shown = repr(name) if is_plain else f"<{_ADDRESS.sub('', str(name))}>"
+        shown = repr(name) if isinstance(name, _PLAIN_KEYS) else f"<{name}>"
         inner = f"{key}{{{shown}}}" if is_mapping else f"{key}[{name}]"
         if not isinstance(entry, _CONTAINERS) or id(entry) in above:
             out.append((below, inner, entry))

@@ -62,7 +62,6 @@ class DataState:
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
-        known: The identities of classes, files and functions that another state has already.
     """
 
     def __init__(
@@ -70,14 +69,13 @@ class DataState:
         owners: Mapping[str, object],
         samplers: Sequence[object] = (),
         earlier: Iterable["DataState"] = (),
-        known: Iterable[int] = (),
     ) -> None:
         watched = {
             id(own): changes
             for state in earlier
             for own, changes in (*state.data.values(), *state.samplers.values())
         }
-        others = {*map(id, owners.values()), *map(id, samplers), *known}
+        others = {*map(id, owners.values()), *map(id, samplers)}
 
         def watch(named: Mapping[str, object]) -> _Watched:
             return {
