@@ -352,3 +352,10 @@ def test_the_fold_of_a_time_and_the_order_of_a_set_are_kept():
     owner.own = [moment, frozenset([8, 0])]
     assert there.restore(here.capture()[0], torch.device("cpu")) == []
     assert (other.own[0].fold, [*other.own[1]]) == (1, [8, 0])
+
+
+def test_a_change_in_a_long_tuple_is_refused():
+    owner = Thing(own=tuple([n] for n in range(1200)))
+    changes = watch(owner)
+    owner.own[7].append(1)
+    assert changes.capture() == ({}, ["owner.own"])

@@ -344,7 +344,7 @@ class Changes:
                 yield Change(node.path, node, (), node.owner)
             elif isinstance(node.kind, Dict):
                 yield from self._find_parts(node)
-            elif not isinstance(node.owner, tuple):
+            elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
@@ -370,6 +370,8 @@ class Changes:
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
         if change.key and not kind.takes(change.node.owner, *change.key):
+            return None
+        if not change.key and isinstance(value, tuple):  # a long one, of containers
             return None
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:

@@ -151,6 +151,15 @@ def test_what_a_sampler_has_changed_is_restored_and_undone():
     assert {*found} == {"sampler sampler.count", "sampler sampler.other"}
 
 
+def test_large_values_of_a_sampler_are_kept():
+    sampler = Own(weights=np.ones(2_200_000), parts=tuple([n] for n in range(1200)))
+    state = sample(sampler)
+    sampler.weights[0] = 2
+    sampler.parts[7].append(1)
+    found = state.capture()[CHANGES]
+    assert {*found} == {"sampler sampler.weights'", "sampler sampler.parts[7]'"}
+
+
 def test_two_samplers_with_one_path_are_both_restored():
     """The first of one loader is the second of another."""
     made = [(begin(), begin(), begin()) for _ in range(2)]
