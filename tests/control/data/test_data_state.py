@@ -70,6 +70,20 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
         watch(other).restore(state.capture(), DATA)
 
 
+BASE = Part()
+
+
+def test_a_dataset_in_a_variable_of_a_file_is_kept(monkeypatch):
+    monkeypatch.setattr(BASE, "seen", [])
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(DataLoader(Part()), "train")
+    control.start_epoch("train", 0)
+    BASE.seen.append(1)
+    (states,) = control.capture_samplers("train", within=False).values()
+    control.release()
+    assert [path for path in states[DATA] if path.endswith("BASE.seen'")]
+
+
 def make_drawing():
     part, rng = Part(), random.Random(1)
     part.draw = lambda scale=1: scale * rng.random()
