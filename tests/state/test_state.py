@@ -6,6 +6,7 @@ import random
 import types
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -311,3 +312,50 @@ def test_what_python_objects_hold_is_entered_but_for_the_code_of_a_class():
     assert [1] in found
     assert {"y": 2} in found
     assert not any(isinstance(own, dict) and "__module__" in own for own in found)
+
+
+@pytest.mark.parametrize(
+    ("first", "changed"),
+    [
+        (np.empty((2, 3), object), np.empty((3, 2), object)),
+        (np.frombuffer(b"ab", "u1"), np.frombuffer(b"ac", "u1")),
+    ],
+    ids=["another shape", "only read"],
+)
+def test_an_array_in_the_place_of_another_is_a_change(first, changed):
+    owner = Thing(own=first)
+    changes = watch(owner)
+    owner.own = changed
+    found, unknown = changes.capture()
+    assert found or unknown
+
+
+def test_the_shape_of_an_array_of_objects_is_compared():
+    owner = Thing(own=np.empty((2, 3), object))
+    changes = watch(owner)
+    owner.own.shape = (3, 2)
+    found, unknown = changes.capture()
+    assert found or unknown
+
+
+def test_functions_in_an_array_are_not_kept():
+    owner = Thing(own=None)
+    changes = watch(owner)
+    owner.own = np.array([print, None])
+    assert changes.capture() == ({}, ["owner.own"])
+
+
+def test_the_fold_of_a_time_and_the_order_of_a_set_are_kept():
+    owner, other = Thing(own=None), Thing(own=None)
+    here, there = watch(owner), watch(other)
+    moment = datetime(2000, 1, 1, fold=1)  # noqa: DTZ001 - as programs have it
+    owner.own = [moment, frozenset([8, 0])]
+    assert there.restore(here.capture()[0], torch.device("cpu")) == []
+    assert (other.own[0].fold, [*other.own[1]]) == (1, [8, 0])
+
+
+def test_a_change_in_a_long_tuple_is_refused():
+    owner = Thing(own=tuple([n] for n in range(1200)))
+    changes = watch(owner)
+    owner.own[7].append(1)
+    assert changes.capture() == ({}, ["owner.own"])

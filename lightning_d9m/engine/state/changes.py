@@ -28,7 +28,6 @@ from lightning_d9m.engine.state.parts import (
     ATTRIBUTES,
     CODE,
     DICT,
-    FUNCTION,
     GENERATOR,
     ITEMS,
     LONG,
@@ -38,7 +37,6 @@ from lightning_d9m.engine.state.parts import (
     PLAIN_TYPES,
     SET,
     TENSOR,
-    VARIABLES,
     Dict,
     Holder,
     Kind,
@@ -79,8 +77,9 @@ _BIT_GENERATORS = {
 # `Fraction` is missing: it would compute for minutes what a text of a file says.
 _REDUCED = (date, datetime, time, timedelta, timezone, Decimal, range, slice)
 _MADE_OF: dict[str, tuple[Any, Callable[[Any], Iterable[Any]]]] = {
-    **{kind.__name__: (kind, lambda own: own.__reduce_ex__(2)[1]) for kind in _REDUCED},
-    "frozenset": (frozenset, lambda own: [{*own}]),
+    # The fourth protocol keeps the fold of a time.
+    **{kind.__name__: (kind, lambda own: own.__reduce_ex__(4)[1]) for kind in _REDUCED},
+    "frozenset": (frozenset, lambda own: [_list_in_order(own)]),
     "UUID": (UUID, lambda own: [own.hex]),
 }
 _MALFORMED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError)
@@ -196,11 +195,6 @@ class Changes:
                 continue
             self._watch.set_content(node, now)
         self._watch.add_data()
-
-    def list_namespaces(self) -> set[int]:
-        """Return the identities of the classes, files and functions that are looked at."""
-        nodes = self._watch.nodes.items()
-        return {key for key, node in nodes if node.kind in (VARIABLES, FUNCTION)}
 
     def ignore(self, values: Iterable[object]) -> None:
         """Look at objects no more, nor at what was found in them."""
@@ -350,7 +344,7 @@ class Changes:
                 yield Change(node.path, node, (), node.owner)
             elif isinstance(node.kind, Dict):
                 yield from self._find_parts(node)
-            elif not isinstance(node.owner, tuple):
+            elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
@@ -376,6 +370,8 @@ class Changes:
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
         if change.key and not kind.takes(change.node.owner, *change.key):
+            return None
+        if not change.key and isinstance(value, tuple):  # a long one, of containers
             return None
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
@@ -518,7 +514,7 @@ def _make_new(name: str, content: Any) -> Any:
             return _Digest(content)
         case "objects", [shape, [*items]] if not _holds_code(items):
             array = np.empty(len(items), object)
-            OBJECTS.write(array, items)
+            OBJECTS.write(array, (OBJECTS.read(array)[0], *items))
             return array.reshape(shape)
     raise ValueError(name)
 
@@ -543,8 +539,21 @@ def _find_own_form(value: Any) -> tuple[str, Any] | None:
     if kind is type(value):
         return "value", [kind.__name__, [*read(value)]]
     if find_kind(value) is OBJECTS and value.dtype == object:
+        if _holds_code(list_items(value)):
+            raise TypeError(value)
         return "objects", [[*value.shape], list_items(value)]
     return ("digest", f"{value}") if isinstance(value, _Digest) else None
+
+
+def _list_in_order(own: frozenset[Any]) -> list[Any]:
+    """Return the items, if a new set of them is iterated in the same order.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if [*frozenset([*own])] != [*own] or not all(map(_is_item, own)):
+        raise TypeError(own)
+    return [*own]
 
 
 def _list_parts(container: Any) -> Collection[Any]:

@@ -138,6 +138,8 @@ def are_equal(one: Any, other: Any) -> bool:
     """Return whether two values that are only replaced as a whole are equal to the bit."""
     if one is other or type(one) is not type(other):
         return one is other
+    if isinstance(one, np.ndarray):  # one that is only read
+        return _equal_arrays(one, other)
     if isinstance(one, float):
         return struct.pack("d", one) == struct.pack("d", other)
     return bool(one == other)
@@ -429,8 +431,14 @@ def _write_tensor(owner: Tensor, content: Tensor) -> None:
         owner.data = content.clone()
 
 
-def _write_objects(owner: np.ndarray, content: Collection[Any]) -> None:
-    for place, part in zip(range(owner.size), content, strict=True):
+def _read_objects(owner: np.ndarray) -> tuple[Any, ...]:
+    return str(owner.shape), *owner.flat
+
+
+def _write_objects(owner: np.ndarray, content: tuple[Any, ...]) -> None:
+    if str(owner.shape) != content[0]:
+        raise ValueError(content[0])
+    for place, part in zip(range(owner.size), content[1:], strict=True):
         owner.flat[place] = part  # a list as it is, which a slice would take for many
 
 
@@ -580,7 +588,7 @@ CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 
 ITEMS = Holder(tuple, _write_items, name=lambda _, place: f"[{place}]")
 # An array of objects.
-OBJECTS = Holder(lambda own: tuple(own.flat), _write_objects, name=lambda _, place: f"[{place}]")
+OBJECTS = Holder(_read_objects, _write_objects, name=lambda _, place: f"[{place - 1}]")
 DICT = Dict(_read_items, _write_items, name=_name_key)
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)

@@ -70,6 +70,20 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
         watch(other).restore(state.capture(), DATA)
 
 
+BASE = Part()
+
+
+def test_a_dataset_in_a_variable_of_a_file_is_kept(monkeypatch):
+    monkeypatch.setattr(BASE, "seen", [])
+    control = LoaderControl(1, fit=0, rank=0, per_sample_rng=False)
+    control.wrap_loader(DataLoader(Part()), "train")
+    control.start_epoch("train", 0)
+    BASE.seen.append(1)
+    (states,) = control.capture_samplers("train", within=False).values()
+    control.release()
+    assert [path for path in states[DATA] if path.endswith("BASE.seen'")]
+
+
 def make_drawing():
     part, rng = Part(), random.Random(1)
     part.draw = lambda scale=1: scale * rng.random()
@@ -148,7 +162,29 @@ def test_what_a_sampler_has_changed_is_restored_and_undone():
     state.undo(before, after)
     assert vars(sampler) == vars(begin()) | {"other": 1, "count": 5}
     found = sample(sampler, earlier=[state]).capture()[CHANGES]
-    assert {*found} == {"sampler.count", "sampler.other"}
+    assert {*found} == {"sampler sampler.count", "sampler sampler.other"}
+
+
+def test_large_values_of_a_sampler_are_kept():
+    sampler = Own(weights=np.ones(2_200_000), parts=tuple([n] for n in range(1200)))
+    state = sample(sampler)
+    sampler.weights[0] = 2
+    sampler.parts[7].append(1)
+    found = state.capture()[CHANGES]
+    assert {*found} == {"sampler sampler.weights'", "sampler sampler.parts[7]'"}
+
+
+def test_two_samplers_with_one_path_are_both_restored():
+    """The first of one loader is the second of another."""
+    made = [(begin(), begin(), begin()) for _ in range(2)]
+    states = []
+    for outer, shared, inner in made:
+        earlier = sample(outer, shared)
+        states.append(sample(inner, outer, shared, earlier=[earlier]))
+    outer, shared, inner = made[0]
+    outer.count, shared.count, inner.count = 7, 8, 9
+    states[1].restore(states[0].capture(), CHANGES)
+    assert [own.count for own in made[1]] == [7, 8, 9]
 
 
 def test_generators_of_samplers_are_restored_whoever_seeded_them():
@@ -195,4 +231,4 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     data[0].append(2)
     split.num_replicas, other.own = 3, 1
     captured = state.capture()
-    assert list(captured["sampler"]) == ["sampler1.own", "sampler2.num_replicas"]
+    assert list(captured["sampler"]) == ["sampler1 sampler1.own", "sampler2 sampler2.num_replicas"]

@@ -105,11 +105,7 @@ SAMPLES, BATCHES = "Data, '__getitem__'", "Steering, 'on_before_zero_grad'"
         ),
         # Its order is drawn again from the start of the epoch.
         ("refused", "list", "a sampler", BATCHES, {"loading": "new data"}, "killed"),
-        # A file of the program that the class of the dataset leads to, too.
-        ("equal", "objects", "a file", "Model, 'training_step'", {"saving": "the module"}, ""),
-        # Whether it goes on when the loaders are loaded again, the next steps tell.
-        ("equal", "list", "a dataset", SAMPLES, {"loading": "the same data"}, ""),
-        ("ended", "list", "a dataset", SAMPLES, {"loading": "new data"}, ""),
+        ("refused", "list", "a dataset", SAMPLES, {"loading": "new data"}, ""),
     ],
 )
 def test_forks_tell_what_becomes_of_a_program(tmp_path, word, kind, place, hook, draws, end):

@@ -62,7 +62,6 @@ class DataState:
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
-        known: The identities of classes, files and functions that another state has already.
     """
 
     def __init__(
@@ -70,14 +69,13 @@ class DataState:
         owners: Mapping[str, object],
         samplers: Sequence[object] = (),
         earlier: Iterable["DataState"] = (),
-        known: Iterable[int] = (),
     ) -> None:
         watched = {
             id(own): changes
             for state in earlier
             for own, changes in (*state.data.values(), *state.samplers.values())
         }
-        others = {*map(id, owners.values()), *map(id, samplers), *known}
+        others = {*map(id, owners.values()), *map(id, samplers)}
 
         def watch(named: Mapping[str, object]) -> _Watched:
             return {
@@ -102,7 +100,9 @@ class DataState:
             if name == LOADER:
                 states[LOGGED_DATA] += [*found, *unsaved]
                 continue
-            packed = {path: pack_bytes(own) for path, own in found.items()}
+            # A sampler that loaders share has the path that it has in the first of them.
+            prefix = "" if is_data else f"{name} "
+            packed = {f"{prefix}{path}": pack_bytes(own) for path, own in found.items()}
             states[DATA if is_data else CHANGES] |= packed
             for path in unsaved:
                 key = UNSAVED_DATA if is_data else UNSAVED
@@ -112,8 +112,8 @@ class DataState:
     def digest_samplers(self) -> str:
         """Return the digest of what has changed in samplers; empty if nothing has."""
         found = {
-            path: own
-            for _, each in self.samplers.values()
+            f"{name} {path}": own
+            for name, (_, each) in self.samplers.items()
             for path, own in each.capture()[0].items()
         }
         return digest_value(found) if found else ""
@@ -123,10 +123,13 @@ class DataState:
 
         A warning names what they do not take.
         """
-        plain = _unpack(states, key)
-        lost = {path.rstrip("'") for path in plain}
-        for _, changes in (self.samplers if key == CHANGES else self.data).values():
-            lost = set(changes.restore(plain, torch.device("cpu")))
+        cpu, lost = torch.device("cpu"), set[str]()
+        for name, (_, changes) in self.samplers.items() if key == CHANGES else ():
+            lost |= {*changes.restore(_unpack(states, key, f"{name} "), cpu)}
+        plain = _unpack(states, key) if key == DATA else {}
+        lost |= {path.rstrip("'") for path in plain}
+        for _, changes in self.data.values() if key == DATA else ():
+            lost = set(changes.restore(plain, cpu))
             plain = {path: own for path, own in plain.items() if path.rstrip("'") in lost}
         if lost:
             warnings.warn(
@@ -138,8 +141,8 @@ class DataState:
 
     def undo(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Restore what differs in samplers between two captures and has not changed since."""
-        for _, changes in self.samplers.values():
-            changes.undo(_unpack(before, CHANGES), _unpack(after, CHANGES))
+        for name, (_, changes) in self.samplers.items():
+            changes.undo(*(_unpack(own, CHANGES, f"{name} ") for own in (before, after)))
 
     def settle(self) -> None:
         """Take objects that the first batch has made, such as an open file, as held at first."""
@@ -147,8 +150,12 @@ class DataState:
             changes.settle()
 
 
-def _unpack(states: Mapping[str, Any], key: str) -> dict[str, bytes]:
-    return {path: unpack_bytes(data) for path, data in states.get(key, {}).items()}
+def _unpack(states: Mapping[str, Any], key: str, prefix: str = "") -> dict[str, bytes]:
+    return {
+        path.removeprefix(prefix): unpack_bytes(data)
+        for path, data in states.get(key, {}).items()
+        if path.startswith(prefix)
+    }
 
 
 def list_unsaved(samplers: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -254,10 +254,7 @@ class ControlledLoader:
         # not reach.
         if iterable or not (loader.num_workers and loader.persistent_workers):
             owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-        # Workers, and the iterators of iterable datasets, read before the program is restored.
-        known = () if iterable or loader.num_workers else control.list_namespaces()
-        earlier = [own.state for own in control.loaders]
-        self.state: DataState = DataState(owners, samplers, earlier, known)
+        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
         self._keep_in_order(loader)
@@ -470,8 +467,6 @@ class LoaderControl:
         host_sets_epochs: Whether the program that iterates the training loaders calls
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
         problems: Why the epoch that is resumed has not gone on exactly.
-        list_namespaces: Returns the identities of the classes, files and functions of which another
-            state is kept.
     """
 
     seed: int
@@ -480,7 +475,6 @@ class LoaderControl:
     rank: int
     per_sample_rng: bool
     host_sets_epochs: bool = False
-    list_namespaces: Callable[[], Iterable[int]] = tuple
 
     def __post_init__(self) -> None:
         self.problems: list[str] = []

@@ -29,7 +29,7 @@ from lightning_d9m.engine.state.parts import is_of_program
 from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
 from lightning_d9m.integrations.lightning.resume.position import is_at_end
-from lightning_d9m.integrations.lightning.resume.run_facts import FIT, is_checked, name_all
+from lightning_d9m.integrations.lightning.resume.run_facts import FIT, name_all
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
@@ -46,10 +46,9 @@ _UNMATCHED = (
 _RELOADED = (
     "The loaders are loaded again for the epoch that is resumed "
     "(reload_dataloaders_every_n_epochs), and their datasets, samplers or datamodule keep "
-    "generators, or values that change: {}. Whether these go on or start again is not known, and "
-    "the resumed run cannot be compared with the steps after the checkpoint. Keep generators in "
-    "the module or the datamodule, or draw from those of Python, NumPy or torch; take the epoch "
-    "from set_epoch()."
+    "generators, or values that change: {}. Whether these go on or start again is not known. Keep "
+    "generators in the module or the datamodule, or draw from those of Python, NumPy or torch; "
+    "take the epoch from set_epoch()."
 )
 
 _OTHER_SIZES = (
@@ -148,15 +147,15 @@ class Reloads(Part):
         paths = [*saved["generators"]]
         for number, states in saved["samplers"].items():
             loader = number if number.startswith(_VALIDATION) else f"train.{number}"
-            changed = (*states.get(DATA, {}), *states.get(CHANGES, {}))
-            paths += [f"{loader}.{path}" for path in changed]
+            changed = (path.partition(" ")[2] for path in states.get(CHANGES, {}))
+            paths += [f"{loader}.{path}" for path in (*states.get(DATA, {}), *changed)]
         reloaded = [path.rstrip("'") for path in paths if path.startswith(stages)]
         if every and (stages or any(state.values())):
             # Of its numbers and texts loaders may be made, such as the size of batches.
             reloaded += [
                 path for path in saved["program"] if re.fullmatch(r"datamodule\.\w+", path)
             ]
-        return [] if is_checked(self.fit, reloaded) else name_all(_RELOADED, reloaded)
+        return name_all(_RELOADED, reloaded)
 
 
 class BatchSizes(Part):

@@ -402,7 +402,7 @@ class ResumableFit(Fit):
     def _watch_program(self) -> None:
         """Take the program's state as held at first, before loaders restore what they share."""
         if self.trainer.optimizers:
-            self.session.loaders.list_namespaces = self._program.changes.list_namespaces
+            _ = self._program.changes
 
     def _load_validation(self, load: Callable[[], None]) -> None:
         self._watch_program()

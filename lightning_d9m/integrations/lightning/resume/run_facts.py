@@ -1,12 +1,12 @@
 """Facts of the run that saved a checkpoint: its settings, its ledger, and what is not exact."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from typing import Any
 
 from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
 from lightning_d9m.engine.recording.resume_check import can_be_checked
-from lightning_d9m.integrations.lightning.resume.part import Fit, Part, Phase
+from lightning_d9m.integrations.lightning.resume.part import Part, Phase
 from lightning_d9m.integrations.lightning.resume.position import reaches_max_steps
 from lightning_d9m.integrations.trainer.packages import rank_zero
 from lightning_d9m.integrations.trainer.trainer_attributes import get_logical_ranks
@@ -29,8 +29,8 @@ _UNKNOWN = (
     "training does not depend on it, pass DeterminismCallback(accepted_unknown={0!r})."
 )
 _CHECKED = (
-    "Nothing tells the present state of {}. The first steps of the resumed run are compared with "
-    "those of the run that saved the checkpoint."
+    "Nothing can read {}. The first steps of the resumed run are compared with those of the run "
+    "that saved the checkpoint."
 )
 
 
@@ -107,16 +107,11 @@ class Unknown(Inexact):
         accepted, paths = self.fit.accepted, super().problems(state)
         # A name may have brackets, which are those of a pattern.
         paths = [own for own in paths if not any(fnmatch(own, p) or own == p for p in accepted)]
-        return [] if is_checked(self.fit, paths) else [_UNKNOWN.format(path) for path in paths]
-
-
-def is_checked(fit: Fit, paths: Sequence[str]) -> bool:
-    """Return whether the first steps are compared, which then decide about these objects."""
-    # Another rank may lack its ledger, so all ranks ask whether each can be checked.
-    if not paths or not can_be_checked(fit.saved.get("ledger"), fit.trainer.global_rank):
-        return False
-    rank_zero().rank_zero_info(_CHECKED.format(", ".join(paths)))
-    return True
+        # Another rank may lack its ledger, so all ranks ask whether each can be checked.
+        if paths and can_be_checked(self.fit.saved.get("ledger"), self.trainer.global_rank):
+            rank_zero().rank_zero_info(_CHECKED.format(", ".join(paths)))
+            return []
+        return [_UNKNOWN.format(path) for path in paths]
 
 
 def name_all(problem: str, paths: Iterable[str]) -> list[str]:

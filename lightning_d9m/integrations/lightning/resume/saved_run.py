@@ -26,7 +26,7 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     ranks_of,
 )
 
-FORMAT = 1
+FORMAT = 2
 
 # They are captured and restored in this order. The program comes first among what it may hold: a
 # metric is then reset, a generator then set. The generators of training come last, because what
