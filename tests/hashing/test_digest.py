@@ -254,12 +254,6 @@ def _fake():
         return torch.empty(3)
 
 
-def _quantized():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -269,7 +263,6 @@ def _quantized():
             r"on meta has no digest: a meta tensor has no data",
         ),
         (_fake, r"FakeTensor does not say where its elements are\. Pass a materialized tensor"),
-        (_quantized, r"qint8 on cpu has no digest: .* Pass its int_repr\(\) and q_scale\(\)"),
         (lambda: torch.ones(4, 4).to_mkldnn(), r"the order .* torch\._mkldnn\. Pass its to_dense"),
         (
             _freed,
@@ -289,6 +282,25 @@ def _quantized():
 def test_what_has_no_bytes_is_refused(make, message):
     with pytest.raises(DigestError, match=message):
         digest(make())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_tensors_count_by_integers_scales_and_zero_points():
+    values, zeros = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, dtype=torch.long)
+
+    def quantize(scale=0.1, zero=0, shift=0.0, dtype=torch.qint8):
+        return torch.quantize_per_tensor(values + shift, scale, zero, dtype)
+
+    def quantize_channels(scales=(0.1, 0.2), zero_points=zeros, axis=0):
+        scales = torch.tensor(scales)
+        return torch.quantize_per_channel(values, scales, zero_points, axis, torch.qint8)
+
+    made = [quantize(), quantize(0.11), quantize(zero=1), quantize(shift=0.3)]
+    made += [quantize(dtype=torch.quint8), quantize_channels(), quantize_channels((0.1, 0.3))]
+    made += [quantize_channels(zero_points=zeros + 1), quantize_channels(axis=1)]
+    assert len({digest(one) for one in made}) == len(made)
+    assert [digest(one.clone()) for one in made] == [digest(one) for one in made]
+    assert digest(quantize().T) == digest(quantize().T.contiguous())
 
 
 def test_tensors_within_a_transform_are_refused():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_d9m.tools.launch import left_files
 from lightning_d9m.tools.launch.left_files import FileWatch
 
 
@@ -56,3 +57,22 @@ def test_a_file_that_a_later_run_reads_is_named(folder, monkeypatch):
     for expected in ("", "", "read or written in a later one: cache."):
         watch.note_run()
         assert watch.describe(first_alone=False).endswith(expected)
+
+
+def test_files_that_all_runs_write_are_compared_by_their_bytes(folder, monkeypatch):
+    monkeypatch.setattr(left_files, "_MOST_BYTES", 9)
+    watch = FileWatch(["python", "train.py"], folder / "work" / "runs")
+    for run in ("1", "2", "3"):
+        for name, text in {"w.pkl": run, "w.npy": "w", "w.pt": run, "large": 9 * "w"}.items():
+            Path(name).write_text(text)
+        Path(f"log-{run}").write_text(run)
+        (folder / "home" / "cache").write_text(run)
+        watch.note_run()
+    assert watch.describe_written(lambda name: name == "w.pt") == (
+        "all runs wrote files that no ledger covers: w.pkl (different bytes); large (not "
+        "compared); w.npy (equal bytes)."
+    )
+    assert watch.describe_written(lambda _: True) == ""
+    watch.note_run()
+    assert watch.describe_written(lambda _: False) == ""
+    assert not watch._read

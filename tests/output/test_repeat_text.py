@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ledger_runs import make_weights, write_rank
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
+from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.tools.launch.run import Run
 from lightning_d9m.tools.output.columns import format_table
 from lightning_d9m.tools.output.repeat_text import (
@@ -57,6 +58,17 @@ def test_saved_files_are_not_numbered_as_a_fit(tmp_path):
     fits = {own.name: read_ledger(write_rank(own, [weights])) for own in folders}
     report = RepeatReport({1: Run(fits), 2: Run(fits)}, tmp_path, ["true"])
     assert [row["fit"] for row in report.rows[:4]] == [1, "saved", 2, "final"]
+
+
+def test_saved_values_without_a_digest_are_named(tmp_path, capsys):
+    groups = {"saved": {"w": DIGEST}, "unread": {"ema": DIGEST}}
+    saved = Digests(
+        moment="saved w.pt", epoch=0, step=0, totals=dict.fromkeys(groups, DIGEST), groups=groups
+    )
+    folder = create_ledger_folder(tmp_path, "saved")
+    run = Run({folder.name: read_ledger(write_rank(folder, [saved]))})
+    RepeatReport({1: run, 2: run}, tmp_path, ["true"]).print_out("text")
+    assert "note: saved without a digest, so not compared: w.pt: ema." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("runs", range(2, 40))

@@ -60,14 +60,21 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
             tensor, f"the order of its elements is that of {layout}", "Pass its to_dense()."
         )
     if tensor.is_quantized:
-        raise _refuse(
-            tensor,
-            f"{tensor.dtype} has a quantizer beside its bytes",
-            "Pass its int_repr() and q_scale().",
-        )
+        return _flatten_quantized(tensor.detach())
     if tensor.device.type == "meta":
         raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
     return DenseTensor(make_header(tensor.dtype, tensor.shape), tensor)
+
+
+def _flatten_quantized(tensor: torch.Tensor) -> list[Piece]:
+    """Flatten a quantized tensor to its integers and to the numbers that give them values."""
+    scheme = tensor.qscheme()
+    header = make_header(tensor.dtype, tensor.shape, str(scheme).removeprefix("torch."))
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [header, tensor.int_repr(), *encode((tensor.q_scale(), tensor.q_zero_point()))]
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    axis = encode(tensor.q_per_channel_axis())
+    return [header, tensor.int_repr(), scales, zero_points, *axis]
 
 
 def _can_be_read_in_place(tensor: torch.Tensor) -> bool:
@@ -171,7 +178,7 @@ def digest(value: torch.Tensor) -> str:
 
     Raises:
         DigestError: The tensor has no bytes (meta, fake, inside a transform, freed), or they have
-            no defined order (quantized, MKL-DNN).
+            no defined order (MKL-DNN).
 
     Examples:
         >>> digest(torch.arange(3))

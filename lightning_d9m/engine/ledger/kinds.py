@@ -1,5 +1,7 @@
 """The kinds of probes."""
 
+import re
+
 # In the order in which a batch meets them.
 PROBE_KINDS = (
     "rng",
@@ -26,6 +28,9 @@ FINAL, EXCEPTION = ENDS = ("final", "exception")
 STEP = "step"
 # The group of what a saved file holds, and the beginning of its moment, which its name ends.
 SAVED = "saved"
+# The group of what it holds that has no digest, with the digests of the types.
+UNREAD = "unread"
+_VARIES = re.compile(r"[0-9a-f]{6,}|\d+")
 # The groups of runs that commit to them: SHA-256 of all batches so far, of the weights, and of the
 # other state.
 DATA, WEIGHTS_HASH, STATE_HASH = COMMITTED = ("data", "weights_sha256", "state_sha256")
@@ -39,6 +44,15 @@ VALIDATION = 10**9
 # The number of steps after a checkpoint, and after a resume, whose state is recorded.
 # More than one: a generator that was not restored shows only in the step that draws from it.
 FOLLOWED_STEPS = 3
+
+
+def name_saved(file: str) -> str:
+    """Return the moment of a saved file; digits do not count, by which runs number and date files.
+
+    >>> name_saved("epoch=3.pt")
+    'saved epoch=#.pt'
+    """
+    return f"{SAVED} {_VARIES.sub('#', file)}"
 
 
 def describe_batch(batch: int | None) -> str:

@@ -13,12 +13,12 @@ names.
 A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
 """
 
+import copyreg
 import os
-import re
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from multiprocessing.util import Finalize
@@ -33,13 +33,15 @@ from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
-from lightning_d9m.engine.ledger.kinds import SAVED
+from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
 from lightning_d9m.engine.recording.interruption import is_segment
 from lightning_d9m.engine.recording.run import Run
+from lightning_d9m.engine.state.parts import CODE
+from lightning_d9m.errors import DigestError
 from lightning_d9m.integrations.loop.recorder import find_ranks, open_alone
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
-_VARIES = re.compile(r"[0-9a-f]{6,}|\d+")
+_PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 class SavedFiles:
@@ -101,20 +103,17 @@ class SavedFiles:
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
             return
-        moment = f"{SAVED} {_VARIES.sub('#', name)}"
-        data = {path or "value": leaf for path, leaf in _list_data(value)}
-        queue = DigestQueue()
-        queue.add_leaves(data.values())
-        named = dict(zip(data, queue.fetch(), strict=True))
+        moment = name_saved(name)
+        groups = _digest_groups(value)
+        if not groups:  # an empty record would be equal to any other one
+            return
         if self._run is None:  # after all that may fail: an empty ledger would prove nothing
             self._run = open_alone(torch.nn.Module(), state_folder(), SAVED)
             Run.open_runs.discard(self._run)  # it records no training
-        totals = {SAVED: digest_value(sorted(named.items()))}
+        totals = {group: digest_value(sorted(named.items())) for group, named in groups.items()}
         number = self._numbers[moment]
         self._numbers[moment] += 1
-        self._run.append(
-            Digests(moment=moment, epoch=number, step=0, totals=totals, groups={SAVED: named})
-        )
+        self._run.append(Digests(moment=moment, epoch=number, step=0, totals=totals, groups=groups))
 
     def _finish(self) -> None:
         run, self._run = self._run, None
@@ -122,13 +121,75 @@ class SavedFiles:
             run.end(End(status="finished"))
 
 
-def _list_data(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the tensors and arrays in what is saved, with their paths."""
-    for path, leaf in list_pytree_leaves(value):
-        if isinstance(leaf, np.ndarray) and leaf.dtype == object:  # such as names
-            yield path, leaf.tolist()
-        elif isinstance(leaf, torch.Tensor | np.ndarray):
+def _digest_groups(value: Any) -> dict[str, dict[str, str]]:
+    """Return the digests of the tensors and arrays in what is saved, and what has none."""
+    groups: dict[str, dict[str, str]] = {SAVED: {}, UNREAD: {}}
+    queue = DigestQueue()
+    names: list[str] = []
+    for path, leaf in _list_data(value, "", {}):
+        name = path or "value"
+        while name in names or name in groups[UNREAD]:
+            name += "'"
+        try:
+            if isinstance(leaf, torch.Tensor):
+                queue.add([leaf])
+            else:
+                queue.add_value(leaf)
+            names.append(name)
+        except DigestError:
+            groups[UNREAD][name] = digest_value(type(leaf))
+    groups[SAVED] = dict(zip(names, queue.fetch(), strict=True))
+    return {group: named for group, named in groups.items() if named}
+
+
+def _list_data(value: Any, above: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and arrays in what is saved, and what cannot be read, with their paths.
+
+    Objects are entered as pickle does, so that all that reaches the file is found.
+
+    Args:
+        value: What is saved, or a part of it.
+        above: The path of the part.
+        seen: What was entered, by ``id``; kept, so that no new object has the same one.
+    """
+    for inner, leaf in list_pytree_leaves(value):
+        path = ".".join(filter(None, (above, inner)))
+        if isinstance(leaf, (*_PLAIN, *CODE)) or id(leaf) in seen:
+            continue
+        is_array = isinstance(leaf, np.ndarray)
+        if isinstance(leaf, torch.Tensor) or (is_array and leaf.dtype != object):
             yield path, leaf
-        elif isinstance(leaf, torch.nn.Module):
-            prefix = f"{path}." if path else ""
-            yield from ((f"{prefix}{name}", own) for name, own in leaf.state_dict().items())
+        elif is_array and all(isinstance(own, _PLAIN) for own in leaf.flat):
+            yield path, leaf.tolist()  # such as names
+        elif isinstance(leaf, Mapping | list | tuple | deque):
+            # A leaf if it holds only numbers and texts, or is nested too deep, or in itself.
+            held = leaf.values() if isinstance(leaf, Mapping) else leaf
+            if not all(isinstance(own, _PLAIN) for own in held):
+                seen[id(leaf)] = leaf
+                yield from _list_data(leaf, path, seen)
+        else:
+            seen[id(leaf)] = leaf
+            if isinstance(leaf, torch.nn.Module):
+                state = leaf.state_dict(keep_vars=True)
+                yield from _list_data(state, path, seen)
+                seen |= {id(own): own for own in state.values()}
+            try:
+                parts = _reduce(leaf)
+            except Exception:  # noqa: BLE001 - whatever an object raises
+                yield path, leaf
+            else:
+                yield from _list_data(parts, path, seen)
+
+
+def _reduce(value: Any) -> dict[str, Any]:
+    """Return what pickle stores of an object, by the names of its attributes if it has them."""
+    if isinstance(value, np.ndarray | set | frozenset):
+        items = value.flat if isinstance(value, np.ndarray) else value
+        return {str(number): own for number, own in enumerate(items)}
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = value.__reduce_ex__(2) if reduce is None else reduce(value)
+    if isinstance(reduced, str):  # the name of a global
+        return {}
+    _, arguments, state, items, entries = (*reduced, None, None, None)[:5]
+    parts = {"arguments": arguments, "items": [*(items or ())], "entries": dict(entries or ())}
+    return {**state, **parts} if isinstance(state, dict) else {"state": state, **parts}

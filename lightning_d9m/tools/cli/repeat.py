@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
             before = f" (run {number - 1} succeeded)" if made else ""
             raise CommandError(f"In {title}{before}: {error}") from error
     printed = "" if arguments.processes else compare_printed(output)
-    report = RepeatReport(made, output, argv, printed=printed, left=watch.describe)
+    report = RepeatReport(made, output, argv, printed=printed, left=watch)
     report.print_out(arguments.format, verbose=arguments.verbose)
     return STATUS[report.verdict]
 

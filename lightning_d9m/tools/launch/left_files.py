@@ -8,16 +8,19 @@ import os
 import re
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.text import printable
 
 # Of a folder's files and folders, the least nested first. The home may be on a slow network.
 _MOST_FILES, _MOST_SHARED = 20_000, 2000
 _MOST_SHOWN = 5
+# Of the files of one run, as they are listed, so many bytes are read: a second on most disks.
+_MOST_BYTES = 2**30
 # Their many files change in each run, such as bytecode, and are not what a program reads as data.
 _LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "site-packages", "node_modules"})
 
@@ -43,6 +46,8 @@ class FileWatch:
         self._runs = 0
         self._written: dict[str, list[int]] = {}
         self._read: dict[str, list[int]] = {}
+        # What each run wrote there; None where too much was written to read it.
+        self._contents: dict[str, list[str | None]] = {}
 
     def note_run(self) -> None:
         """Note what changed in a run, after it."""
@@ -57,6 +62,38 @@ class FileWatch:
             # time that has changed proves a read, and one that has not proves nothing.
             elif known_read != read:
                 self._read.setdefault(path, []).append(self._runs)
+        self._read_contents()
+
+    def _read_contents(self) -> None:
+        """Note the content of each file that the last run and all before it wrote."""
+        left = _MOST_BYTES
+        for path, runs in self._written.items():
+            if len(runs) == runs[-1] == self._runs and any(
+                map(Path(path).is_relative_to, self._own)
+            ):
+                content = None
+                with suppress(OSError):  # it was removed meanwhile, or may not be read
+                    if (size := Path(path).stat().st_size) <= left:
+                        left -= size
+                        content = hash_file(Path(path))
+                    # This must not count as a read by the next run.
+                    self._files[path] = self._files[path][0], Path(path).stat().st_atime_ns
+                self._contents.setdefault(path, []).append(content)
+
+    def describe_written(self, is_compared: Callable[[str], bool]) -> str:
+        """Return a sentence on the files that every run wrote and whose content is in no ledger.
+
+        Args:
+            is_compared: Whether a ledger has the content of a file of this name.
+        """
+        found: dict[str, list[str]] = {"different bytes": [], "not compared": [], "equal bytes": []}
+        for path, contents in sorted(self._contents.items()):
+            if len(contents) == self._runs and not is_compared(Path(path).name):
+                known = None not in contents
+                kinds = ("different bytes", "equal bytes") if known else ("not compared",) * 2
+                found[kinds[len(set(contents)) == 1]].append(path)
+        said = [f"{self._list_names(paths)} ({kind})" for kind, paths in found.items() if paths]
+        return f"all runs wrote files that no ledger covers: {'; '.join(said)}." if said else ""
 
     def describe(self, *, first_alone: bool) -> str:
         """Return a sentence on the files through which a run may have changed a later one.
@@ -81,9 +118,12 @@ class FileWatch:
         # Those of a numbered folder for each run, such as a logger's, are the least likely.
         kinds = Counter(map(_without_numbers, self._written))
         used.sort(key=lambda path: (kinds[_without_numbers(path)], not self._is_below(path), path))
-        names = [os.path.relpath(path) if self._is_below(path) else path for path in used]
+        return f"Files {said}: {self._list_names(used)}."
+
+    def _list_names(self, paths: Sequence[str]) -> str:
+        names = [os.path.relpath(path) if self._is_below(path) else path for path in paths]
         more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-        return f"Files {said}: {', '.join(map(printable, names[:_MOST_SHOWN]))}{more}."
+        return f"{', '.join(map(printable, names[:_MOST_SHOWN]))}{more}"
 
     def _is_below(self, path: str) -> bool:
         return Path(path).is_relative_to(self._own[0])

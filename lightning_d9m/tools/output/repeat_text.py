@@ -5,7 +5,7 @@ A row of the table is a mapping, which is its JSON.
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -14,10 +14,12 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
-from lightning_d9m.engine.ledger.kinds import SAVED
+from lightning_d9m.engine.ledger.format.records import Digests
+from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
 from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.run import Run
 from lightning_d9m.tools.output.columns import (
     Column,
@@ -160,8 +162,7 @@ class RepeatReport:
         command: The command that was run.
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.
-        left: Returns a sentence on files through which runs may have changed later ones, given
-            ``first_alone``, whether only run 1 differs from the others.
+        left: The files that the runs wrote.
 
     Attributes:
         rows: The rows of the table, one for each fit of each run.
@@ -174,7 +175,7 @@ class RepeatReport:
         command: Sequence[str],
         *,
         printed: str = "",
-        left: Callable[..., str] | None = None,
+        left: FileWatch | None = None,
     ) -> None:
         self._runs, self._command, self._output = runs, command, output
         self._printed, self._left = printed, left
@@ -247,11 +248,12 @@ class RepeatReport:
         # Different runs have a reason already for what they printed.
         if self._printed and self.verdict != "different":
             said.append(
-                f"note: the runs printed different output, {printable(self._printed)}. Only fits, "
-                "validations, tests and predictions are compared. Call "
-                "lightning_d9m.record_final(model, accuracy=...) where the program ends, to "
-                "compare its result too."
+                f"note: the runs printed different output, {printable(self._printed)}. Printed "
+                "output is not compared bit for bit. Call lightning_d9m.record_final(model, "
+                "accuracy=...) where the program ends, to compare its result too."
             )
+        if self.verdict != "different":
+            said += self._list_uncompared()
         if self.verdict == "different":
             said += filter(None, [self._advise()])
         # Two runs are a look at the program; more of them ask about a race.
@@ -327,7 +329,24 @@ class RepeatReport:
         """Return a sentence on files that may have carried a difference from run to run."""
         if self._left is None or not self._differing:
             return []
-        return list(filter(None, [self._left(first_alone=self._first_alone)]))
+        return list(filter(None, [self._left.describe(first_alone=self._first_alone)]))
+
+    def _list_uncompared(self) -> list[str]:
+        """Return notes on what was saved or written, and is in no ledger."""
+        saved = (fit for fit in self._compared if fit.row["fit"] == SAVED)
+        records = chain.from_iterable(fit.ledger.records(min(fit.ledger.files)) for fit in saved)
+        found = [one for one in records if isinstance(one, Digests)]
+        unread = {
+            f"{one.moment.removeprefix(f'{SAVED} ')}: {', '.join(one.groups[UNREAD])}": None
+            for one in found
+            if one.groups and UNREAD in one.groups
+        }
+        compared = {one.moment for one in found}
+        written = self._left and self._left.describe_written(
+            lambda name: name_saved(name) in compared
+        )
+        said = [f"note: saved without a digest, so not compared: {'; '.join(unread)}."]
+        return [*said * bool(unread), *[f"note: {written}"] * bool(written)]
 
     def _advise(self) -> str:
         """Return what to do about runs that had several numbers of processes."""
@@ -359,6 +378,7 @@ class RepeatReport:
             "runs": self.rows,
             "printed": self._printed,
             "left": self._list_left(),
+            "uncompared": self._list_uncompared(),
             "ledgers": [list(run.fits) for run in self._runs.values()],
             "differing": [
                 {name: entry.row[name] for name in ("run", "fit")}
