@@ -79,6 +79,7 @@ def test_a_cluster_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     for chosen, said in (
         ("local,speed=9", "speed"),
         ("local,tasks_per_node=2", "a job has one task"),
+        ("slurm,slurm_ntasks_per_node=2", "a job has one task"),
         ("debug", "the cluster is local or slurm"),
     ):
         with pytest.raises(SettingError, match=said):

@@ -227,10 +227,13 @@ def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckRe
 
     def read_result(number: int) -> CheckedSegment | None:
         # A listing lets a file system of a network look again. A job that was begun again has its
-        # own folder, see `_make_folder`.
-        for file in output.glob(f"job-{number:03d}*/{CHECK_JSON}"):
+        # own folder, see `_make_folder`: the last one counts.
+        name = f"job-{number:03d}"
+        again = {int(own.name[len(name) + 1 :]): own for own in output.glob(f"{name}-[0-9]*")}
+        for _, folder in sorted({0: output / name, **again}.items(), reverse=True):
             with suppress(OSError, ValueError, LookupError):  # it was interrupted
-                return CheckedSegment(**json.loads(file.read_text("utf-8"))["checked"][0])
+                text = (folder / CHECK_JSON).read_text("utf-8")
+                return CheckedSegment(**json.loads(text)["checked"][0])
         return None
 
     def note(number: int, log: str) -> None:

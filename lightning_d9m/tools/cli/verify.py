@@ -106,9 +106,9 @@ def _verify_verdict(arguments: argparse.Namespace) -> int:
     path, proof = arguments.checkpoint, arguments.ledger
     if proof is None:
         raise SettingError(f"Name the proof that {path} is on: d9m verify {path} proof.json")
-    said, problems = check_verdict(path, proof, arguments.signer, arguments.choose)
+    said, notes, problems = check_verdict(path, proof, arguments.signer, arguments.choose)
     facts = {"ok": not problems, "verdict": str(path), "proof": str(proof), "says": said}
-    lines = problems or [f"{path} is a verdict that {proof} holds: {said}."]
+    lines = [*(problems or [f"{path} is a verdict that {proof} holds: {said}."]), *notes]
     lines = lines if arguments.signer else [*lines, UNSIGNED]
     print_result(arguments.format, facts | {"problems": problems}, wrap_on_terminal(lines))
     return int(bool(problems))

@@ -24,6 +24,7 @@ _LATE_SECONDS = 60.0
 _MINUTES = 60
 # In a job of Slurm, Lightning would take the one task for the one process of the training.
 _WITHOUT = [word for name in ("NTASKS", "NTASKS_PER_NODE") for word in ("-u", f"SLURM_{name}")]
+_TASKS = ("nodes", "ntasks", "tasks_per_node", "ntasks_per_node")
 # Says whether a command has ended.
 _HasEnded = Callable[[], bool]
 
@@ -67,7 +68,10 @@ def run_jobs(
             found, now = (has_result(number), running[number][0]()), time.monotonic()
             if any(found):
                 ended.setdefault(number, now)
-            return all(found) or now - ended.get(number, now) > _LATE_SECONDS
+            else:  # it was begun again
+                ended.pop(number, None)
+            is_late = bool(tree.received) or now - ended.get(number, now) > _LATE_SECONDS
+            return all(found) or (any(found) and is_late)
 
         def note_ended() -> None:
             for number in [*filter(is_over, running)]:
@@ -124,7 +128,8 @@ def _open_cluster(
         values = {name: int(text) if text.isdigit() else text for name, text in given.items()}
         # Its executor "debug" would run the command in this process. Several tasks would each run
         # it; a training on one node starts its processes itself.
-        if cluster not in ("local", "slurm") or {"nodes", "tasks_per_node"} & values.keys():
+        names = {name.removeprefix("slurm_") for name in values}
+        if cluster not in ("local", "slurm") or not names.isdisjoint(_TASKS):
             raise ValueError("the cluster is local or slurm, and a job has one task")
         executor = submitit.AutoExecutor(folder, cluster=cluster)
         executor.update_parameters(**{"timeout_min": _MINUTES, **values})
@@ -137,7 +142,9 @@ def _open_cluster(
         command = submitit.helpers.CommandFunction(["env", *_WITHOUT, *words])
         job = ask(partial(executor.submit, command))
         submitted.callback(lambda: None if job.done() else job.cancel(check=False))
-        print(f"job {job.job_id}: {job.paths.stderr}", file=sys.stderr, flush=True)
+        # A job that is killed where Slurm keeps no accounts is waited for: nothing tells its end.
+        said = "stop it by `scancel` and the check by Ctrl-C if its log does not grow"
+        print(f"job {job.job_id}: {job.paths.stderr}; {said}", file=sys.stderr, flush=True)
         return job.done, Path(job.paths.stderr)
 
     return submit

@@ -368,7 +368,8 @@ def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) 
     found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
     properties = [found] * (report.verdict == "equal")
-    check = {own: getattr(report, own) for own in ("problems", "notes", "limits")}
+    names = ("there", "choice", "problems", "notes", "limits")
+    check = {own: getattr(report, own) for own in names}
     named = ("number", "verdict", "where")
     check["segments"] = [{n: getattr(own, n) for n in named} for own in report.checked]
     result = _Result(verifier, now.isoformat(timespec="seconds"), properties, check)
@@ -379,8 +380,8 @@ def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) 
 
 def check_verdict(
     path: Path, proof: Path, signer: Method, number: int | None
-) -> tuple[str, list[str]]:
-    """Return what a verdict says, and sentences on why it is not one that a proof holds.
+) -> tuple[str, list[str], list[str]]:
+    """Return what a verdict says, its notes, and sentences on why it is not one that a proof holds.
 
     Unless ``number`` is None, its segments must have been chosen with it. The errors are those of
     ``read_statement``.
@@ -393,6 +394,7 @@ def check_verdict(
         problems.append(f"It is a verdict on another file than {proof}.")
     if found is None or not 0 < int(found[1]) <= int(found[2]):
         problems.append("It does not say that the run is equal.")
-    elif number is not None and found[3] != str(number):
+    elif number is not None and found[3] != str(number) and found[1] != found[2]:
         problems.append(f"Its segments were not chosen with {number}: {said}.")
-    return said, problems
+    notes = verdict.predicate.check.get("notes") or ()
+    return said, [escape(own, 400) for own in notes], problems

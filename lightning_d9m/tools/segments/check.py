@@ -316,7 +316,10 @@ def _repeat(
     if not second:
         return checked
     device = " ".join(f"{name}={text}" for name, text in second.items())
-    repeated, other = attempt(known, "-elsewhere", second)
+    try:
+        repeated, other = attempt(known, "-elsewhere", second)
+    except (CommandError, LedgerError) as error:  # what two runs have shown stays
+        return replace(checked, reason=f"{checked.reason} With {device}: {error}")
     checked = replace(checked, ledgers=repeated.ledgers)
     if other is None and repeated.verdict == "equal":
         return checked.explain("device", "", device)
