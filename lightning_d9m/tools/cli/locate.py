@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_SUSPECTS = 5
 _INDENT = " " * 10
-# A float32 has 24 bits: two that are 2**16 units apart agree in 8 of them, as many as bfloat16 has.
+# A float32 has 24 bits: two that are 2**16 units apart agree in about 8, as many as bfloat16 has.
 _MOST_ULPS = 2**16
 _EXAMPLES = 3
 _EXAMPLE_COLUMNS = [

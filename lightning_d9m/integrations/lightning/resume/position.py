@@ -274,7 +274,8 @@ def _reset_before_validation(progress: Any, phase: Phase, reset: Callable[[], No
         for name, count in vars(current).items():
             total[name] -= min(count, current.processed)
     progress.reset()
-    # Lightning runs an interrupted validation again if more batches were ready than completed.
+    # So Lightning knows a validation that was interrupted: as many batches started as were ready,
+    # and one less processed and completed.
     progress.total.ready = progress.total.started = 1
     reset()
     vars(progress.total).update(total)
