@@ -54,6 +54,7 @@ def assert_bit_exact(
         >>> assert_bit_exact(train)
     """
     __tracebackhide__ = True  # pytest shows the line of the test
+    # Not `isinstance`: `True` is an int, and one run.
     if type(runs) is not int or runs < _PAIR:
         raise SettingError(f"runs is {runs!r}; allowed: a whole number from 2.")
     name = getattr(train_function, "__qualname__", repr(train_function))
@@ -70,6 +71,7 @@ def assert_bit_exact(
                     "compare. Return the model or its weights, or train with "
                     "callbacks=[DeterminismCallback()]."
                 )
+            # After each run and not at the end: the first difference spares the runs that follow.
             problem = _describe_outcome_difference(outcomes[0], outcomes[-1])
             if problem is not None:
                 raise NotBitExactError(f"Run {number} of {name} differs from run 1. {problem}")
@@ -124,6 +126,7 @@ def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | 
     problem = compare_fits(expected[1], actual[1])
     if problem is not None:
         return problem
+    # In the order of the first run, so that the first entry that differs is the first one returned.
     names = [*expected[0], *(name for name in actual[0] if name not in expected[0])]
     differing = [name for name in names if expected[0].get(name) != actual[0].get(name)]
     if not differing:
@@ -142,6 +145,7 @@ def _digest_entries(result: object) -> dict[str, str]:
     entries: dict[str, str] = {}
     for path, entry in [] if result is None else list_pytree_leaves(result):
         where = f"result.{path}" if path else "result"
+        # Without an import of Lightning, which a plain training loop does not need.
         found = getattr(entry, "lightning_module", entry)  # of a Trainer, the module it trained
         if isinstance(found, torch.nn.Module):
             for group in take_partial_snapshot(found).groups.values():

@@ -72,6 +72,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 def list_fits(parent: Path) -> list[Path]:
     """Return the ledger folders directly under ``parent``, oldest first."""
+    # By number: as a name, `fit-1000` would come before `fit-999`.
     return sorted(_find_folders(parent, "fit"), key=lambda path: int(path.name[4:]))
 
 
@@ -152,6 +153,7 @@ class Ledger:
         last = final = end = None
         with self.open(rank) as reader:
             for record in reader.line_records():
+                # An end that other records follow is that of a run which was continued.
                 end = record if isinstance(record, End) else None
                 if isinstance(record, Digests):
                     last = record
@@ -173,6 +175,8 @@ def read_ledger(path: str | os.PathLike[str], *, ignoring: Path | None = None) -
     place = Path(path)
     advice = "A ledger is a folder fit-NNN under the Trainer's log directory."
     with file_errors(LedgerError, f"The ledger {place} cannot be opened", advice):
+        # Not `is_dir`, which says False for a path that does not exist; the error of `stat` says
+        # why.
         is_folder = stat.S_ISDIR(place.stat().st_mode)
     if not is_folder:
         with RankReader(place) as reader:
@@ -236,6 +240,7 @@ def _rank_files(folder: Path) -> dict[int, Path]:
 
 def _scan(folder: Path) -> list[Path]:
     with file_errors(LedgerError, f"{folder} cannot be read"):
+        # The order of a file system depends on its history.
         return sorted(folder.iterdir())
 
 
@@ -295,6 +300,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
             found.append(FoundLedger(path, read_ledger(path)))
         except LedgerError as error:
             found.append(FoundLedger(path, None, str(error)))
+    # Times in ISO 8601 sort as texts. By the path, too: one that cannot be read has no time.
     return sorted(found, key=lambda entry: (entry.created, str(entry.path)))
 
 

@@ -21,6 +21,7 @@ TAG = "__d9m__"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+# Torch has no function from a name to such a value, and no memory format can be pickled.
 _NAMED = {str(value): value for value in (*_FORMATS, torch.preserve_format, *_LAYOUTS)}
 
 
@@ -69,6 +70,7 @@ def _revive_leaf(leaf: Any) -> Any:
     if not is_tagged(leaf):
         return leaf
     match leaf[TAG]:
+        # No `eval`, and no `getattr(torch, name)`: only names that `keep` writes are looked up.
         case "memory_format" | "layout":
             return _NAMED[leaf["name"]]
         case "generator":
@@ -113,6 +115,7 @@ def run_op(kept: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
     packet, _, overload = rest.partition(".")
     op = getattr(getattr(torch.ops, space, None), packet, None)
     op = getattr(op, overload or "default", None)
+    # A name from a file must not reach anything else that an attribute of `torch.ops` may be.
     if not isinstance(op, OpOverload):
         raise LedgerError(
             f"The operation {kept['op']!r} is not one that this torch has. Import what registers "
@@ -131,6 +134,8 @@ def run_op(kept: Mapping[str, Any]) -> tuple[OpOverload, Any, Any, Any]:
                 leaf.requires_grad_()
         if (rng := kept.get("rng")) is not None:
             read, write = access_rng(torch.device(kept["rng_device"]))
+            # Before the state is set: the exit of the stack restores what was there, even if the
+            # operation raises.
             stack.callback(write, read())
             write(rng)
         return op, op(*args, **kwargs), args, kwargs
@@ -141,6 +146,7 @@ def access_rng(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any],
 
     Without a device, torch's functions take that of the current device.
     """
+    # The generator of the CPU has its functions in `torch` itself, and they do not take a device.
     module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
     more = {} if device.type in {"cpu", "mps"} else {"device": device}
     return partial(module.get_rng_state, **more), partial(module.set_rng_state, **more)
@@ -175,6 +181,9 @@ def _keep_tensor(tensor: Tensor) -> Tensor:
     if not is_plain(tensor):
         return tensor.clone()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    # `clone` alone would make a tensor contiguous that has gaps or overlaps, and a kernel may be
+    # chosen by strides. From the first element to the last; `as_strided` keeps the offset in the
+    # storage.
     span = 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in sizes)
     flat = tensor.as_strided((span,), (1,)).clone()
     return flat.as_strided(tensor.shape, tensor.stride())

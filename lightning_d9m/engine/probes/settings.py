@@ -22,6 +22,7 @@ from lightning_d9m.errors import SettingError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# Not `\d`, which also matches the digits of other scripts.
 _STEPS = re.compile(r"([0-9]*):([0-9]*)")
 
 
@@ -86,6 +87,7 @@ class ProbeSettings:
 
     def takes_module(self, name: str) -> bool:
         """Return whether a module's places are recorded; the whole model's name is empty."""
+        # Not `fnmatch`, which ignores case on Windows: two modules may differ in case alone.
         return any(fnmatchcase(name or ROOT, pattern) for pattern in self.probe_modules)
 
     def takes_parameter(self, name: str) -> bool:
@@ -116,6 +118,7 @@ class ProbeSettings:
         if not self.kinds:
             return {}
         return {
+            # In one order, whatever the user's, so that equal choices give equal headers.
             "probes": " ".join(kind for kind in PROBE_KINDS if kind in self.kinds),
             "probe_modules": " ".join(self.probe_modules),
             "probe_steps": self.probe_steps,
@@ -130,6 +133,7 @@ def _split(setting: str, names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _parse_steps(text: object) -> range:
     match = _STEPS.fullmatch(text or ":") if isinstance(text, str) else None
+    # A range answers `in` by arithmetic, so one without an end costs no more than a short one.
     steps = range(int(match[1] or 0), int(match[2] or sys.maxsize)) if match else range(0)
     if not steps:
         raise SettingError(

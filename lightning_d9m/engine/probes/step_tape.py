@@ -34,6 +34,8 @@ class StepTape(OpMode):
     """
 
     def __init__(self) -> None:
+        # The base class records operations of a model; of it only the search for the calling line
+        # is used.
         super().__init__(nn.Module(), ProbeSettings(), ProbeCollector(lambda _: None))
         self.ops: list[dict[str, Any]] = []
         self.values: dict[str, Tensor] = {}
@@ -51,6 +53,7 @@ class StepTape(OpMode):
             self.skipped.append(str(func))
             return func(*args, **kwargs)
         origin = self._find_origin()
+        # Before the operation runs, since it may write to its arguments.
         entry = tree_map(self._take, copy_inputs(func, args, kwargs), is_leaf=is_tagged)
         outputs = func(*args, **kwargs)
         # All arguments: batch norms, for one, do not declare that they write to their buffers.
@@ -68,12 +71,14 @@ class StepTape(OpMode):
 
     def save(self, path: Path, last: int) -> None:
         """Write operations and values to a file, with the last global step that they make."""
-        # Not a file of the program, which ``saved_files.py`` leaves out.
+        # Looked up and not imported: the import takes long, and without it nothing was compiled.
+        # Dynamo counts each frame that it has compiled as "ok".
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]["ok"]:
             # A dispatch mode does not see compiled code, which may run any part of the step.
             self.skipped.append("compiled code")
         saved = {"ops": self.ops, "values": self.values, "skipped": self.skipped, "last": last}
+        # Not a file of the program, which ``saved_files.py`` leaves out.
         unwrap(torch.save)(saved, path)
 
     def _take(self, leaf: Any) -> Any:
@@ -83,6 +88,7 @@ class StepTape(OpMode):
         found = _refer(leaf)
         if is_reference(found) and found["key"] not in self._known:
             self._known.add(found["key"])
+            # A view is enough, because `copy_inputs` has copied the tensor.
             self.values[found["key"]] = flatten(leaf).cpu()
         return found
 
@@ -107,6 +113,8 @@ def _refer(tensor: Tensor) -> dict[str, Any]:
     if tensor.is_meta or tensor.is_quantized:  # no digest
         return {TAG: "text", "text": f"{tensor.dtype} on {tensor.device}"}
     found = {TAG: "value", "key": digest(flatten(tensor)), "device": str(tensor.device)}
+    # A shape and strides belong to the use of a value, not to the value: a weight and its transpose
+    # are one value in the file.
     layout = {"shape": [*tensor.shape], "stride": [*tensor.stride()]} if is_plain(tensor) else {}
     return found | layout
 
@@ -141,6 +149,8 @@ def look_up(tree: Any, values: Mapping[str, Tensor], device: str = "") -> Any:
             return value
         shape, stride = leaf["shape"], leaf["stride"]
         span = 1 + sum((size - 1) * own for size, own in zip(shape, stride, strict=True))
+        # `flatten` has left out what lies between the elements. A kernel may be chosen by strides,
+        # so the tensor gets those that it had.
         if value.numel() != span and value.numel():
             whole = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
             return whole.copy_(value.view(shape))

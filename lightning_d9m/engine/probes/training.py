@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_d9m.engine.ledger.kinds import VALIDATION
 
+# Read-only, because it is the default of arguments: one call must not leave an entry for another.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Recorded: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Returns a context in which operations are recorded."""
@@ -64,6 +65,8 @@ class Training:
 
     model: nn.Module
     wrapped: nn.Module | None = None
+    # Functions and not lists: hooks and callbacks may put other optimizers and schedulers in their
+    # place while the training runs.
     list_optimizers: Callable[[], Sequence[Any]] = tuple
     list_schedulers: Callable[[], Sequence[Any]] = tuple
     wrap_steps: Callable[[ExitStack, Recorded], None] | None = None
@@ -78,6 +81,8 @@ class Watched:
         watch: It; None while nothing watches.
     """
 
+    # In a class and not a variable of the module, of which `from ... import` would take the value
+    # that it had then. `outside.py` sets it, so a run without a watch need not import that module.
     watch: ClassVar[Any] = None
 
 
@@ -105,6 +110,7 @@ class Probes:
         """
         if Watched.watch is not None:
             Watched.watch.mark("batch", *point)
+        # A batch of the training; those of validations have numbers from VALIDATION on.
         if point.batch < VALIDATION:
             self._validated = 0
 
@@ -112,6 +118,8 @@ class Probes:
         """Begin a batch of a validation, which belongs to the training batch before it."""
         number = VALIDATION + self._validated
         self._validated += 1
+        # The step is counted by now, and a point has the global step when its training batch began.
+        # A sanity check comes before the first step.
         self.start(ProbePoint(epoch, max(step - 1, 0), number), batch, scaler)
 
     def take_batch(self, batch: Any) -> None:

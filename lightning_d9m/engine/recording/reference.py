@@ -86,6 +86,7 @@ class Reference:
         self._refuse(run_refusals(first, facts))
         states: Iterator[Digests] = (record for record in records if isinstance(record, Digests))
         if resumed is not None:
+            # Not `filter`: once the epoch has come, a record that is out of order must be seen.
             states = dropwhile(
                 lambda record: record.moment == "initial" or record.epoch < resumed, states
             )
@@ -128,6 +129,7 @@ class Reference:
 
     def drift_error(self, difference: Divergence) -> DriftError:
         """Build the error that names the record and entries that differ from the reference."""
+        # The headline names one kind, and counts the entries of all.
         count = difference.by_kind.get(difference.kind, (difference.count, 0))[0]
         whole = difference.names == ("(total)",)
         named = "the digest of the group" if whole else describe_names(difference.names, count)

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 _SIZE_BYTES = 8
+# From torch itself, so that the dtypes of later versions are known, too.
 _DTYPES = {
     str(own).removeprefix("torch."): own
     for own in vars(torch).values()
@@ -47,6 +48,7 @@ def encode_plain(value: object, find_form: FindForm = lambda _: None) -> bytes:
     """
     contents: list[bytes] = []
     text = json.dumps(_to_json(value, contents, find_form)).encode()
+    # The order of bytes is fixed, not that of the machine.
     return b"".join((len(text).to_bytes(_SIZE_BYTES, "little"), text, *contents))
 
 
@@ -84,6 +86,7 @@ def decode_plain(
 
 def pack_bytes(data: bytes) -> Tensor:
     """Return bytes as a tensor, as which a checkpoint holds them without pickled objects."""
+    # A copy that may be written to: torch warns of a tensor on the memory of `bytes`.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -106,6 +109,7 @@ def _to_json(value: object, contents: list[bytes], find_form: FindForm) -> objec
         return value
     if (form := find_form(value)) is not None:
         return {form[0]: _to_json(form[1], contents, find_form)}
+    # `np.float64` is a float of Python, too, and would lose its type.
     if isinstance(value, int | float | str) and not isinstance(value, np.generic):
         return value
     if isinstance(value, list):
@@ -161,6 +165,7 @@ def _list_items(value: dict[Any, Any]) -> list[Any]:
             "A tensor is a key of a dict, and as a key it is equal only to itself, so the dict "
             "cannot be sent to another rank: use the name of the tensor as the key."
         )
+    # In one list, and not as an object of JSON, whose keys are texts only.
     return [part for item in value.items() for part in item]
 
 
@@ -180,11 +185,14 @@ def _split_tensor(tensor: Tensor) -> list[Any]:
 def _join_tensor(parts: list[Any]) -> Tensor:
     if not isinstance(parts[0], str):
         indices, values, shape, coalesced = parts
+        # Checked, because torch by default trusts indices, and a kernel would then use any of them
+        # as a place in memory.
         return torch.sparse_coo_tensor(
             indices, values, shape, check_invariants=True, is_coalesced=coalesced, device="cpu"
         )
     dtype = _DTYPES[parts[0]]
     raw = bytearray(memoryview(parts[2]))
+    # `frombuffer` refuses a buffer without bytes.
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(parts[1])
 
@@ -203,6 +211,7 @@ def _join_array(parts: list[Any]) -> Any:
     dtype = np.lib.format.descr_to_dtype(parts[0])
     if dtype.hasobject or (dtype.names is None and not _DTYPE_OF_ARRAY.fullmatch(parts[0])):
         raise ValueError(parts[0])
+    # Copied, since an array on the memory of `bytes` cannot be written to.
     return np.frombuffer(parts[2], dtype).copy().reshape(parts[1])
 
 

@@ -257,6 +257,7 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for path, value in search(closed):
         if find_kind(value) in (GENERATOR, *_DATA) or has_writable_bytes(value):
             yield path, value
+    # A list of numbers or tensors has another kind than they have, so the loop above leaves it out.
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
             if isinstance(part, list | deque | dict) and _holds_data(part):
@@ -336,6 +337,7 @@ class Watch:
             self._read(node)
             if isinstance(node.kind, Holder):
                 self._enter(node)
+        # As much again as was found: all walks together then take no longer than the additions.
         if len(self.nodes) > 2 * self._walked + 1000:
             self._walk_all()  # this drops objects that nothing holds any more
 
@@ -345,6 +347,8 @@ class Watch:
         for node in self.nodes.values():
             if node.kind is TABLE and not node.owner and not node.content:
                 continue  # two of three tables of modules are empty
+            # A sign is cheap to take and equal if nothing has changed; the content is only
+            # compared otherwise.
             sign = node.kind.sign(node.owner)
             if sign is not None and sign == node.sign:
                 continue

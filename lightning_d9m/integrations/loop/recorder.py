@@ -155,6 +155,7 @@ def open_alone(model: torch.nn.Module, ledger_dir: Path, kind: str) -> Run:
 
 
 def _to_hex(scalars: Mapping[str, float]) -> dict[str, str]:
+    # Exact, and the same text for the same bits.
     return {name: float(value).hex() for name, value in sorted(scalars.items())}
 
 
@@ -246,6 +247,8 @@ class Recorder:
         self.interruption = Interruption(request, self._ranks, before_stop=self._run.end)
         self._run.stop = request.stop
         if request.resume is not None and not self._is_hosted:
+            # The parts copy what they load to their own devices; a file names the device of the
+            # rank that saved it, which may not exist here.
             load = partial(torch.load, map_location="cpu", weights_only=True)
             saved = self._ranks.raise_on_all(partial(load, self._path_of_rank(request.resume)))
             for name, part in self._name_parts().items():
@@ -445,6 +448,7 @@ class Recorder:
 
     def _path_of_rank(self, path: Path) -> Path:
         rank = self._ranks.rank
+        # Rank 0 has the path itself, which a ledger and a request name.
         return path if rank == 0 else path.with_name(f"{path.name}-{rank}")
 
     def start_batch(self, batch: object = None) -> None:
@@ -520,6 +524,7 @@ class Recorder:
         losses = [] if loss is None or self._run.loss is None else [("step", self._run.loss)]
         # Before the step is counted: what is not finite belongs to this one.
         self.interruption.check_finite(self.global_step, "loss", losses)
+        # A generator, which only a segment that looks for such a number reads.
         weights = self._training.model.named_parameters()
         self.interruption.check_finite(self.global_step, "weight", weights)
         self._run.probes.end(None if loss is None else self._run.loss, scalars)
@@ -531,8 +536,11 @@ class Recorder:
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Keep a loss and numbers for the next record."""
         if isinstance(loss, torch.Tensor):
+            # Without its graph, which would keep the activations of the step, and not read: that
+            # would wait for the device in each step.
             self._run.loss = loss.detach()
         elif loss is not None:
+            # A number of Python has 64 bits, which the record keeps.
             self._run.loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
         self._scalars.update(scalars)
 

@@ -28,6 +28,7 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
     if not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
     # A function of 16 bits is that of float32, rounded once more.
+    # A function of float32 still computes in float64 inside, see `formulas.py`.
     working = torch.float64 if dtype == torch.float64 else torch.float32
     (device, *_) = {one.device for one in inputs if one.device.type != "cpu"} or {inputs[0].device}
     given = [one.to(device, working) for one in inputs]
@@ -65,6 +66,8 @@ RULES |= {
 def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Show the bits of numbers; NaN gets one pattern first."""
     if values.is_floating_point() and not dtype.is_floating_point:
+        # The sign and the payload of a NaN that an operation makes differ between x86, ARM and
+        # CUDA.
         values.masked_fill_(values.isnan(), math.nan)
     return torch.ops.aten.view.dtype(values, dtype)  # type: ignore[no-any-return]
 
@@ -75,6 +78,8 @@ def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
         return values
     if dtype.is_floating_point or dtype.is_complex:
         return values
+    # C leaves such a conversion undefined: x86 gives the least integer, ARM and CUDA the nearest
+    # one.
     limits = torch.iinfo(dtype)
     wide = torch.where(values.isnan(), 0.0, values.double())
     # The greatest float64 below 2**63, to which the limit of int64 would be rounded.
@@ -130,6 +135,7 @@ def _widen(*values: Any) -> list[Tensor]:
 def _remainder(mode: str, left: Any, right: Any) -> Tensor:
     wide, other = _widen(left, right)
     result = wide - divide(wide, other, mode) * other
+    # `x - 0 * inf` would be NaN.
     result = torch.where(other.isinf() & wide.isfinite(), wide, result)
     return result.to(torch.result_type(left, right))
 
@@ -165,6 +171,7 @@ def power(base: Any, exponent: Any) -> Tensor:
     if not isinstance(exponent, Tensor):
         simple: dict[float, Rule] = {0.5: RULES["sqrt"], 1.0: torch.clone, 2.0: lambda x: x * x}
         simple[3.0] = lambda x: x * x * x
+        # Torch's own cases. It has none for -3: 1 / x**3 would be rounded three times.
         if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
             found: Tensor = simple[abs(float(exponent))](base)
             return found if exponent > 0 else reciprocal(found)
@@ -278,6 +285,7 @@ def cumprod(values: Tensor, dim: int) -> Tensor:
 @_converting(torch.prod)
 def multiply_all(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The last one of the products of the values up to each one."""
+    # By `cumprod`, since it has a fixed order already, and its last element is the product.
     rows, axis = (values.reshape(-1), 0) if dim is None else (values, dim)
     last: Tensor = cumprod(rows, axis).select(axis, -1).clone()
     return last.unsqueeze(axis) if keepdim else last
@@ -322,6 +330,7 @@ def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more:
     """Choose a term for each place; torch takes sums and means apart."""
     if given[1] not in ("amax", "amin"):
         return NotImplemented
+    # A maximum of 0.0 and -0.0 may be either one; adding 0 makes it 0.0.
     return torch.scatter_reduce(values, dim, index, *given, **more) + 0
 
 
@@ -337,6 +346,7 @@ def _add_at(values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor) ->
 @rule("scatter_add")
 def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """Add to chosen places."""
+    # Torch reads only as much of the source as the index has.
     used = source[tuple(slice(size) for size in index.shape)]
     return _add_at(values, lambda numbers: numbers.gather(dim, index), used)
 
@@ -348,4 +358,6 @@ def index_put(
     """Write to, or add to, indexed places."""
     if not accumulate:
         return torch.index_put(values, list(indices), source)
+    # Indexing an array of the numbers of all places by the same indices gives the place of each
+    # term, whatever mixture of slices, masks and negative numbers they are.
     return _add_at(values, lambda numbers: torch.ops.aten.index(numbers, list(indices)), source)

@@ -73,6 +73,7 @@ for _name in ("neg", "invert", "abs", *_BINARY):
     _apply = operation(_name)
     setattr(Number, f"__{_name.strip('_')}__", _apply)
     if _name in _BINARY:
+        # For a number of Python on the left side, as in `1 - x`.
         setattr(Number, f"__r{_name.strip('_')}__", lambda a, b, apply=_apply: apply(b, a))
 
 
@@ -98,6 +99,8 @@ class Code(Number):
     texts: ClassVar = TEXTS
 
     def __post_init__(self) -> None:
+        # A statement for each operation: texts of names need no parentheses. A compiler may still
+        # join two statements, which `-ffp-contract=off` prevents.
         self.name = f"v{len(self.program)}"
         self.program.append(self)
 
@@ -119,6 +122,7 @@ class Code(Number):
         """Return a constant."""
         if kind == "int64_t":
             return f"{number}LL"
+        # Hexadecimal numbers of C99 are exact; a compiler would have to round a decimal one.
         special = "NAN" if math.isnan(number) else "INFINITY" if number > 0 else "-INFINITY"
         return f"({kind}){float(number).hex() if math.isfinite(number) else special}"
 

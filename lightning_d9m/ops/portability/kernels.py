@@ -28,6 +28,8 @@ _COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first 
 _FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
 
 
+# The digits of a product of two such numbers fit a float32, and a sum is rounded to 16 bits once,
+# at the end.
 def widen(values: Tensor) -> Tensor:
     """Return numbers of 16 bits as float32 numbers, and others unchanged."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
@@ -75,11 +77,14 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
 def _number(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return numbers between 0 and 1, with all digits, of which a fused kernel rounds others."""
     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.float64, device="cpu")
+    # Multiples of the golden ratio spread evenly between 0 and 1 and do not repeat.
     return (numbers * 0.61803398875).frac_().view(shape).to(device, dtype)
 
 
 def _make_example(formula: RowKernel, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a kernel of rows."""
+    # 70 is not a multiple of the 32 lanes, nor 3 of the 4 rows of a program, so that the example
+    # has incomplete blocks.
     shapes = {"at": (3, 70), "0": (70,), "r % period": (3,)}
     fresh = [(3, 70) if formula.outputs[one].each else (3,) for one in formula.fresh]
     given = [one if isinstance(one, int) else shapes[one] for one in formula.inputs.values()]
@@ -150,6 +155,7 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
 
 def _make_product(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of a product, with two blocks of terms."""
+    # A block has 256 terms.
     shapes = (2, 3, 5), (2, 3, 300), (2, 300, 5)
     tensors = [_number(device, dtype, *shape) for shape in shapes]
     out, left, right = (_place(one.shape, one.stride(), device) for one in tensors)
@@ -178,6 +184,8 @@ def _merge(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for dim in dims:
         size, stride = x.shape[dim], x.stride(dim)
+        # Its stride is never used and may be anything, so that it would keep others from being
+        # joined.
         if size == 1:
             continue
         if found and found[-1][1] == size * stride:
@@ -228,6 +236,7 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
 
 def _make_sums(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return small arguments of sums, with two blocks of terms."""
+    # A block has 4096 terms.
     x = _number(device, dtype, 5000, 3)
     return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
 
@@ -274,15 +283,21 @@ def define_draws(key: int, count: int, dtype: torch.dtype) -> Tensor:
     x, y, z, w = counter & _MASK, counter >> 32, counter * 0, counter * 0
     first, second = key & _MASK, (key >> 32) & _MASK
     for _ in range(10):
+        # The constants of Philox4x32 (Salmon et al., 2011), as torch has on CUDA: two multipliers
+        # and two steps of the key. A product may pass 2**63; int64 wraps, and the mask removes the
+        # sign that the shift brings in, so the upper 32 bits are those of the unsigned product.
         left, right = x * 0xD2511F53, z * 0xCD9E8D57
         x = ((right >> 32) & _MASK) ^ y ^ first
         z = ((left >> 32) & _MASK) ^ w ^ second
         y, w = right & _MASK, left & _MASK
+        # After the words have used it: the first of the ten rounds has the key itself.
         first, second = (first + 0x9E3779B9) & _MASK, (second + 0xBB67AE85) & _MASK
     words = torch.stack([x, y, z, w], 1).flatten(1)
     if dtype == torch.float32:
+        # As many bits as a float32 has: all 32 would be rounded, and the largest words to 1.0.
         drawn = (words >> 8).to(dtype) * 2.0**-24
     else:
+        # 27 and 26 bits, together the 53 of a float64.
         high, low = (words[:, :each] >> 5).to(dtype), (words[:, each:] >> 6).to(dtype)
         drawn = (high * 2.0**26 + low) * 2.0**-53
     return drawn.flatten()[:count]

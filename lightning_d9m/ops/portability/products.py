@@ -42,6 +42,7 @@ _GRID = 2.0**30
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """The product of matrices, or of batches of them."""
     one, other = widen(left), widen(right)
+    # The kernel has a batch always; `mm` is a batch of one.
     if one.dim() == 3:
         return multiply_batches(one, other).to(left.dtype)
     return multiply_batches(one.unsqueeze(0), other.unsqueeze(0))[0].to(left.dtype)
@@ -63,6 +64,7 @@ def add_product(start: Tensor, left: Tensor, right: Tensor, **factors: float) ->
 
 def _grid(steps: Sequence[int], *places: Sequence[int]) -> Tensor:
     """Return the offsets of a grid of places, by the step of each dimension in memory."""
+    # On the CPU by name: a program may have set another default device.
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for step, own in zip(steps, places, strict=True):
         total = total.unsqueeze(-1) + torch.tensor(own, dtype=torch.int64, device="cpu") * step
@@ -168,6 +170,8 @@ def _pad(image: Tensor, geometry: Geometry, value: float = 0) -> Tensor:
     """Return an image with what windows read beside it, at the end as much as the last needs."""
     beside = list[int]()
     for size, count, taps, step, before, apart in zip(*geometry, strict=True):
+        # Less than the padding where the last windows do not reach the end, more where `ceil_mode`
+        # of a pooling lets the last window begin inside.
         after = (count - 1) * step + (taps - 1) * apart + 1 - size - before
         beside = [before, max(before, after), *beside]
     return pad(image, beside, value=value) if any(beside) else image
@@ -177,6 +181,9 @@ def _view_windows(padded: Tensor, geometry: Geometry) -> Tensor:
     """Return a view of a padded image ``[..., windows, taps]``, by dimension."""
     first, view = padded.dim() - len(geometry.taps), padded
     for dim, (_, count, taps, step, _, apart) in enumerate(zip(*geometry, strict=True), first):
+        # A view by strides, which repeats each element in all windows that have it and copies none.
+        # With a dilation, `unfold` takes the whole reach of the kernel, of which every `apart`-th
+        # element is a tap.
         view = view.unfold(dim, (taps - 1) * apart + 1, step).narrow(dim, 0, count)[..., ::apart]
     return view
 
@@ -206,6 +213,7 @@ def _differentiate_by_weight(
     gradient: Tensor, image: Tensor, shape: Sequence[int], geometry: Geometry, groups: int
 ) -> Tensor:
     """Return the gradient for the weight."""
+    # Not zeros: a product writes each element, and zeros where there is no term.
     out = gradient.new_empty(tuple(shape))
     right, result, left = _place_all(image, out, gradient, geometry, groups)
     _contract("o nw ct g", left, right, result)
@@ -240,6 +248,7 @@ def convolve(values: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
     more = (*given, transposed, arguments[4], groups)
     # On the meta device: torch's shape rules, and its errors for wrong shapes, without its kernel.
     shapes = (one.to("meta") for one in (values, weight))
+    # The output padding has its effect here alone: it only makes the result larger.
     sizes = torch.ops.aten.convolution(*shapes, None, *more).shape[2:]
     image, windows = (sizes, values.shape[2:]) if transposed else (values.shape[2:], sizes)
     geometry = _lay_out(image, windows, weight.shape[2:], given)
@@ -255,6 +264,7 @@ def convolve_backward(
     """The gradients of a convolution for its input, its weight and its bias."""
     *given, transposed, _, groups, mask = arguments
     wide, image, factors = widen(gradient), widen(values), widen(weight)
+    # A transposed convolution is the gradient of a convolution, so the two change places.
     small, large = (image, wide) if transposed else (wide, image)
     geometry = _lay_out(large.shape[2:], small.shape[2:], weight.shape[2:], given)
     back = _convolve if transposed else _convolve_back
@@ -276,6 +286,7 @@ def _differentiate_maxima(
     sizes, kernel = values.shape[-dims:], [*kernel] * (dims if len(kernel) == 1 else 1)
     geometry = _lay_out(sizes, gradient.shape[-dims:], kernel, (stride or kernel, *more))
     numbers = torch.arange(prod(sizes), device=values.device).view(1, *sizes)
+    # No index of a maximum is -1, so a place in the padding never gets a gradient.
     places = _view_windows(_pad(numbers, geometry, -1), geometry)[0]
     total = _pad(torch.zeros_like(widen(values)), geometry)
     sums = _view_windows(total, geometry)
@@ -310,6 +321,8 @@ def _apply(
 def _resize(name: str, out: Sequence[int], *given: Any, **named: Any) -> list[Side]:
     given = (*given, *named.values())
     corners = () if "nearest" in name else given[:1]
+    # Torch has `upsample_linear1d`, which is that of each dimension, but no `upsample_bicubic1d`
+    # and none with anti-aliasing: of these the two-dimensional operation is applied.
     if not ("cubic" in name or name.endswith("_aa")):
         name = f"{re.sub('(bi|tri)?linear', 'linear', name)[:-2]}1d"
     return resize_sides(name, out, given[len(corners) :], *corners)
@@ -348,8 +361,10 @@ for _name in _RESIZED.split():
     _register(_name, partial(_resize, _name))
 for _dims in (1, 2, 3):
     for _name in (f"upsample_nearest{_dims}d", f"_upsample_nearest_exact{_dims}d"):
+        # Its forward pass copies elements, which is exact on every machine; only the gradient adds.
         _register(_name, partial(_resize, _name), forward=False)
     _register(f"avg_pool{_dims}d", partial(pool_sides, _dims))
     _register(f"_adaptive_avg_pool{_dims}d", adaptive_sides)
 for _dims in (2, 3):
+    # A maximum is exact, but windows of its gradient may overlap, and their sums need an order.
     RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_differentiate_maxima, _dims)

@@ -137,6 +137,7 @@ def ctc_loss(
     del zero_infinity
     steps, batch, _ = log_probs.shape
     times, counts = (torch.as_tensor(one).tolist() for one in (input_lengths, target_lengths))
+    # A blank before, between and after the labels.
     width = 2 * max(counts, default=0) + 1
     labels = torch.full((batch, width), blank, device=log_probs.device)
     given = targets if targets.dim() > 1 else targets.split(counts)
@@ -144,6 +145,7 @@ def ctc_loss(
         labels[row, 1 : 2 * count : 2] = given[row][:count].to(labels)
     emitted = log_probs.gather(2, labels.expand(steps, -1, -1))
     jumps = torch.zeros_like(labels, dtype=torch.bool)
+    # Between two equal labels a blank must stay: without it the path stands for one label.
     jumps[:, 2:] = (labels[:, 2:] != labels[:, :-2]) & (labels[:, 2:] != blank)
     states, nowhere = (
         torch.arange(width, device="cpu").to(labels),
@@ -163,6 +165,7 @@ def ctc_loss(
     alpha = torch.stack(path, 1)
     final = alpha.gather(1, (last_time - 1).clamp(min=0).unsqueeze(2).expand(-1, -1, width))[:, 0]
     ends = torch.where(real & (states >= 2 * last_state - 1), final, -torch.inf)
+    # A path ends in the last label or in the blank after it.
     return -ends.logsumexp(1), alpha
 
 
@@ -193,8 +196,11 @@ def embedding_bag(
         raise RefusedError("Mode 'max' has no rule: use mode 'sum' or 'mean'")
     count = len(offsets) - include_last_offset
     order = torch.arange(len(indices), dtype=offsets.dtype, device=offsets.device)
+    # The last bag that begins at or before an index; those before it that begin at the same place
+    # are empty.
     bags = torch.searchsorted(offsets, order, right=True) - 1
     kept = indices != padding_idx
+    # Without padding, of which a mean does not count the rows.
     sizes = offsets.new_zeros(count).index_add(0, bags, kept.to(offsets.dtype))
     rows = weight[indices]
     if per_sample_weights is not None:
@@ -202,6 +208,7 @@ def embedding_bag(
     result = weight.new_zeros((count, weight.shape[1])).index_add(0, bags[kept], rows[kept])
     if mode == 1:
         result = result / sizes.clamp(min=1).unsqueeze(1)
+    # The last one has the places of the maxima, which only the mode "max" fills.
     return result, bags, sizes, torch.zeros_like(sizes)
 
 
@@ -210,6 +217,8 @@ def embedding_bag_backward(
     gradient: Tensor, indices: Tensor, bags: Tensor, sizes: Tensor, _: Any, *given: Any
 ) -> Tensor:
     """The gradient of the rows."""
+    # A dispatch mode does not get arguments at the end that have their defaults, as
+    # `padding_idx=-1`.
     count, by_frequency, mode, per_sample_weights, padding_idx = (*given, -1)[:5]
     if mode == 1:
         gradient = gradient / sizes.clamp(min=1).unsqueeze(1)

@@ -35,6 +35,7 @@ def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], in
             value = int(text)
             if minimum <= value and (maximum is None or value <= maximum):
                 return value
+        # Of a `ValueError`, argparse would show the name of this function and not the text.
         raise argparse.ArgumentTypeError(f"{text} is not valid; allowed: {allowed}.")
 
     return parse
@@ -61,6 +62,8 @@ def signing_words(text: str) -> list[str]:
 
 
 _PATH = re.compile("CHECKPOINT|DIR|OUTPUT|FILE|FOLDER|LEDGER|PATH|REFERENCE|THIS_RUN")
+# The text is what a user reads in `--help`; the calls of argparse follow from it, so that the two
+# cannot differ.
 _FORM = re.compile(
     r"(?P<names>(?:-\S+ ?)*)(?:(?P<dest>\w+):)?(?P<value>\S*?)(?P<nargs>[?*+]?)"
     r"(?P<again> \.\.\.)?"

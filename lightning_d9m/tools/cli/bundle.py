@@ -55,6 +55,7 @@ paths:PATH*  two ledgers, or a folder that d9m locate or d9m repeat left (defaul
 """
 EXAMPLE = "d9m bundle d9m-runs/000"
 SETTINGS: dict[str, dict[str, object]] = {
+    # The first word may be `open`, which is not a path.
     "paths": {"type": str},
     "step": {"type": whole_number(0)},
 }
@@ -97,6 +98,7 @@ def _write_capsule(arguments: argparse.Namespace, paths: list[Path], output: Pat
     differs = "" if comparison.equal else state_verdict(comparison)
     words = {"with_data": arguments.with_data, "differs": differs}
     capsule.write_capsule(output, arguments.step, ledger, content, **words)
+    # It holds the values of the batch, which the capsule may leave out for good reason.
     shutil.rmtree(runs.output / "trace")
     # Without its data a capsule is as it should be if what runs of it is equal.
     return _run_capsule(arguments, output, may_lack_data=not arguments.with_data)
@@ -125,6 +127,7 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
     lines.append(f"capsule: {shlex.quote(str(path))}")
     shown = msgspec.to_builtins(facts) | asdict(outcome) | {"verdict": outcome.verdict}
     print_result(arguments.format, shown, list(map(printable, lines)), printable(verdict))
+    # A capsule of another step than the run's is a difference even if it repeats itself.
     if outcome.different or facts.differs:
         return 1
     is_equal = outcome.verdict == "equal" or (may_lack_data and not outcome.obstacle)
@@ -133,6 +136,7 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
 
 def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:
     """Return a table of files and their sizes, the largest first, and what was removed."""
+    # The largest first: they decide whether the bundle can be sent.
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))
     removed = f"{pluralize(secrets, 'secret')} removed."
     advice = wrap(f"{removed} Look through the bundle before you publish it.")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_SUSPECTS = 5
 _INDENT = " " * 10
+# A float32 has 24 bits: two that are 2**16 units apart agree in about 8, as many as bfloat16 has.
 _MOST_ULPS = 2**16
 _EXAMPLES = 3
 _EXAMPLE_COLUMNS = [
@@ -65,6 +66,8 @@ SETTINGS = {"tries": {"default": 2}}
 def run(arguments: argparse.Namespace) -> int:
     """Locate; return 0 if no runs differ, 1 if something was found."""
     command = get_command(arguments)
+    # Files that the program saves are recorded, too, so that a difference in them is found; the
+    # user may turn that off.
     variables = {RECORD_SAVES: os.environ.get(RECORD_SAVES, "1")}
     variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
@@ -78,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("Lines that can make runs differ; the first look tests whether they do:")
         for one in suspects[:_MOST_SUSPECTS]:
             print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
+        # Python keeps the output of a pipe until there is a block of it, and trainings take hours.
         print(flush=True)
     found = Search(runner, arguments.tries).locate(_read_runs(arguments))
     lines = list(
@@ -88,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts |= {"report": lines, "source": [*list_source(facts)]}
     if found.pair is not None:
         ledgers = (found.pair.comparison.expected, found.pair.comparison.actual)
+        # Relative, so that the folder can be moved or sent with its ledgers.
         facts["ledgers"] = [os.path.relpath(ledger, output) for ledger in ledgers]
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     shown = found.as_json() | {"output": str(output)}

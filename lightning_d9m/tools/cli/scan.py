@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix.write()
         counted = pluralize(sum(fix.count for fix in fixes), "finding")
         print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
+        # Again, because an edit moves the lines of all findings below it.
         scans |= {path: scan_file(path, rules) for path in edited}
     turned_on = arguments.deterministic or any(scan.turns_on for scan in scans.values())
     found = [finding for scan in scans.values() for finding in scan.findings]
@@ -106,6 +107,8 @@ def _read_project(arguments: argparse.Namespace) -> None:
     folders = [Path.cwd(), *Path.cwd().parents]
     path = next((f / _PROJECT for f in folders if (f / _PROJECT).is_file()), None)
     text = "" if path is None else path.read_text("utf-8")
+    # Before the file is parsed: Python 3.10 has no parser, and a mistake in the table of another
+    # tool is not for this command to report.
     if f"[{_TABLE}]" not in text:
         return
     try:
@@ -192,6 +195,7 @@ def _show_place(finding: Finding, width: int) -> list[str]:
     end = finding.end_column - 1 if finding.end_line == finding.line else len(source)
     before, rest = source[: finding.column - 1].lstrip(), source[finding.column - 1 :]
     code, room = source[finding.column - 1 : end], width - len(margin)
+    # In columns and not characters, of which some take two: carets must stand below the code.
     if cell_len(before + code) > room:  # a long line begins with the code
         before = ""
     shown = set_cell_size((before + rest).replace("\t", " "), room).rstrip()
@@ -220,6 +224,8 @@ def _make_sarif(findings: Sequence[Finding]) -> dict[str, object]:
     }
     run = {
         "tool": {"driver": driver},
+        # Columns are counted in characters of Python's `str`; the other kind of SARIF counts a
+        # character beyond 16 bits twice.
         "columnKind": "unicodeCodePoints",
         "results": list(map(_make_result, findings)),
     }
@@ -229,6 +235,7 @@ def _make_sarif(findings: Sequence[Finding]) -> dict[str, object]:
 
 def _make_result(finding: Finding) -> dict[str, object]:
     path = PurePath(finding.file)
+    # SARIF wants a URI: a space or a `#` in the name of a file must be encoded.
     uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
     place: dict[str, object] = {"artifactLocation": {"uri": uri}}
     if not finding.cell:

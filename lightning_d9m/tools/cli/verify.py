@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.checkpoint
     if not path.exists():  # before the imports, which take seconds
         raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
+    # Lightning saves a folder with DeepSpeed, and with FSDP for sharded state dicts.
     if path.is_dir():
         raise SettingError(
             f"{path} is a folder. Give the path of a checkpoint in it, or write a sharded one "
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if path.suffix == ".json":
         return _verify_verdict(arguments)
     refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
+    # Here, because they load torch and Lightning: `d9m --help` and a wrong path answer at once.
     from lightning_d9m.integrations.lightning.resume.saved_run import read_state
     from lightning_d9m.integrations.lightning.saved_state import check_checkpoint, load_checkpoint
 
@@ -143,6 +145,7 @@ def _search(
     from lightning_d9m.engine.ledger.format.reader import holds_record
     from lightning_d9m.integrations.lightning.saved_state import find_weights
 
+    # The lowest rank: rank 0 writes the checkpoint, and a single file may be that of another rank.
     tensors, rank = find_weights(checkpoint), min(ledger.files)
     digests = dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
     count, records = 0, list[str]()
@@ -159,6 +162,7 @@ def _search(
         if not differing:
             # An exception may come after a record of the same weights, which says more.
             records += [where] if record.moment != EXCEPTION or not records else []
+        # At another step most weights differ, which says nothing of the cause.
         elif isinstance(state, str) or record.step == state.position.step:
             named = describe_names(differing[:4], len(differing))
             nearest.append((len(differing), f"; of {where} differ {named}"))

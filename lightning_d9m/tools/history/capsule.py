@@ -147,10 +147,14 @@ def write_capsule(
     with (
         file_errors(LedgerError, f"No capsule is written to {path}"),
         written_whole(path) as part,
+        # Not compressed: what torch writes is a ZIP archive itself, in which `torch.load` seeks,
+        # and a step back in a compressed member decompresses it from its start again.
         ZipFile(part, "x", ZIP_STORED, strict_timestamps=False) as archive,
     ):
         for name, text in sources.items():
             archive.writestr(name, text)
+        # The size is not known before torch has written it; without this, zipfile raises an error
+        # at 2 GiB.
         with archive.open(STEP_FILE, "w", force_zip64=True) as member:
             torch.save(found, member)
 
@@ -161,6 +165,8 @@ def _sort_values(ledger: Ledger, content: Mapping[str, Any]) -> dict[str, str]:
     known = {own.hex() for batch in batches for own in batch.list_digests()}
     kinds = dict.fromkeys(content["values"], _DATA)
     for entry in content["ops"]:
+        # The state of a generator is not in the arguments, and needed by every operation that
+        # draws, so it is never left out with the data.
         kinds |= dict.fromkeys(list_keys(entry.get("rng")), "generators")
         for leaf in tree_leaves([entry["args"], entry["kwargs"]], is_leaf=is_tagged):
             if is_reference(leaf) and kinds.get(leaf["key"]) == _DATA:
@@ -177,7 +183,9 @@ def _read_sources(
     found = (re.match(r"(.+?\.py):\d+", str(entry["source"])) for entry in ops)
     files = map(Path, dict.fromkeys(own[1] for own in found if own is not None))
     for number, file in enumerate(file for file in files if file.is_file()):
+        # It is there to be read, so a file in another encoding is better with marks than left out.
         text = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        # Numbered, because two files of a program may have one name in different folders.
         yield f"source/{number}-{file.name}", "\n".join(map(secrets.clean_code, text)).encode()
 
 
@@ -194,6 +202,7 @@ def open_capsule(path: Path) -> tuple[CapsuleFacts, StepOutcome]:
         with ZipFile(path) as archive, archive.open(STEP_FILE) as member:
             facts = msgspec.json.decode(archive.read(CAPSULE_FACTS), type=CapsuleFacts)
             return facts, run_step(facts, torch.load(member, weights_only=True))
+    # It has said already what is wrong, such as a setting that this machine does not allow.
     except D9mError:
         raise
     except Exception as error:
@@ -232,6 +241,7 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
             if left is None:
                 continue
             outcome.ran += 1
+            # These leave what the memory held before, which differs in each run.
             is_undefined = entry["op"].partition(".")[2].startswith(UNDEFINED)
             if not is_undefined and digest_value(refer(left)) != entry["digest"]:
                 outcome.different += 1
@@ -240,6 +250,9 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
             for reference, tensor in zip(*leaves, strict=False):
                 is_value = is_reference(reference) and isinstance(tensor, Tensor)
                 if is_value and last.get(reference["key"], 0) > number:
+                    # A value that differs from that of the run is passed on, too, under the key of
+                    # the run's value: nothing else is there. One that the archive has is not
+                    # replaced.
                     values.setdefault(reference["key"], flatten(tensor))
     return outcome
 
@@ -272,6 +285,8 @@ def _check_op(name: str) -> None:
     """Raise unless a name is that of an operation on tensors: TorchScript's can write files."""
     space, _, rest = name.partition(".")
     full = f"aten::{rest.removesuffix('.default')}"
+    # TorchScript has `aten::save(t item, str filename)`, which is not in the dispatcher, and
+    # `torch.ops` finds both kinds. `from_file` is in it, and maps any file of the machine.
     known = torch._C._dispatch_has_kernel(full)  # noqa: SLF001 - the only way to it
     if space != "aten" or not known or rest.startswith("from_file"):
         raise LedgerError(f"A capsule runs operations of torch on tensors, and {name} is not one.")

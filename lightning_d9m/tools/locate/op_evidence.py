@@ -59,6 +59,7 @@ def examine_op(found: Divergence, run: Ledger) -> OpFinding | None:
         # The name of an output of several is that of the operation, with a number.
         same = found.name == name or found.name.startswith(f"{name}:")
         if (where, kind, call) == (folder, found.kind, found.call) and same:
+            # What is left are the fields of `OpFinding`, as the evidence was written.
             flags, values = own.pop("flags"), own.pop("values")
             magnitude = None if values is None else _measure(*values)
             return OpFinding(**own, magnitude=magnitude, patch=find_patch(own["op"], flags))
@@ -94,6 +95,8 @@ def name_moment(found: Divergence) -> str:
 
 def measure_recorded(found: Divergence) -> Magnitude | None:
     """Measure a logged number, which the ledger itself holds."""
+    # The ledger has digests of tensors, from which no distance can be computed, but numbers
+    # themselves.
     texts = (found.expected, found.actual)
     if found.moment == "batch" or found.kind not in ("loss", "scalars") or MISSING in texts:
         return None
@@ -111,6 +114,8 @@ def find_patch(op: str, flags: Sequence[bool] = ()) -> Op | None:
     >>> find_patch("aten.put_.default").name
     'put_'
     """
+    # From the most specific name on: an entry may be that of one overload, or of `accumulate=True`
+    # alone, where the operation does not vary otherwise.
     overload = op.removeprefix("aten.").removesuffix(".default")
     operator = overload.partition(".")[0].removesuffix("_")
     names = [f"{operator}_accumulate"] * any(flags) + [overload, operator]
@@ -127,6 +132,8 @@ def _measure(*values: object) -> Magnitude | None:
     if not all(isinstance(value, Tensor | int | float) for value in values):
         return None
     one, other = (
+        # A number of Python has 64 bits; without a dtype, torch would round it to its default type,
+        # and a difference could vanish.
         torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         for value in values
     )

@@ -50,6 +50,7 @@ def format_table(
         plain: Whether to leave out colors on a terminal too.
         wraps: Whether cells are wrapped instead where the width is too small.
     """
+    # Here and not above: rich takes a while to load, and JSON needs none of it.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -70,9 +71,11 @@ def format_table(
     # A console of the terminal's width would shrink the table to it, and wrap or cut its cells.
     if not wraps:
         width = max(width, Console(width=10_000).measure(table).maximum)
+    # With None rich finds out by itself, and heeds NO_COLOR and FORCE_COLOR.
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:
         console.print(table)
+    # rich fills each line with blanks up to the width, which would be copied with it.
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 

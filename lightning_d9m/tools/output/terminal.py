@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_d9m.engine.ledger.folder import Ledger
 
+# As Python's `shutil.get_terminal_size`, where the width is not known.
 WIDTH = 80
 # By the words of verdicts, so that each has one color in all commands.
 _WORDS = {
@@ -72,6 +73,7 @@ def print_lines(lines: Sequence[str]) -> None:
 
 def wrap_on_terminal(lines: Sequence[str]) -> Sequence[str]:
     """Return lines; if standard output is a terminal, long ones are wrapped between words."""
+    # What reads a pipe gets each fact in one line.
     if not sys.stdout.isatty():
         return lines
     return [part for line in lines for part in wrap(line, "  ", "") or [""]]

@@ -144,6 +144,7 @@ class RecordedRun:
         own = self.ledger.files[min(self.ledger.files)]
         for file, record in read_lineage(own):
             self._note(record, file)
+        # A later checkpoint at one path, as `last.ckpt`, has overwritten the earlier one.
         last = {point.path: point for point in self.saved}
         self.saved = [replace(own, is_replaced=last[own.path] != own) for own in self.saved]
 
@@ -192,6 +193,7 @@ class RecordedRun:
                 path = self._kept.get(point.step, point.path)
                 point = replace(point, path=path, is_replaced=point.step not in self._kept)
             known = found.get(point.step)
+            # ModelCheckpoint may write one step to two files, and keep only one of them.
             if known is None or point.is_there or not known.is_there:
                 found[point.step] = point
         return [found[step] for step in sorted(found)]
@@ -300,10 +302,14 @@ def run_segment(
     def is_over() -> bool:
         return mark.exists() or several.exists()
 
+    # Its processes are killed at the mark, so the status of the command says nothing: the mark and
+    # the ledger do.
     run = runs.run(name, title, variables=given, may_fail=True, killed_when=is_over, **options)
     if several.exists():
         raise CommandError(SEVERAL_FITS)
     ledger = find_first_fit(run)
+    # The mark is written when the step is reached; a program may also end well without it, with
+    # fewer batches or fits.
     if not (mark.exists() or any(may_fail or is_drift(end) for end in list_ends(ledger))):
         raise run.failure or CommandError(
             f"The command ended well, and its first fit did not reach {segment.end}, "
@@ -333,6 +339,7 @@ def list_ends(*ledgers: Ledger) -> list[End]:
 
 def is_drift(end: End) -> bool:
     """Return whether a difference from a reference or between ranks ended a fit."""
+    # The ledger has the text of an exception and not its class, which may be one of the program.
     return (end.error or "").startswith("DriftError")
 
 

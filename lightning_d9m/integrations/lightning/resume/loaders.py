@@ -67,11 +67,14 @@ class Generators(Part):
         return capture_generators(name_datasets(self.trainer))
 
     def restore(self, state: dict[str, Tensor], moment: Moment) -> None:
+        # When a loader of validation has been loaded, that of training may have begun its epoch
+        # already.
         prefix = _VALIDATION if moment == "validation" else ""
         found = {path: own for path, own in state.items() if path.startswith(prefix)}
         restore_generators(name_datasets(self.trainer), found)
 
     def problems(self, state: dict[str, Tensor]) -> list[str]:
+        # Of either side: one that is only here was not saved, one that is only there cannot be set.
         unmatched = find_generators(name_datasets(self.trainer)).keys() ^ state
         if not lightning_private.has_loaders(self.trainer.fit_loop.epoch_loop.val_loop):
             unmatched = {path for path in unmatched if not path.startswith(_VALIDATION)}
@@ -204,6 +207,8 @@ def name_datasets(trainer: Trainer) -> dict[str, object]:
             for name in ("dataset", "collate_fn"):
                 owners[f"{stage}.{number}.{name}"] = getattr(part, name, None)
             if _iterates_itself(part):
+                # The attributes of a loader of torch, read from one, as they differ between its
+                # versions.
                 own = vars(part).keys() - vars(DataLoader(range(1))).keys()  # type: ignore[arg-type]
                 owners |= {f"{stage}.{number}.loader.{name}": vars(part)[name] for name in own}
     return owners
@@ -211,6 +216,7 @@ def name_datasets(trainer: Trainer) -> dict[str, object]:
 
 def _iterates_itself(loader: object) -> bool:
     """Return whether the program has written the iteration of a loader."""
+    # The first class that has `__iter__` is the one whose code runs.
     own = (kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
     return any(map(is_of_program, islice(own, 1)))
 

@@ -21,6 +21,8 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     get_logical_steps,
 )
 
+# The fields of Lightning's `_Metadata` that are plain values: its function and its `_Sync` hold
+# functions, and are made again from a name and two flags.
 _ARGUMENTS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
     *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
@@ -66,7 +68,9 @@ def list_reset(trainer: Trainer, phase: Phase) -> tuple[str, ...]:
     ending = [*trained.values()] if phase == "epoch" else []
     ending += validated.values() if phase != "validation" else []
     metrics = [own for own in ending if not own.is_tensor and not own.has_reset]
+    # A dict, since a metric that is logged under two names is one object.
     named = dict.fromkeys(own.meta.metric_attribute for own in metrics)
+    # With the dot, because callers compare the beginnings of paths: `acc` is not `acc2`.
     return tuple(f"model.{name}." for name in named if name is not None)
 
 
@@ -84,6 +88,8 @@ class Results(Part):
 
     def restore(self, state: list[dict[str, Any]], _moment: Moment) -> None:
         trainer = self.trainer
+        # First: Lightning drops the results of an epoch when its first batch after the start
+        # begins.
         lightning_private.keep_results_at_next_batch(trainer)
         collection = lightning_private.list_result_collections(trainer)[0]
         metrics = dict(trainer.lightning_module.named_modules())
@@ -114,12 +120,15 @@ def _describe_results(results: Iterable[tuple[str, Any]]) -> Iterable[dict[str, 
         meta, cache = result.meta, None
         if not result.is_tensor and meta.metric_attribute is None:
             continue
+        # A metric of the program may return an object, which has no plain form.
         with suppress(SettingError):
             cache = pack_bytes(encode_plain(result._forward_cache))  # noqa: SLF001 - of torchmetrics
+        # Lightning makes this attribute only for a mean.
         count = getattr(result, "cumulated_batch_size", None) if result.is_tensor else None
         yield {
             "key": key,
             "arguments": {name: getattr(meta, name) for name in _ARGUMENTS},
+            # Lightning reduces by four functions of torch only, and takes them by their names.
             "reduce_fx": meta.reduce_fx.__name__,
             "synced": meta.sync.should,
             "rank_zero_only": meta.sync.rank_zero_only,
@@ -167,9 +176,12 @@ class LogicalRanks(Part):
     def select(self, states: list[Any], _rank: int) -> Any:
         metrics: dict[str, dict[int, Any]] = {}
         for name, by_rank in (entry for state in states for entry in state["metrics"].items()):
+            # Each process had some logical ranks; the next run may divide them among other
+            # processes.
             metrics.setdefault(name, {}).update(by_rank)
         return {"metrics": metrics, "logged": [own for state in states for own in state["logged"]]}
 
 
 def _copy(value: Tensor) -> Tensor:
+    # Copied: `AsyncCheckpointIO` writes while the training adds to the value.
     return value.detach().to("cpu", copy=True)

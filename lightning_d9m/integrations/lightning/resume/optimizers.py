@@ -71,6 +71,8 @@ class Gradients(Part):
         for name, parameter in self.trainer.lightning_module.named_parameters():
             kept = state.get(name)
             if kept is None or kept.shape != local_shard(parameter).shape:
+                # None and not zeros: an optimizer leaves out a parameter without a gradient, and
+                # applies weight decay and momentum to one with zeros.
                 parameter.grad = None
             else:
                 parameter.grad = like_parameter(kept, parameter)
@@ -154,6 +156,7 @@ def _sort_groups(
     names = [[name for group in groups for name in group] for groups in (saved, present)]
     if sorted(names[0]) != sorted(names[1]) or len({*names[0]}) < len(names[0]):
         return {**state}
+    # The order within a group may differ, too, so a group is known by its members.
     places = {frozenset(group): number for number, group in enumerate(saved)}
     sorted_groups = []
     for group in present:
@@ -195,12 +198,15 @@ class Schedulers(Part):
         trainer = self.trainer
         if not self.fit.was_saved_between_epochs:
             groups = [group for own in trainer.optimizers for group in own.param_groups]
+            # The optimizer's state has been loaded already, with the learning rate of the middle of
+            # an epoch.
             rates = [group["lr"] for group in groups]
             for name, callback in name_callbacks(trainer.callbacks).items():
                 if name in state.get("starters", ()):
                     callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate  # which a new schedule sets
+        # Their classes are enough: Lightning loads the states of schedulers by position.
         names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = state.get("schedulers", names)
         if saved != names and not lightning_private.skips_backward(trainer):

@@ -8,6 +8,8 @@ from lightning_d9m.integrations.lightning.trainer_recorder import TrainerRecorde
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
+# Texts and not an enum: `torch.load(weights_only=True)` refuses the classes of a program, and
+# msgspec compares a stored text with a `Literal` as with a type.
 Phase = Literal["epoch", "batch", "cut", "validation", "within"]
 """See ``LoopPosition``."""
 
@@ -67,6 +69,7 @@ class Fit:
         """True if the fit resumes from a checkpoint that was saved between two epochs."""
         return bool(self.saved) and self.saved["position"].phase == "epoch"
 
+    # `ResumableFit` does it. The parts know only this class, because that one imports all of them.
     def report(self, problems: Sequence[str]) -> None:
         """Raise an error about problems, or warn of them."""
         raise NotImplementedError
@@ -87,8 +90,11 @@ class Part:
     """
 
     name: str
+    # `Any`, since msgspec takes more than classes, such as a union with None or a list of dicts.
     form: Any = dict[str, Any]
     scope: Literal["rank", "run", "joined"] = "rank"
+    # A part may be restored more than once: what runs after the first time, such as a sanity check
+    # or the hooks that start an epoch, may change its state again.
     restored: tuple[Moment, ...] = ()
     checked: Moment | None = None
     evaluated = False

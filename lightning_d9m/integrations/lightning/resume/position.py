@@ -87,6 +87,7 @@ class Limits(Part):
         return named | {name: getattr(fit.epoch_loop, name) for name in ("max_steps", "min_steps")}
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
+        # Only what changed: otherwise a run with a larger `max_epochs` could not train longer.
         return dict(self._read().items() - self._first) if self.fit.has_begun else {}
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
@@ -116,6 +117,7 @@ class Stopped(Part):
         within = not self.fit.was_saved_between_epochs
         if moment == "load":
             rank_zero().rank_zero_info(_FINISHED)
+            # Before the first epoch the loop reads it at once, and no hook of an epoch runs.
             self.trainer.should_stop = not within
         elif within:
             self.trainer.should_stop = True
@@ -127,13 +129,18 @@ def find_position(trainer: Trainer) -> LoopPosition:
     epochs = loop.epoch_progress.current
     batches = loop.epoch_loop.batch_progress.current
     step = trainer.global_step
+    # Lightning counts an epoch as started after the hooks of its start, as processed before those
+    # of its end, and as completed after those: a checkpoint of either kind of hook is between
+    # epochs.
     if epochs.started == epochs.processed:
         return LoopPosition(epochs.processed, step, 0, "epoch")
     phase: Phase = "batch"
     validated = loop.epoch_loop.val_loop.batch_progress
+    # A batch is ready when it was fetched, and processed before `on_train_batch_end`.
     if batches.ready != batches.processed:
         phase = "within"
     elif trainer.validating and not (
+        # The hooks at the end of a validation run when its last batch is completed.
         validated.is_last_batch and validated.current.completed == validated.current.ready
     ):
         phase = "validation"
@@ -191,6 +198,7 @@ def continue_cut(trainer: Trainer, position: LoopPosition, checkpoint: Mapping[s
     """
     if position.phase == "cut" and not reaches_max_steps(trainer, position.step):
         progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        # As they were in the epoch: started, and not yet processed.
         for part in (progress["total"], progress["current"]):
             part["processed"] = part["completed"] = part["started"] - 1
 
@@ -221,6 +229,7 @@ def finish_pending_work(
         for each in (fit, loop, *inner):
             lightning_private.clear_restart(each)
     elif position.phase in ("batch", "validation"):
+        # A batch is completed after `on_train_batch_end`, in which ModelCheckpoint saves.
         saved_in_hook = progress.current.completed < progress.current.processed
         due = lightning_private.is_validation_due(trainer)
         if position.phase == "validation" or (saved_in_hook and due):
@@ -265,6 +274,8 @@ def _reset_before_validation(progress: Any, phase: Phase, reset: Callable[[], No
         for name, count in vars(current).items():
             total[name] -= min(count, current.processed)
     progress.reset()
+    # So Lightning knows a validation that was interrupted: as many batches started as were ready,
+    # and one less processed and completed.
     progress.total.ready = progress.total.started = 1
     reset()
     vars(progress.total).update(total)

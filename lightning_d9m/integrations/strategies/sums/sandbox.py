@@ -138,6 +138,7 @@ class Sandbox:
         self._records: dict[int, _Record] = {}
         self._buffers: set[int] = set()
         self._watch: Any = None  # from the first step
+        # For lists and dicts that are too long to enter: one digest of all that they hold.
         self._together = Kind(partial(digest_together, leave_out=self._leave_out), compare=are_same)
         self._versions: dict[str, Any] = {}
         self._changing: set[int] = set()
@@ -156,11 +157,15 @@ class Sandbox:
             self._compares = compares
             others = self._name_owners()
             self._outside = tuple(f"{name}." for name in others)
+            # Without a name, so that paths begin with the names that a user knows from
+            # `named_parameters`.
             owners = {"": self._module, **others}
             self._watch = Watch(
                 owners, leave_out=self._leave_out, choose=self._choose_kind, namespaces=True
             )
         else:
+            # Between two steps the optimizer and hooks have changed the state; that is not a change
+            # of a step.
             self._watch.refresh(self._watch.find_changed())
 
     def start_backward(self) -> None:
@@ -176,6 +181,7 @@ class Sandbox:
         """
         versions, self._versions = self._versions, {}
         now = self._read_versions() if versions else {}
+        # By version: to compare the values would read all weights in each micro-batch.
         for name in now:
             if versions[name] != now[name]:
                 raise SettingError(
@@ -228,6 +234,8 @@ class Sandbox:
         if kind in (OPAQUE, TOLD, self._together):
             self._note_opaque(node)
             return
+        # An error and not a warning, because the next micro-batch would begin from the changed
+        # value.
         if kind is VERSIONED and len(self._block) > 1:
             raise SettingError(
                 f"training_step changes the trained parameter {node.path!r} for the first time "
@@ -270,8 +278,10 @@ class Sandbox:
             self._buffers = self._buffers or set(map(id, self._module.buffers()))
             is_buffer = id(node.owner) in self._buffers
         if is_buffer:
+            # Not by its values: DDP takes the buffers of process 0, whatever those of others are.
             token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
         else:
+            # Only this is sent at first, and values only of changes that then differ.
             token = digest_saved(value) or type(value).__qualname__
         return _Change(path, node, key, value, token)
 
@@ -319,6 +329,7 @@ class Sandbox:
         return [part[-1] for part in parts]
 
     def _merge(self, records: dict[int, _Record], parts: list[Any], stage: str) -> None:
+        # From here on all processes have the same facts, so they decide alike and in one order.
         tokens, added = (_turn(part[place] for part in parts) for place in (0, 1))
         for record in records.values():
             record.put_back()
@@ -336,12 +347,14 @@ class Sandbox:
             self._settle(records, differing, single, stage)
         if self._shared:
             changes = records[self._block.start].changes
+            # In the order of names: a broadcast must meet its counterpart in each process.
             alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
             buffers = [
                 change.node.owner if change.key is None else change.node.owner[change.key[0]]
                 for change in alike
                 if change.token.startswith("buffer")
             ]
+            # Their tokens have no digest, so buffers that differ were not found above.
             send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
             self._add_all(path, by_rank)
@@ -406,11 +419,14 @@ class Sandbox:
             SettingError: If logical ranks wrote different values to an element.
         """
         node = self._watch.paths[path]
+        # From the value before the step, which each logical rank started from.
         merged = _find_tensor(node.content).flatten().clone()
         taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
         for rank in sorted(by_rank):
             _, places, values = move_tensors(by_rank[rank], self._module)
             again = taken[places]
+            # Two ranks may write one element if they write the same: then their order has no
+            # effect.
             if not equal_bits(merged[places][again], values[again]):
                 raise SettingError(
                     f"The logical ranks write different values to the same elements of "
@@ -452,6 +468,7 @@ class Sandbox:
                 if isinstance(value, list) and isinstance(node.owner.get(key), list):
                     node.owner[key].extend(value)
                 else:
+                    # In the order of ranks, so the first one that has added a key decides.
                     node.owner.setdefault(key, value)
 
 
@@ -472,6 +489,7 @@ def _offer(change: _Change, *, first: bool, single: bool) -> list[Any]:
         if len(both) * len(forms) == _PAIR and both[0].numel() > 1:
             flat = [each.flatten() for each in both]
             bits = [each.view(torch.uint8).reshape(len(each), -1) for each in flat]
+            # By bytes: a NaN is equal to itself, and -0.0 is not 0.0.
             places = (bits[0] != bits[1]).any(1).nonzero().flatten()
             return ["written", places, flat[0][places]]
     is_entry = single and change.node.kind is DICT
@@ -480,6 +498,7 @@ def _offer(change: _Change, *, first: bool, single: bool) -> list[Any]:
     removed = change.value is MISSING
     plain = None if removed else change.value
     try:
+        # Encoded to see whether it can be sent; for a tensor that would only copy it.
         if not isinstance(plain, Tensor):
             encode_plain(plain)
     except SettingError:
@@ -511,6 +530,7 @@ def _find_added(node: Node) -> list[Any] | None:
     """Return what was appended to a list or set; None if it was changed otherwise."""
     owner = node.owner
     if node.kind is SET:
+        # By their texts: elements of two types have no order, and that of a set depends on hashes.
         return sorted(owner - node.content, key=repr) if node.content <= owner else None
     if node.kind is not ITEMS:
         return None

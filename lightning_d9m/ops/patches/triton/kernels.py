@@ -77,8 +77,11 @@ def accumulate_terms(
         where += (element % inner) * steps_column
         value = tl.load(values + element, mask=given, other=0.0)
         kept = tl.load(out + (element - terms), mask=own, other=0.0)
+        # Unrolled, so that the compiler drops the branch of the first tap from all others.
         for tap in tl.static_range(TAPS):
             key = tl.load(index + where, mask=given, other=-1).to(element.dtype)
+            # Indices of torch may count from the end. A place behind the last one, as of a sample
+            # outside an image, has no sum.
             key = tl.where(key < 0, key + count, key)
             mask = given & (key >= 0) & (key < count)
             term = weigh(value, weights, where, mask, WEIGHTED)
@@ -127,6 +130,7 @@ def add_pieces(sums, term, top, mask, slots, size, PIECES: tl.constexpr):
     is_cut = is_finite(term) & (term != 0)
     rest = term
     for number in tl.static_range(PIECES):
+        # An infinity, a NaN or a zero goes into the first piece as it is.
         piece = tl.where(is_cut, round_to(rest, last), rest)
         rest = tl.where(is_cut, rest - piece, -0.0)
         # The first piece decides the sign of a zero; others that are zero change nothing.
@@ -177,6 +181,7 @@ def round_sums(
         tail = add_to_odd(error, tail)
     zero = (total == 0) & (tail == 0)
     if BITS == 0:
+        # A sum of zeros keeps its sign, which `+ tail` would make positive.
         result = tl.where(zero, total, total + tail)
         top = tl.load(tops + element, mask=mask, other=0, cache_modifier=".cg")
         result = tl.where(top >= 1923, result * 18446744073709551616.0, result)  # 2**64
@@ -185,9 +190,11 @@ def round_sums(
         # Below the least normal number of the format units do not shrink: its subnormal numbers.
         exponents = tl.maximum(read_exponents(result), LEAST + 1023)
         rounded = round_to(result, exponents - (BITS - 1))
+        # The constant of `round_to` makes 0.0 of a small negative number, so the sign is set again.
         size = tl.cast(rounded, tl.int64, bitcast=True) & ~(-1 << 63)
         sign = tl.cast(result, tl.int64, bitcast=True) & (-1 << 63)
         result = tl.cast(size | sign, tl.float64, bitcast=True)
+    # The sum of the first pieces has all infinities; their errors would be NaN.
     result = tl.where(is_finite(first), result, tl.where(first == first, first, float("nan")))
     if INCLUDE:
         own = tl.load(out + element, mask=mask, other=0.0)
@@ -210,11 +217,13 @@ def _prepare(layout, pieces, form, include, weighted, *_dtypes):
     rows, size = max(layout.rows, 1), pieces.size
     numbers = (*layout.steps, terms, slots, layout.places, rows, layout.inner, layout.group, size)
     constants = (layout.taps, pieces.number, weighted, include, *form)
+    # Triton has no barrier across programs but the end of a launch.
     launches = [
         prepare_launch(accumulate_terms, some, offsets, *numbers, *constants, phase)
         for phase, some in enumerate((added, added, slots))
         if some
     ]
+    # Two exponents of 32 bits have the size of one float64.
     return pieces.number * slots + (slots + 1) // 2, launches
 
 
@@ -244,9 +253,11 @@ def apply_taps(
     mask = element < elements
     side = element // inner % inputs
     tap = tl.load(begins + side, mask=mask, other=0)
+    # `begins` has one entry more than there are inputs, the end of the last one.
     number = tl.load(begins + side + 1, mask=mask, other=0) - tap
     start = element // inner // inputs * outputs * inner + element % inner
     total = tl.zeros([BLOCK], weights.dtype.element_ty)
+    # A program has one bound for all of its inputs, the greatest of their numbers.
     for turn in range(tl.max(number)):
         here = turn < number
         place = start + tl.load(places + tap + turn, mask=here, other=0) * inner
@@ -331,6 +342,7 @@ def find_neighbor(
     degree: tl.constexpr = len(FACTORS) // len(OFFSETS)
     for turn in tl.static_range(degree):
         change = change * after + weight
+        # Horner's scheme, and its derivative beside it.
         weight = weight * after + FACTORS[NUMBER * degree + turn]
     place = base + OFFSETS[NUMBER]
     if RULE[1]:
@@ -368,6 +380,7 @@ def sample_image(
     mask = sample < elements
     dtype: tl.constexpr = weights.dtype.element_ty
     size, plane = depth * height * width, sample // outputs * channels
+    # The last dimension of a grid has x first, and the last dimension of an image is its width.
     x = tl.load(grid + sample * DIMS, mask=mask, other=0.0).to(dtype)
     y = tl.load(grid + sample * DIMS + 1, mask=mask, other=0.0).to(dtype)
     z = tl.load(grid + sample * DIMS + (DIMS - 1), mask=mask, other=0.0).to(dtype)  # or y again
@@ -390,6 +403,7 @@ def sample_image(
             )
             inside = inside & (place_z >= 0) & (place_z < depth)
             place += place_z * height * width
+        # Outside is the place after the last one, which the sum leaves out.
         tl.store(index + where, tl.where(inside, place, size).to(index.dtype.element_ty), mask=mask)
         tl.store(weights + where, weight_z * weight_y * weight_x, mask=mask)
         where = where + elements

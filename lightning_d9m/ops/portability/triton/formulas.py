@@ -25,6 +25,8 @@ _BITS = {"to_bits": "int64", "from_bits": "float64"}
 _LOOK_UP = "tl.full([], 0, tl.int64)"
 for _place, _word in enumerate(TWO_OVER_PI):
     _LOOK_UP = f"tl.where({{0}} == {_place}, {_word - (_word >> 63 << 64)}, {_LOOK_UP})"
+# Earlier releases of Triton compute `-x` as `0 - x`, which is 0.0 for 0.0; a product with -1
+# changes every sign.
 _TEXTS = TEXTS | {"neg": "{} * -1", "invert": "~{}", "abs": "tl.abs({})", "lookup": _LOOK_UP}
 _TEXTS |= {"where": "tl.where({}, {}, {})", "wide": "{}.to(tl.float64)", "narrow": "{}.to(REAL)"}
 _TEXTS |= {name: f"tl.cast({{}}, tl.{kind}, bitcast=True)" for name, kind in _BITS.items()}
@@ -93,6 +95,8 @@ def write_kernel(kernel: Kernel) -> str:
     of a row, and the period of ``Rows``.
     """
     results = kernel.trace(Line, _PLACES)
+    # All inputs have one type, see `compute`; a tensor with an element for each place is always
+    # there.
     like = next(name for name, place in kernel.inputs.items() if place == "at")
     arguments = ", ".join((*kernel.fresh, *kernel.inputs, "count", "n", "period"))
     # One kernel for all sizes: only tensors beyond 2**31 elements need counts of 64 bits.
@@ -123,6 +127,7 @@ def _define(name: str) -> Any:
     text, file = write_kernel(KERNELS[name]), f"<kernel {name}>"
     # Triton reads the source of a function where Python's tracebacks do.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    # Triton looks up the functions that a kernel calls among the globals of that kernel.
     namespace = dict(vars(kernels))
     exec(compile(text, file, "exec"), namespace)  # noqa: S102 - a formula of ours
     return jit("count", "n", "period")(namespace["kernel"])
@@ -148,6 +153,7 @@ def _launch(name: str, *given: Any) -> None:
     places = dict(zip((*kernel.fresh, *kernel.inputs), given, strict=True))
     some = {place: places[key] for key, place in kernel.inputs.items()}  # one of each kind
     x, period = some["at"], len(some.get("r % period", [0]))
+    # Elements without rows are rows of one element, so one arithmetic of places serves both.
     n = x.shape[-1] if kernel.in_rows else 1
     used = [one if isinstance(one, Tensor) else _put(tuple(one), x.device) for one in given]
     _prepare(name, x.numel() // max(n, 1), n, period, x.dtype)(*used)
