@@ -156,11 +156,11 @@ def _list_data(value: Any, above: str, seen: dict[int, Any]) -> Iterator[tuple[s
         path = ".".join(filter(None, (above, inner)))
         if isinstance(leaf, (*_PLAIN, *CODE)) or id(leaf) in seen:
             continue
-        is_array = isinstance(leaf, np.ndarray)
-        if isinstance(leaf, torch.Tensor) or (is_array and leaf.dtype != object):
+        array = leaf if isinstance(leaf, np.ndarray) else None
+        if isinstance(leaf, torch.Tensor) or (array is not None and array.dtype != object):
             yield path, leaf
-        elif is_array and all(isinstance(own, _PLAIN) for own in leaf.flat):
-            yield path, leaf.tolist()  # such as names
+        elif array is not None and all(isinstance(own, _PLAIN) for own in array.flat):
+            yield path, array.tolist()  # such as names
         elif isinstance(leaf, Mapping | list | tuple | deque):
             # A leaf if it holds only numbers and texts, or is nested too deep, or in itself.
             held = leaf.values() if isinstance(leaf, Mapping) else leaf

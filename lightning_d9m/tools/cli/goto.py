@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from lightning_d9m.errors import SettingError
