@@ -106,7 +106,7 @@ def test_the_rules_are_listed(d9m):
 
 
 def test_settings_of_a_project_and_what_a_fix_mends(read, d9m, monkeypatch):
-    assert "1 of them have one right answer: --fix writes it" in " ".join(read().split())
+    assert "1 of them has one right answer: --fix writes it" in " ".join(read().split())
     project = Path("pyproject.toml")
     project.write_text('[tool.d9m.scan]\nselect = ["D9M204"]\n')
     assert [f["rule"] for f in json.loads(read("--json"))["findings"]] == ["D9M204"]

@@ -2,16 +2,18 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rank_processes import has_ended
 
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.launch import processes as launched
-from lightning_d9m.tools.launch.processes import run_beside, run_once
+from lightning_d9m.tools.launch.processes import run_beside, run_once, tail
 from lightning_d9m.tools.launch.progress import RunProgress
 
 PAUSE = "import signal; signal.pause()"
@@ -158,14 +160,23 @@ def test_ignored_signals_stay_ignored_and_handlers_are_restored(watch):
 def test_the_end_of_the_output_is_as_a_terminal_shows_it(watch):
     code = (
         r"print('\r'.join(f'{n}%' for n in range(100)), '\x1b[31mred\x1b[0m', sep='\n');"
-        "print('long' * 5000); raise SystemExit(1)"
+        "print('long' * 5000); print('a ' * 200, 'remedy'); raise SystemExit(1)"
     )
     with pytest.raises(CommandError) as caught:
         watch(code)
-    first, second, third = str(caught.value).splitlines()[-3:]
+    first, second, third, last = str(caught.value).splitlines()[-4:]
     assert (first, second) == ("  | 99%", "  | red")
     assert third.endswith("long ...")
     assert len(third) < 220
+    assert last.endswith("remedy")  # of an error, whose last line is shown whole
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    log = tmp_path / "output.log"
+    log.touch()
+    assert tail(log) == " It printed nothing."
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert tail(log).startswith(f" The disk of {tmp_path} is full, so what it wrote there is not")
 
 
 def test_a_log_that_cannot_be_created_is_named(tmp_path):

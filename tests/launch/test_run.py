@@ -7,7 +7,7 @@ import pytest
 from ledger_program import PROGRAM
 
 from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
-from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.errors import CommandError, LedgerError, SettingError
 from lightning_d9m.tools.launch.run import Runs, make_output, pair_fits
 
 
@@ -76,6 +76,14 @@ def test_git_ignores_runs_in_the_folder_that_we_choose(tmp_path, monkeypatch):
     ignored.unlink()  # by a user who keeps runs in git
     make_output(None)
     assert not ignored.exists()
+
+
+def test_a_wrong_variable_is_an_error_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_D9M_SEED", "abc")
+    with pytest.raises(SettingError, match="LIGHTNING_D9M_SEED"):
+        make_output(None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_that_leads_nowhere_is_one_error(tmp_path, monkeypatch):

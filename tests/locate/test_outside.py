@@ -32,8 +32,8 @@ def divergence(kind="batch"):
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
-        ("weight", [2, 8, 3, 1]),  # state was read when the batch began
-        ("batch", [7, 2, 8, 3, 1]),
+        ("weight", [2, 8, 3, 1, 10]),  # state was read when the batch began
+        ("batch", [7, 2, 8, 3, 1, 10]),
     ],
 )
 def test_reads_before_the_divergence_the_nearest_first(tmp_path, kind, lines):
@@ -45,6 +45,7 @@ def test_reads_before_the_divergence_the_nearest_first(tmp_path, kind, lines):
             read(5, "listing", value, 2),
             read(6, "entropy", value, 3, through="numpy") | {"time": 2},
             read(7, "file", "same", 4),
+            read(8, "file", value, 10, through="darts, lightning"),  # settings, for itself
             read(8, "seed", "3", 5),
             read(9, "entropy", value, 9, through="library"),  # within the call that trains
             FIRST,
@@ -56,6 +57,14 @@ def test_reads_before_the_divergence_the_nearest_first(tmp_path, kind, lines):
     folders = write(tmp_path, run("a"), run("b"))
     found = [one.line for one in find_reads(folders, "fit-000", divergence(kind))]
     assert found == [*lines, 9]
+
+
+def test_a_file_that_cannot_be_compared_is_not_called_different(tmp_path):
+    run = [BEGIN, read(2, "file", None, 1, what="/dev/x"), read(3, "file", "same", 2), FIRST]
+    found = find_reads(write(tmp_path, run, run), "fit-000", divergence())
+    assert [str(own) for own in found] == [
+        "a file is read whose content cannot be compared (/dev/x)"
+    ]
 
 
 def test_the_same_samples_in_another_order(tmp_path):

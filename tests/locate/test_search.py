@@ -8,6 +8,7 @@ import pytest
 
 from lightning_d9m.engine.ledger.differences import Divergence, FieldDifference, PlaceDifference
 from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
+from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.comparison.ledgers import RankComparison, RunSide
 from lightning_d9m.tools.locate import search as search_module
@@ -208,13 +209,22 @@ def test_a_value_of_a_validation_is_followed_into_its_operations(extent):
     assert [words.get("probe_steps") for _, words in looks] == [":", "9:10"]
 
 
-@pytest.mark.parametrize("error", [ValueError("the dump"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [ValueError("the dump"), KeyboardInterrupt(), SystemExit(143)])
 def test_what_was_found_is_told_if_a_later_look_fails(error):
     found, _ = search(LOSS, OUTPUT, error)
     assert found.cause.kind == "module"
-    assert found.looks[-1] == f"stopped: {type(error).__name__}: {error}"
+    reason = "ValueError: the dump" if isinstance(error, ValueError) else "by a signal"
+    assert found.looks[-1] == f"stopped: {reason}"
     with pytest.raises(type(error)):
         search(error)  # the first look, so nothing is known
+
+
+def test_modules_are_recorded_if_the_command_fails_while_operations_are():
+    """Some tensor subclasses cannot be made within a TorchDispatchMode."""
+    found, looks = search(LOSS, CommandError("already associated"), OUTPUT, OUTPUT)
+    assert [words["probes"].endswith(",op") for _, words in looks] == [False, True, False, False]
+    assert (found.cause.kind, found.divergences[0].kind) == ("module", "output")
+    assert "fails while they are recorded, so only modules are" in found.looks[1]
 
 
 def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):

@@ -91,7 +91,8 @@ class Wide(nn.Linear):
         (lambda x: {"ema": Average(x), "epoch": 3}, "ema.shadow.weight"),
         (lambda x: {"rows": np.array([Average(x)], dtype=object)}, "rows.0.shadow.weight"),
         (Wide, "plain"),
-        (lambda x: {"ids": {torch.full((1,), x)}}, "ids.0"),
+        (lambda x: {torch.full((1,), x): 1, "b": 2}, "#0"),
+        (lambda x: [torch.full((1,), x).untyped_storage()], "0"),
         (lambda x: [partial(print, torch.full((1,), x))], "0.state.1.0"),
         (lambda x: torch.quantize_per_tensor(torch.ones(2), x, 0, torch.qint8), "value"),
     ],
@@ -102,11 +103,49 @@ def test_all_tensors_that_reach_the_file_count(save, make, name):
     assert compare(found[0], found[2]).divergences[0].name == name
 
 
+class Cached:
+    """Pickle stores less than it has, and more than its attributes."""
+
+    __slots__ = ("cache", "items", "value")
+
+    def __init__(self, value):
+        self.cache, self.items, self.value = torch.rand(2), [torch.full((1,), value)], {}
+
+    def __getstate__(self):
+        return None, {"items": self.items, "value": self.value}
+
+
+def test_what_pickle_leaves_out_does_not_count(save):
+    found = [save(f"run{n}", {object: Cached(x)}) for n, x in enumerate((1.0, 1.0, 2.0))]
+    assert compare(*found[:2]).equal
+    assert compare(found[0], found[2]).divergences[0].name == "#0.state.1.items.0"
+
+
+def test_a_large_list_a_shared_one_and_names_of_arguments(save, tmp_path):
+    """What is shared is read once, as it is saved once."""
+    shared = [torch.ones(1)]
+    for _ in range(40):
+        shared = [shared, shared]
+    ledger = save("run1", [torch.tensor(n) for n in range(3000)], shared)
+    first, second = [own for own in read_ledger(ledger).records(0) if "#-" in str(own)]
+    assert [len(own.groups["saved"]) for own in (first, second)] == [3000, 1]
+    files = SavedFiles()
+    files.install(lambda *_: None)
+    try:
+        torch.save(obj={"a": torch.ones(1)}, f=tmp_path / "named.pt")
+        with pytest.raises(TypeError, match="missing a required argument"):
+            torch.save({})
+    finally:
+        files.remove()
+    assert (tmp_path / "named.pt").exists()
+
+
 def test_what_has_no_digest_is_named_and_an_empty_record_is_not_written(save):
-    values = {"w": torch.ones(1), "dense": torch.ones(2, device="meta")}, {"name": ["a"], "at": 1}
+    unread = {"dense": torch.ones(2, device="meta"), "ids": {torch.ones(1)}, "raw": bytes(2000)}
+    values = {"w": torch.ones(1), **unread}, {"name": ["a"], "at": 1}
     records = [own for own in read_ledger(save("run1", *values)).records(0) if "#-" in str(own)]
     assert [sorted(own.groups) for own in records] == [["saved", "unread"]]
-    assert list(records[0].groups["unread"]) == ["dense"]
+    assert list(records[0].groups["unread"]) == [*unread]
 
 
 def test_a_segment_writes_no_file_of_the_earlier_run(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -120,6 +121,13 @@ def test_a_line_that_reads_often_is_written_seldom(watch):
     for _ in range(1000):
         time.time()
     assert len(watch()) < 30
+
+
+def test_files_that_do_not_exist_and_folders_have_equal_content(watch, tmp_path):
+    for path in (tmp_path.parent / "nowhere.yaml", tmp_path.parent):
+        with suppress(OSError):
+            path.read_text()
+    assert [read[2] for read in watch() if read[0] == "file"] == ["no content"] * 2
 
 
 def test_a_broken_program_is_not_broken_further(watch, monkeypatch):

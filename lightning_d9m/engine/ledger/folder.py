@@ -282,7 +282,10 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
         LedgerError: If there is no such folder, or no ledger in it.
     """
     if not folder.is_dir():
-        raise LedgerError(f"{folder} is not a folder, so no ledgers can be listed in it.")
+        raise LedgerError(
+            f"{folder} is not a folder, so no ledgers can be listed in it. Name one with ledgers, "
+            "such as d9m-runs."
+        )
     paths = {folder} if _FOLDER.fullmatch(folder.absolute().name) else set()
     for parent, names, _ in os.walk(folder):
         # In place, so that `os.walk` does not enter them: .venv and .git have many thousand files.
@@ -290,7 +293,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
         paths |= {Path(parent, name) for name in names if _FOLDER.fullmatch(name)}
     if not paths:
         raise LedgerError(
-            f"There is no ledger under {folder}. Name the folder in which a run with "
+            f"There is no ledger under {folder.absolute()}. Name the folder in which a run with "
             "DeterminismCallback or lightning_d9m.Recorder left one."
         )
     # One that cannot be read is a row of the list: it must not hide the others.

@@ -62,6 +62,8 @@ def capture_stack(extra: Mapping[str, Scalar] | None = None) -> dict[str, Scalar
     stack |= _capture_devices()
     # A copy: another thread may change the variables.
     present = dict(os.environ)
+    if present.get("PYTHONHASHSEED") == "random":  # to Python, as if it were not set
+        del present["PYTHONHASHSEED"]
     names = " ".join(_VARIABLES["variables"]).split()
     stack |= {f"variable.{name}": _bounded(present[name]) for name in names if name in present}
     stack |= capture_nccl_files()

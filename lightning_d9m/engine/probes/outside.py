@@ -190,7 +190,9 @@ class OutsideWatch:
             if owner == _STANDARD:
                 # Temporary names are noted where they are made, and what a library draws while it
                 # is imported does not reach the training.
-                draws = kind == "entropy" and file.endswith("tempfile.py")
+                # A library makes such names, and identifiers, for itself.
+                names = ("tempfile.py", "uuid.py") if libraries else ("tempfile.py",)
+                draws = kind == "entropy" and file.endswith(names)
                 imports = libraries and file.startswith("<frozen importlib")
                 if draws or imports or kind in _BY_PROGRAM:
                     return None
@@ -372,6 +374,8 @@ def _cut(value: object) -> str:
 
 def _digest_file(path: str) -> str | None:
     """Return the digest of a file's content; None if it cannot be told by reading it."""
+    if not os.path.exists(path) or os.path.isdir(path):  # noqa: PTH110, PTH112 - as below
+        return "no content"
     with suppress(OSError):
         found = os.stat(path)  # noqa: PTH116 - as the program named it
         if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES:

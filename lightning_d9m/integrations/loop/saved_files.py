@@ -14,11 +14,12 @@ A checkpoint of a Trainer goes through memory, has no path here, and is in the l
 """
 
 import copyreg
+import inspect
 import os
 import sys
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from multiprocessing.util import Finalize
@@ -29,8 +30,7 @@ import numpy as np
 import torch
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
-from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_value
 from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
@@ -42,6 +42,10 @@ from lightning_d9m.integrations.loop.recorder import find_ranks, open_alone
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
 _PLAIN = (str, bytes, int, float, complex, type(None))
+_FEW_BYTES = 1024  # of names, keys and other texts
+_CONTAINERS, _MAPPINGS = (list, tuple, deque, torch.Size), (dict, OrderedDict, defaultdict)
+_PARTS = object()
+_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class SavedFiles:
@@ -83,11 +87,15 @@ class SavedFiles:
         if hasattr(save, "_records_saves"):
             return save
 
+        signature = inspect.signature(save)
+
         @wraps(save)
-        def save_and_record(value: Any, file: Any, *args: Any, **words: Any) -> Any:
+        def save_and_record(*args: Any, **words: Any) -> Any:
+            # What is saved, and where: the first two, also if they are given by their names.
+            value, file = [*signature.bind(*args, **words).arguments.values()][:2]
             if self._is_segment and isinstance(file, str | os.PathLike):
                 return None
-            result = save(value, file, *args, **words)
+            result = save(*args, **words)
             name = getattr(file, "name", file)  # of an open file
             if not self._is_segment and isinstance(name, str | os.PathLike):
                 with self._lock, suppress(Exception):  # the program did not ask for a ledger
@@ -104,7 +112,10 @@ class SavedFiles:
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
             return
         moment = name_saved(name)
-        groups = _digest_groups(value)
+        try:
+            groups = _digest_groups(value)
+        except Exception:  # noqa: BLE001 - of an object, or one that is nested too deep
+            groups = {UNREAD: {"value": digest_value(type(value))}}
         if not groups:  # an empty record would be equal to any other one
             return
         if self._run is None:  # after all that may fail: an empty ledger would prove nothing
@@ -123,73 +134,113 @@ class SavedFiles:
 
 def _digest_groups(value: Any) -> dict[str, dict[str, str]]:
     """Return the digests of the tensors and arrays in what is saved, and what has none."""
-    groups: dict[str, dict[str, str]] = {SAVED: {}, UNREAD: {}}
-    queue = DigestQueue()
-    names: list[str] = []
+    found, times = dict[str, Any](), Counter[str]()
     for path, leaf in _list_data(value, "", {}):
         name = path or "value"
-        while name in names or name in groups[UNREAD]:
-            name += "'"
+        found[f"{name}'{times[name]}" if times[name] else name] = leaf
+        times[name] += 1
+    tensors = [leaf for leaf in found.values() if isinstance(leaf, torch.Tensor)]
+    queue = DigestQueue()
+    try:  # in one launch on each device
+        queue.add(tensors)
+        digests = dict(zip(map(id, tensors), queue.fetch(), strict=True))
+    except DigestError:
+        digests = {}
+    groups: dict[str, dict[str, str]] = {SAVED: {}, UNREAD: {}}
+    for name, leaf in found.items():
         try:
             if isinstance(leaf, torch.Tensor):
-                queue.add([leaf])
-            else:
-                queue.add_value(leaf)
-            names.append(name)
+                groups[SAVED][name] = digests.get(id(leaf)) or digest(leaf)
+            elif isinstance(leaf, np.ndarray | list):
+                groups[SAVED][name] = digest_value(leaf)
         except DigestError:
+            pass
+        if name not in groups[SAVED]:
             groups[UNREAD][name] = digest_value(type(leaf))
-    groups[SAVED] = dict(zip(names, queue.fetch(), strict=True))
     return {group: named for group, named in groups.items() if named}
 
 
-def _list_data(value: Any, above: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+def _list_data(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and arrays in what is saved, and what cannot be read, with their paths.
 
     Objects are entered as pickle does, so that all that reaches the file is found.
 
     Args:
         value: What is saved, or a part of it.
-        above: The path of the part.
+        path: That of the part.
         seen: What was entered, by ``id``; kept, so that no new object has the same one.
     """
-    for inner, leaf in list_pytree_leaves(value):
-        path = ".".join(filter(None, (above, inner)))
-        if isinstance(leaf, (*_PLAIN, *CODE)) or id(leaf) in seen:
-            continue
-        is_array = isinstance(leaf, np.ndarray)
-        if isinstance(leaf, torch.Tensor) or (is_array and leaf.dtype != object):
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    leaf = _find_leaf(value)
+    if leaf is not _PARTS:
+        if leaf is not None:
             yield path, leaf
-        elif is_array and all(isinstance(own, _PLAIN) for own in leaf.flat):
-            yield path, leaf.tolist()  # such as names
-        elif isinstance(leaf, Mapping | list | tuple | deque):
-            # A leaf if it holds only numbers and texts, or is nested too deep, or in itself.
-            held = leaf.values() if isinstance(leaf, Mapping) else leaf
-            if not all(isinstance(own, _PLAIN) for own in held):
-                seen[id(leaf)] = leaf
-                yield from _list_data(leaf, path, seen)
-        else:
-            seen[id(leaf)] = leaf
-            if isinstance(leaf, torch.nn.Module):
-                state = leaf.state_dict(keep_vars=True)
-                yield from _list_data(state, path, seen)
-                seen |= {id(own): own for own in state.values()}
-            try:
-                parts = _reduce(leaf)
-            except Exception:  # noqa: BLE001 - whatever an object raises
-                yield path, leaf
-            else:
-                yield from _list_data(parts, path, seen)
+        return
+    try:
+        parts = _list_parts(value)
+    except Exception:  # noqa: BLE001 - whatever an object raises
+        yield path, value
+        return
+    for name, own in parts:
+        yield from _list_data(own, ".".join(filter(None, (path, name))), seen)
 
 
-def _reduce(value: Any) -> dict[str, Any]:
-    """Return what pickle stores of an object, by the names of its attributes if it has them."""
-    if isinstance(value, np.ndarray | set | frozenset):
-        items = value.flat if isinstance(value, np.ndarray) else value
-        return {str(number): own for number, own in enumerate(items)}
-    reduce = copyreg.dispatch_table.get(type(value))
+def _find_leaf(value: Any) -> Any:
+    """Return the tensor, array or object that a value is; None for one that does not count.
+
+    Of a value that has parts, it returns ``_PARTS``.
+    """
+    leaf: Any = _PARTS
+    if isinstance(value, bytes | bytearray):  # it may hold tensors, or a time
+        leaf = bytearray(value) if len(value) >= _FEW_BYTES else None
+    elif isinstance(value, (*_PLAIN, *CODE)):
+        leaf = None
+    elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+        storage = value if isinstance(value, torch.UntypedStorage) else value.untyped()
+        leaf = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    elif isinstance(value, torch.Tensor) or (
+        isinstance(value, np.ndarray) and not value.dtype.hasobject
+    ):
+        leaf = value
+    elif isinstance(value, np.ndarray) and all(isinstance(own, _PLAIN) for own in value.flat):
+        leaf = value.tolist()  # such as names
+    elif isinstance(value, set | frozenset):
+        # Their order is that of addresses or of hashes, which differ between equal runs.
+        leaf = None if all(isinstance(own, _PLAIN) for own in value) else value
+    return leaf
+
+
+def _list_parts(value: Any) -> list[tuple[str, Any]]:
+    """Return what pickle stores of an object or a container, with its place."""
+    kind = type(value)
+    if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return [(str(number), own) for number, own in enumerate(value)]
+    if kind in _MAPPINGS:
+        # Of another key the text may have an address.
+        named = [
+            key if isinstance(key, str | int | float) else f"#{n}" for n, key in enumerate(value)
+        ]
+        keys = [(f"#{n}", key) for n, key in enumerate(value)]
+        return [*zip(map(str, named), value.values(), strict=True), *keys]
+    if isinstance(value, np.ndarray):
+        return [(str(number), own) for number, own in enumerate(value.flat)]
+    reduce = copyreg.dispatch_table.get(kind)
     reduced = value.__reduce_ex__(2) if reduce is None else reduce(value)
     if isinstance(reduced, str):  # the name of a global
-        return {}
+        return []
     _, arguments, state, items, entries = (*reduced, None, None, None)[:5]
-    parts = {"arguments": arguments, "items": [*(items or ())], "entries": dict(entries or ())}
-    return {**state, **parts} if isinstance(state, dict) else {"state": state, **parts}
+    parts = [("state", state)]
+    if isinstance(state, dict):
+        is_module = isinstance(value, torch.nn.Module)
+        # As the names of a state_dict.
+        parts = [
+            ("" if is_module and name in _MODULES else name, own) for name, own in state.items()
+        ]
+    others = (
+        ("arguments", arguments),
+        ("items", [*(items or ())]),
+        ("entries", [*(entries or ())]),
+    )
+    return [*((str(name), own) for name, own in parts), *others]

@@ -101,10 +101,16 @@ def _write_capsule(arguments: argparse.Namespace, paths: list[Path], output: Pat
     # It holds the values of the batch, which the capsule may leave out for good reason.
     shutil.rmtree(runs.output / "trace")
     # Without its data a capsule is as it should be if what runs of it is equal.
-    return _run_capsule(arguments, output, may_lack_data=not arguments.with_data)
+    return _run_capsule(arguments, output, may_lack_data=not arguments.with_data, is_written=True)
 
 
-def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bool = False) -> int:
+def _run_capsule(
+    arguments: argparse.Namespace,
+    path: Path,
+    *,
+    may_lack_data: bool = False,
+    is_written: bool = False,
+) -> int:
     """Run the step of a capsule, and print what it holds and how the step compares."""
     from lightning_d9m.tools.history.capsule import open_capsule  # loads torch
 
@@ -123,7 +129,10 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
     lines = wrap(f"It is not the step of the run: {facts.differs}") if facts.differs else []
     if outcome.stack:
         lines += wrap(f"The stack differs from that of the run: {', '.join(outcome.stack)}.")
-    lines += [*([""] if lines else []), *_format_sizes(facts.sizes, facts.secrets)]
+    lines += [
+        *([""] if lines else []),
+        *_format_sizes(facts.sizes, facts.secrets, is_written=is_written),
+    ]
     lines.append(f"capsule: {shlex.quote(str(path))}")
     shown = msgspec.to_builtins(facts) | asdict(outcome) | {"verdict": outcome.verdict}
     print_result(arguments.format, shown, list(map(printable, lines)), printable(verdict))
@@ -134,13 +143,13 @@ def _run_capsule(arguments: argparse.Namespace, path: Path, *, may_lack_data: bo
     return STATUS["equal" if is_equal else "incomplete"]
 
 
-def _format_sizes(sizes: Mapping[str, int], secrets: int) -> list[str]:
-    """Return a table of files and their sizes, the largest first, and what was removed."""
+def _format_sizes(sizes: Mapping[str, int], secrets: int, *, is_written: bool = True) -> list[str]:
+    """Return a table of files and their sizes, the largest first, and what writing removed."""
     # The largest first: they decide whether the bundle can be sent.
     rows = sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))
     removed = f"{pluralize(secrets, 'secret')} removed."
     advice = wrap(f"{removed} Look through the bundle before you publish it.")
-    return [*format_table(_COLUMNS, rows).splitlines(), *advice]
+    return [*format_table(_COLUMNS, rows).splitlines(), *advice * is_written]
 
 
 def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> int:

@@ -29,8 +29,19 @@ ledger:LEDGER  the ledger of the run, as d9m compare takes it
 --json  with --trace: print the result as one JSON object
 {TRAINING}"""
 EXAMPLE = "d9m goto 412 lightning_logs/version_0/d9m -- python train.py"
+
+
+def _read_step(text: str) -> int:
+    """Parse the step; an argparse ``type``."""
+    if not text.lstrip("-").isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{text} is not valid; allowed: a whole number from 0. The ledger stands behind it."
+        )
+    return whole_number(0)(text)
+
+
 SETTINGS = {
-    "step": {"type": whole_number(0)},
+    "step": {"type": _read_step},
     "rank": {"type": whole_number(0), "default": 0},
     "debugger": {"default": "pdb"},
 }
@@ -45,7 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingError: If arguments contradict each other, or the debugger has no terminal.
     """
-    command, recorded, step = get_command(arguments), RecordedRun(arguments.ledger), arguments.step
+    command, ledger, step = get_command(arguments), arguments.ledger, arguments.step
+    if step is None and ledger.name.isdigit() and not ledger.exists():
+        raise SettingError(
+            f"The ledger is missing. Give it behind the step: d9m goto {ledger} LEDGER"
+        )
+    recorded = RecordedRun(ledger)
     segment = None if step is None else find_segment(recorded, step)
     _check_arguments(arguments, recorded)
     runs = Runs(command, make_output(arguments.output))

@@ -159,7 +159,8 @@ def _list_lines(
         f"algorithms {'on' if summary['deterministic'] else 'assumed to be off'}."
     )
     if edits := sum(bool(finding.edit) for finding in findings):
-        yield f"{edits} of them have one right answer: --fix writes it, --diff shows it."
+        verb = "has" if edits == 1 else "have"
+        yield f"{edits} of them {verb} one right answer: --fix writes it, --diff shows it."
     alone = {finding.rule for finding in findings} == {_FLAGGED}
     for rule, title in sorted(RULES.items(), key=lambda entry: entry[0] == _FLAGGED):
         groups: dict[tuple[str, str], list[Finding]] = {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from stat import S_ISREG
 
 from lightning_d9m.engine.hashing.files import hash_file
 from lightning_d9m.text import printable
@@ -73,8 +74,10 @@ class FileWatch:
             ):
                 content = None
                 with suppress(OSError):  # it was removed meanwhile, or may not be read
-                    if (size := Path(path).stat().st_size) <= left:
-                        left -= size
+                    status = Path(path).stat()
+                    # To open a pipe would wait for the other end.
+                    if S_ISREG(status.st_mode) and status.st_size <= left:
+                        left -= status.st_size
                         content = hash_file(Path(path))
                     # This must not count as a read by the next run.
                     self._files[path] = self._files[path][0], Path(path).stat().st_atime_ns

@@ -12,6 +12,7 @@ the Trainer starts no processes itself.
 import ctypes
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -197,7 +198,9 @@ _SETTLE_SECONDS = 1.0
 # The end of a traceback of torch, with the error. A line may be long, as that of a progress bar.
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
-_TAIL_WIDTH = 200
+_TAIL_WIDTH, _LAST_WIDTH = 200, 2000
+# Bytes: less than any log and ledger need.
+_FULL = 2**16
 # Terminal sequences: colors, cursor movements, titles.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -507,11 +510,19 @@ def tail(log: Path) -> str:
     # A progress bar overwrites its line; only the last state of a line is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     lines = [printable(_ESCAPE.sub("", line.expandtabs())) for line in shown if line.strip()]
+    full = ""
+    if shutil.disk_usage(log.parent).free < _FULL:
+        full = (
+            f" The disk of {log.parent} is full, so what it wrote there is not complete. Free "
+            "space, or give a folder on another disk with --output."
+        )
     if not lines:
-        return " It printed nothing."
-    return "\nThe end of its output:" + "".join(
-        f"\n  | {line[:_TAIL_WIDTH]}{' ...' * (len(line) > _TAIL_WIDTH)}"
-        for line in lines[-_TAIL_LINES:]
+        return full or " It printed nothing."
+    # The last line is most often the error, whose remedy stands at its end.
+    widths = [_TAIL_WIDTH] * (len(lines) - 1) + [_LAST_WIDTH]
+    return f"{full}\nThe end of its output:" + "".join(
+        f"\n  | {line[:width]}{' ...' * (len(line) > width)}"
+        for line, width in [*zip(lines, widths, strict=True)][-_TAIL_LINES:]
     )
 
 

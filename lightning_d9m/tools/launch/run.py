@@ -7,6 +7,7 @@ they end. Where the initial digests differ too, seed, ordinal, model and data de
 """
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,6 +17,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from lightning_d9m.engine.control.settings import Settings, build_from_variables, read_settings
 from lightning_d9m.engine.ledger.folder import Ledger, list_evaluations, list_fits, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests, Json, RunFacts
 from lightning_d9m.errors import CommandError, LedgerError, file_errors
@@ -30,7 +32,9 @@ def make_output(chosen: Path | None) -> Path:
 
     Raises:
         LedgerError: If it exists already or cannot be created.
+        SettingError: If a variable has a value that would end the command that is to run.
     """
+    build_from_variables(Settings, read_settings(Settings, os.environ))
     parent = Path("d9m-runs")
     numbered = (parent / f"{number:03d}" for number in count())
     is_first = chosen is None and not parent.exists()

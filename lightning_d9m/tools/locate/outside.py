@@ -26,6 +26,7 @@ _SAYING = {
     "listing": "a folder is listed, in another order",
     "times": "a folder is listed whose files were written in another order",
     "file": "a file with another content is read",
+    "unknown file": "a file is read whose content cannot be compared",
     "process number": "the number of the process is read",
     "thread": "a thread starts",
     "process": "a process starts",
@@ -107,14 +108,26 @@ def find_reads(folders: Sequence[Path], ledger: str, first: Divergence | None) -
             kind, _, _, file, number, through = read
             # What a library reads within the call that trains is mostly for itself.
             within = bool(through) and [file, number] == training
-            order = (within, kind in UNLIKELY and UNLIKELY.index(kind) + 1, end - line["time"])
+            order = (within, _rank_kind(kind, through), end - line["time"])
             if (file, number) not in found or order < found[file, number][0]:
                 found[file, number] = (order, read)
     ordered = sorted(found.values(), key=lambda entry: entry[0])
     return [
-        OutsideRead(kind, file, number, getline(file, number).strip(), what, through)
-        for _, (kind, what, _, file, number, through) in ordered
+        OutsideRead(
+            "unknown file" if (kind, value) == ("file", None) else kind,
+            *(file, number, getline(file, number).strip(), what, through),
+        )
+        for _, (kind, what, value, file, number, through) in ordered
     ]
+
+
+def _rank_kind(kind: str, through: str) -> int:
+    """Return how unlikely a read is to explain a difference, from 0."""
+    # A library that another one calls reads files, such as settings, for itself. One that the
+    # program calls reads those of the program: `pandas.read_csv`.
+    if kind == "file" and ", " in through:
+        return len(UNLIKELY) + 1
+    return UNLIKELY.index(kind) + 1 if kind in UNLIKELY else 0
 
 
 _Values = dict[tuple[Any, ...], set[Any]]

@@ -171,8 +171,10 @@ class Runner:
         # What both fail with needs no third run to show it, unless each takes what the other needs.
         own = zip(map(str, failures), map(str, folders), strict=True)
         if len({text.replace(folder, "") for text, folder in own}) == 1 and failures[0]:
-            hint = "both runs failed alike; if they need a device or a port alone: --one-by-one"
-            print(hint, file=sys.stderr, flush=True)
+            # Not of one that never trained: a mistake in it, and no device that was taken.
+            if any(run.fits for run in runs):
+                hint = "both runs failed alike; if they need a device or a port alone: --one-by-one"
+                print(hint, file=sys.stderr, flush=True)
             raise failures[0]
         # They may need a port, a device or memory that only one of them can have.
         print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)

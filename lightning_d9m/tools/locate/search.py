@@ -206,10 +206,13 @@ class Search:
                 self._narrow(self._look(WHOLE, probes=_STEPS, **_EVERYWHERE))
             elif self._note_known(*between):
                 self._narrow(self._look_between(*between))
-        except (Exception, KeyboardInterrupt) as error:
+        # SystemExit: a time limit, Slurm and CI send SIGTERM, which raises it.
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             if found.cause is None:
                 raise
-            found.looks.append(f"stopped: {type(error).__name__}: {error}")
+            by_signal = isinstance(error, KeyboardInterrupt | SystemExit)
+            reason = "by a signal" if by_signal else f"{type(error).__name__}: {error}"
+            found.looks.append(f"stopped: {reason}")
         if found.cause is not None:
             found.lines = find_cause_lines(self._runner.command, found.explained)[:_MOST_LINES]
             self._find_outside()
@@ -320,8 +323,15 @@ class Search:
         probed["evidence"] = first.name
         # One look instead of two, modules first: each costs two starts of the program. But a
         # race may not come back while each operation is recorded.
-        if self._look(_OPERATIONS, probes=_OP_PROBES, **probed) is None:
-            self._look(_MODULES, probes=_MODULE_PROBES, **probed)
+        try:
+            if self._look(_OPERATIONS, probes=_OP_PROBES, **probed) is not None:
+                return
+        except CommandError:
+            # torch cannot make some tensor subclasses while operations are recorded.
+            self._found.looks.append(
+                f"{_OPERATIONS}: the command fails while they are recorded, so only modules are"
+            )
+        self._look(_MODULES, probes=_MODULE_PROBES, **probed)
 
     def _choose_segment(self, first: Divergence, stop: int | None = None) -> Segment | None:
         """Return the part of a run that a look at a place needs; None for the whole run.
@@ -469,9 +479,13 @@ class Search:
                 raise
         # The resume is refused, or the state of the program cannot be saved. The look is made once
         # more from the beginning, which needs no state.
+        looks = len(self._found.looks)
+        pair = self._look_at(stage, replace(segment, start=None), settings)
+        # Only now: the look may have failed for another reason.
         self._resumes = False
-        self._found.looks.append(f"{stage}: the runs could not resume, so they begin at step 0")
-        return self._look_at(stage, replace(segment, start=None), settings)
+        said = f"{stage}: the runs could not resume, so they begin at step 0"
+        self._found.looks.insert(looks, said)
+        return pair
 
     def _look_at(
         self, stage: str, segment: Segment | None, settings: Mapping[str, str]

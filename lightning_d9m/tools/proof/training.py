@@ -142,7 +142,8 @@ def read_statement(path: Path, kind: type[_S], method: Method) -> _S:
         SettingError: If its signature is not valid, or cannot be verified.
     """
     _call_signer("verify", path, method)
-    with file_errors(LedgerError, f"{path} cannot be read"):
+    advice = "Give a file that d9m prove wrote, or the ledger of a run."
+    with file_errors(LedgerError, f"{path} cannot be read", advice):
         text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
         return json.decode(text, type=kind)
 

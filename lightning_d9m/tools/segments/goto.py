@@ -4,12 +4,14 @@
 """
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
+from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE, WITHIN
 from lightning_d9m.errors import CheckpointError, CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
@@ -93,6 +95,9 @@ def trace_step(
 ) -> Ledger:
     """Run a segment and record the probes of its last step, all by default; return the ledger.
 
+    If the command fails so, all but the operations are recorded: torch cannot make some tensor
+    subclasses while operations are.
+
     Raises:
         CommandError: As ``run_segment``.
     """
@@ -101,7 +106,19 @@ def trace_step(
     options: dict[str, Any] = {"variables": {**recorded.variables, **steps}}
     # The step may be the one that raised an exception.
     options["may_fail"] = recorded.has_failed
-    ledger = find_first_fit(run_segment(runs, segment, "trace", f"step {step}", **options))
+    try:
+        run = run_segment(runs, segment, "trace", f"step {step}", **options)
+    except CommandError as error:
+        if probes != "all":
+            raise
+        options["variables"]["LIGHTNING_D9M_PROBES"] = ",".join(k for k in PROBE_KINDS if k != "op")
+        try:
+            run = run_segment(runs, segment, "trace-modules", f"step {step}", **options)
+        except CommandError:
+            raise error from None
+        said = "The command fails while operations are recorded, so the trace has none of them."
+        print(said, file=sys.stderr, flush=True)
+    ledger = find_first_fit(run)
     _list_reasons([ledger], step)
     return ledger
 

@@ -214,7 +214,7 @@ RANK = (*STATE, "ranks", 0)
 REFUSED = [
     (STATE, None, "has no lightning_d9m state"),
     (STATE, lambda _: [1], "has no lightning_d9m state"),
-    ((*STATE, "format"), lambda n: 2, f"has format 2; this version reads {FORMAT}"),
+    ((*STATE, "format"), lambda n: n + 1, f"has format {FORMAT + 1}; this version reads {FORMAT}"),
     ((*STATE, "settings", "seed"), lambda n: 4, "saved with seed=4; now it is 3"),
     ((*STATE, "settings", "world_size"), lambda n: 2, "saved with world_size=2; now it is 1"),
     ((*STATE, "position", "step"), lambda n: n - 1, "at step 5, .* was saved at step 4"),
