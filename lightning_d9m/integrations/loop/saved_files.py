@@ -193,6 +193,7 @@ def _find_leaf(value: Any) -> Any:
     Of a value that has parts, it returns ``_PARTS``.
     """
     leaf: Any = _PARTS
+    is_array = isinstance(value, np.ndarray)
     if isinstance(value, bytes | bytearray):  # it may hold tensors, or a time
         leaf = bytearray(value) if len(value) >= _FEW_BYTES else None
     elif isinstance(value, (*_PLAIN, *CODE)):
@@ -200,11 +201,9 @@ def _find_leaf(value: Any) -> Any:
     elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
         storage = value if isinstance(value, torch.UntypedStorage) else value.untyped()
         leaf = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    elif isinstance(value, torch.Tensor) or (
-        isinstance(value, np.ndarray) and not value.dtype.hasobject
-    ):
+    elif isinstance(value, torch.Tensor) or (is_array and not value.dtype.hasobject):
         leaf = value
-    elif isinstance(value, np.ndarray) and all(isinstance(own, _PLAIN) for own in value.flat):
+    elif is_array and all(isinstance(own, _PLAIN) for own in value.flat):
         leaf = value.tolist()  # such as names
     elif isinstance(value, set | frozenset):
         # Their order is that of addresses or of hashes, which differ between equal runs.

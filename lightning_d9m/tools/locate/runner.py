@@ -171,8 +171,9 @@ class Runner:
         # What both fail with needs no third run to show it, unless each takes what the other needs.
         own = zip(map(str, failures), map(str, folders), strict=True)
         if len({text.replace(folder, "") for text, folder in own}) == 1 and failures[0]:
-            # Not of one that never trained: a mistake in it, and no device that was taken.
-            if any(run.fits for run in runs):
+            # A program that trains nothing is a LedgerError.
+            is_mistake = any(word in str(failures[0]) for word in ("SyntaxError", "ImportError"))
+            if isinstance(failures[0], CommandError) and not is_mistake:
                 hint = "both runs failed alike; if they need a device or a port alone: --one-by-one"
                 print(hint, file=sys.stderr, flush=True)
             raise failures[0]
