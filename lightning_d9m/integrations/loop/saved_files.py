@@ -91,7 +91,7 @@ class SavedFiles:
 
         @wraps(save)
         def save_and_record(*args: Any, **words: Any) -> Any:
-            # What is saved, and where: the first two, also if they are given by their names.
+            # What is saved, and where: the first two, by their order or by their names.
             value, file = [*signature.bind(*args, **words).arguments.values()][:2]
             if self._is_segment and isinstance(file, str | os.PathLike):
                 return None
