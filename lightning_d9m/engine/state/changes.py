@@ -122,7 +122,8 @@ class Changes:
         filled: The paths of what the last ``capture`` could not encode, and that was put in empty
             places.
         unknown: The paths of what the last ``capture`` could not read.
-        expected: The paths of what the last ``capture`` took a digest of.
+        expected: The paths of what the last ``capture`` took a digest of, or could not encode among
+            the attributes of tensors, which mostly hold what a step computes.
         replaced: The objects that are left out, and that the last ``capture`` found in the place of
             others, by path.
         unlike: The paths of what the last ``restore`` found to be other than it was.
@@ -216,7 +217,8 @@ class Changes:
         otherwise at first.
         """
         self.unknown, self.expected, self.replaced = [], [], []
-        changes = list(self._find_all())
+        # Last, so that nothing else lacks room because of them.
+        changes = sorted(self._find_all(), key=self._is_of_tensor)
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
@@ -227,9 +229,13 @@ class Changes:
             name = change.path.removesuffix(_AT_FIRST)
             if _is_filled(change):
                 self.filled.add(name)
-            if _is_unreadable(change):
+            is_unreadable = _is_unreadable(change)
+            data = None if is_unreadable else self._encode_change(change, size)
+            if data is None and self._is_of_tensor(change):
+                self.expected.append(name)
+            elif is_unreadable:
                 self.unknown.append(name)
-            elif (data := self._encode_change(change, size)) is None:
+            elif data is None:
                 digest = digest_saved(change.value) if self._expects else None
                 if digest is None or not all(map(self._is_key, change.key)):
                     unsaved.append(name)
@@ -251,7 +257,7 @@ class Changes:
         for change in self._find_all():
             is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
-            if not is_removed and not _is_filled(change):
+            if not (is_removed or _is_filled(change) or self._is_of_tensor(change)):
                 return change.path.removesuffix(_AT_FIRST)
             self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
         return None
@@ -347,6 +353,15 @@ class Changes:
                 yield from self._find_parts(node)
             elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
+
+    def _is_of_tensor(self, change: Change) -> bool:
+        """Return whether an attribute of a tensor holds what has changed."""
+        path = change.node.path
+        while path := path.rpartition(".")[0]:
+            held = self._watch.paths.get(path)
+            if held is not None and isinstance(held.owner, torch.Tensor):
+                return True
+        return False
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
         hidden = self._hide(node.owner)
@@ -564,7 +579,7 @@ def _list_identities(node: Node, key: Collection[Any]) -> set[int]:
 
 
 def _list_deep(value: Any) -> Iterator[Any]:
-    """Yield a value and all parts of the builtin containers and arrays in it, each of these once."""
+    """Yield a value and all parts of the builtin containers and arrays in it, each one once."""
     pending, seen = [value], set[int]()
     while pending:
         yield (part := pending.pop())

@@ -90,6 +90,7 @@ class DataState:
         for name, (_, changes) in self.data.items():
             found, unknown = changes.capture()
             states[UNKNOWN_DATA] += changes.unknown
+            states[LOGGED_DATA] += changes.expected
             if name == LOADER:
                 states[LOGGED_DATA] += [*found, *unknown]
                 continue
