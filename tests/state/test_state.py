@@ -359,3 +359,72 @@ def test_a_change_in_a_long_tuple_is_refused():
     changes = watch(owner)
     owner.own[7].append(1)
     assert changes.capture() == ({}, ["owner.own"])
+
+
+@pytest.mark.parametrize(("place", "mib"), [("alone", 15), ("in a list", 15), ("at two places", 7)])
+def test_tensors_below_the_limit_are_kept(place, mib):
+    owner, other = (Thing(own=torch.zeros(1), twin=None) for _ in range(2))
+    here, there = watch(owner), watch(other)
+    changed = torch.ones(mib * 2**18)
+    owner.own = [changed] if place == "in a list" else changed
+    owner.twin = owner.own if place == "at two places" else None
+    found, unsaved = here.capture()
+    assert (unsaved, there.restore(found, torch.device("cpu"))) == ([], [])
+    assert digest_object(other) == digest_object(owner)
+
+
+def test_many_numbers_of_numpy_are_kept():
+    owner = Thing(own=None)
+    changes = watch(owner)
+    owner.own = [np.float64(n) for n in range(150_000)]
+    found, unsaved = changes.capture()
+    assert (list(found), unsaved) == (["owner.own"], [])
+
+
+def test_a_large_value_under_a_long_key_is_named():
+    owner = Thing(own={})
+    changes = Changes({"owner": owner}, leave_out=lambda *_: False, expects=True)
+    owner.own[tuple(range(600))] = torch.zeros(5 * 2**20)
+    changes.capture()
+    assert changes.expected == ["owner.own[tuple 0]"]
+
+
+def fill_array(number):
+    array = np.empty(number, object)
+    array[:] = [None] * number
+    for place in range(number):
+        array[place] = [place]
+    return array
+
+
+def test_what_a_long_array_of_objects_holds_has_no_nodes_and_is_kept():
+    owner, other = Thing(own=fill_array(1200)), Thing(own=fill_array(1200))
+    here, there = watch(owner), watch(other)
+    assert len(here._watch.nodes) < 100
+    owner.own[7].append(1)
+    found, unsaved = here.capture()
+    assert (list(found), unsaved) == (["owner.own'"], [])
+    assert there.restore(found, torch.device("cpu")) == []
+    assert other.own[7] == [7, 1]
+
+
+def test_large_objects_in_an_array_are_refused_and_a_cache_in_one_is_filled():
+    owner = Thing(own=None, cache=np.empty((2, 2), object))
+    changes = watch(owner)
+    owner.own = fill_array(1)
+    owner.own[0] = torch.zeros(5 * 2**20)
+    owner.cache[0, 1] = object()
+    assert changes.capture() == ({}, ["owner.own", "owner.cache"])
+    assert changes.filled >= {"owner.cache"}
+
+
+def test_what_a_step_keeps_in_a_parameter_is_kept_or_named():
+    layer = nn.Linear(1, 1)
+    words = {"leave_out": lambda _, value: value is layer.weight, "expects": True}
+    changes = Changes({"layer": layer}, **words)
+    layer.weight.scratch, layer.weight.count = torch.zeros(5 * 2**20), 3
+    layer.weight.hook = [print]
+    layer.kept = torch.zeros(3 * 2**20)
+    found, unsaved = changes.capture()
+    assert ([*found], unsaved, changes.unknown) == (["layer.kept", "layer.weight.count"], [], [])
+    assert changes.expected == ["layer.weight.scratch", "layer.weight.hook"]

@@ -462,6 +462,8 @@ HOOKS = [
     "torch.optim.lr_scheduler.LambdaLR, 'get_lr'",
     "Data, '__getitem__'",
 ]
+# Only the check of the first steps detects what hooks change there, as docs/resume.md says.
+CHECKED = ("a loader", "a sampler")
 STEPS = (2, 3, 5, 6, 7)  # see ``Saver``
 STEPS_WITHIN = (8, 9)  # those that only validations within an epoch have
 
@@ -681,6 +683,8 @@ def search(seed, count, folder, *, ranks=False):
             if others["validation"]:
                 chosen[3] = draw.choice([*STEPS, *STEPS_WITHIN])
             end = draw.choice(["", "", "", *ENDS])
+            if chosen[1] in CHECKED:
+                others["begin"] = end = ""
             source = write(*chosen[:3], **others)
             word, error = judge(source, folder, chosen[3], end)
             chosen += [own for own in (*others.values(), end) if own]

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -64,6 +65,7 @@ _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.En
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
 _PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque}
+_CONTAINERS = {list, tuple, dict, set, frozenset, deque}
 _HOLDERS = (ITEMS, DICT, SET, LONG, OBJECTS)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
 _BIT_GENERATORS = {
@@ -120,7 +122,8 @@ class Changes:
         filled: The paths of what the last ``capture`` could not encode, and that was put in empty
             places.
         unknown: The paths of what the last ``capture`` could not read.
-        expected: The paths of what the last ``capture`` took a digest of.
+        expected: The paths of what the last ``capture`` took a digest of, or could not encode among
+            the attributes of tensors, which mostly hold what a step computes.
         replaced: The objects that are left out, and that the last ``capture`` found in the place of
             others, by path.
         unlike: The paths of what the last ``restore`` found to be other than it was.
@@ -143,7 +146,7 @@ class Changes:
         # and those that are made again.
         self._shared: dict[int, Any] = {}
         self._made: dict[tuple[str, int], Any] = {}
-        self._path, self._code, self._left = "", set[int](), 0
+        self._path, self._code = "", set[int]()
         # The object whose content is encoded, not its path, and whether its type may be lost.
         self._entered: tuple[object, bool] = (None, False)
         self._device = torch.device("cpu")
@@ -214,7 +217,8 @@ class Changes:
         otherwise at first.
         """
         self.unknown, self.expected, self.replaced = [], [], []
-        changes = list(self._find_all())
+        # Last, so that nothing else lacks room because of them.
+        changes = sorted(self._find_all(), key=self._is_of_tensor)
         found: dict[str, bytes] = {}
         unsaved: list[str] = []
         self.filled.clear()
@@ -225,15 +229,18 @@ class Changes:
             name = change.path.removesuffix(_AT_FIRST)
             if _is_filled(change):
                 self.filled.add(name)
-            if _is_unreadable(change):
+            is_unreadable = _is_unreadable(change)
+            data = None if is_unreadable else self._encode_change(change, size)
+            if data is None and self._is_of_tensor(change):
+                self.expected.append(name)
+            elif is_unreadable:
                 self.unknown.append(name)
-            elif (data := self._encode_change(change, size)) is None:
+            elif data is None:
                 digest = digest_saved(change.value) if self._expects else None
                 if digest is None or not all(map(self._is_key, change.key)):
                     unsaved.append(name)
                 else:
                     self.expected.append(name)
-                    self._left = _ALWAYS_BYTES
                     found[change.path] = self._encode(change, _Digest(digest))
             else:
                 found[change.path] = data
@@ -247,10 +254,10 @@ class Changes:
         What fills an empty place counts from then on as held at first, and so does what is left of
         a dict that loses entries, as a cache does.
         """
-        for change in self._find_all(generators=False):
+        for change in self._find_all():
             is_removed = change.value is MISSING and isinstance(change.node.owner, dict)
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
-            if not is_removed and not _is_filled(change):
+            if not (is_removed or _is_filled(change) or self._is_of_tensor(change)):
                 return change.path.removesuffix(_AT_FIRST)
             self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
         return None
@@ -327,11 +334,11 @@ class Changes:
             elif own:
                 node.kind.write(node.owner, node.content)
 
-    def _find_all(self, *, generators: bool = True) -> Iterator[Change]:
-        """Yield what has changed, and all generators if that is wanted."""
+    def _find_all(self) -> Iterator[Change]:
+        """Yield what has changed, and all generators."""
         changed = self._watch.find_changed()
         known = set(map(id, changed))
-        for node in self._watch.nodes.values() if generators else ():
+        for node in self._watch.nodes.values():
             if node.kind is GENERATOR and id(node) not in known:
                 changed.append(node)
         for node in changed:
@@ -346,6 +353,15 @@ class Changes:
                 yield from self._find_parts(node)
             elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
+
+    def _is_of_tensor(self, change: Change) -> bool:
+        """Return whether an attribute of a tensor holds what has changed."""
+        path = change.node.path
+        while path := path.rpartition(".")[0]:
+            held = self._watch.paths.get(path)
+            if held is not None and isinstance(held.owner, torch.Tensor):
+                return True
+        return False
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
         hidden = self._hide(node.owner)
@@ -365,8 +381,6 @@ class Changes:
         ``size`` is that of the changes that were encoded before.
         """
         value = change.value
-        # Small values are kept whatever others take, so that the order does not decide.
-        self._left = most = max(_MOST_BYTES - size, _ALWAYS_BYTES)
         self._path, self._code = change.path, _list_identities(change.node, change.key)
         kind: Any = change.node.kind
         if change.key and not kind.takes(change.node.owner, *change.key):
@@ -376,9 +390,10 @@ class Changes:
         with suppress(SettingError, TypeError, RecursionError):
             if value is MISSING:
                 return self._encode(change)
-            self._entered = (None, False) if change.key else (value, True)
-            data = self._encode(change, value)
-            return data if self._copies or len(data) <= most + _ALWAYS_BYTES else None
+            # Small values are kept whatever others take, so that the order does not decide.
+            if self._copies or _fits(value, max(_MOST_BYTES - size, _ALWAYS_BYTES)):
+                self._entered = (None, False) if change.key else (value, True)
+                return self._encode(change, value)
         return None
 
     def _encode(self, change: Change, *value: object) -> bytes:
@@ -452,11 +467,6 @@ class Changes:
         """Raise a ``TypeError`` if an object is not plain data."""
         kind = find_kind(value)
         plain = type(value) in _PLAIN or kind in (TENSOR, ARRAY) or isinstance(value, np.generic)
-        # Before it is copied.
-        held = read_memory(value) if kind in (TENSOR, ARRAY) else ()
-        self._left -= sum(own.nbytes for own in held) or sys.getsizeof(value)
-        if self._left < 0 and not self._copies:
-            raise TypeError(value)
         # What an object holds has a form whatever its type.
         if kind is OPAQUE or not (whole or (plain and not isinstance(value, nn.Parameter))):
             raise TypeError(value)
@@ -569,11 +579,12 @@ def _list_identities(node: Node, key: Collection[Any]) -> set[int]:
 
 
 def _list_deep(value: Any) -> Iterator[Any]:
-    """Yield a value and all parts of the builtin containers in it, each container once."""
+    """Yield a value and all parts of the builtin containers and arrays in it, each one once."""
     pending, seen = [value], set[int]()
     while pending:
         yield (part := pending.pop())
-        if type(part) in _PLAIN - PLAIN_TYPES and id(part) not in seen:
+        holds = type(part) in _CONTAINERS or (type(part) is np.ndarray and part.dtype.hasobject)
+        if holds and id(part) not in seen:
             seen.add(id(part))
             pending += _list_parts(part)
 
@@ -616,8 +627,10 @@ def describe_unsaved(paths: Iterable[str]) -> list[str]:
 
 def _is_long(value: Any) -> bool:
     """Return whether a container holds so many objects that they have no node each."""
-    is_container = find_kind(value) in (ITEMS, DICT, LONG)
-    return is_container and len(value) > _MOST_ITEMS and holds_objects(value)
+    kind = find_kind(value)
+    if kind is OBJECTS:
+        return value.size > _MOST_ITEMS and holds_objects(value.flat)
+    return kind in (ITEMS, DICT, LONG) and len(value) > _MOST_ITEMS and holds_objects(value)
 
 
 def _is_unreadable(change: Change) -> bool:
@@ -642,12 +655,25 @@ def _is_filled(change: Change) -> bool:
     if change.key:
         was_empty = change.first is None or change.first is MISSING
         return was_empty and change.value is not MISSING
-    if kind not in (ITEMS, LONG) or isinstance(change.value, dict):
+    if kind not in (ITEMS, LONG, OBJECTS) or isinstance(change.value, dict):
         return False
-    first = change.node.content
-    return len(first) == len(change.value) and all(
-        one is other or one is None for one, other in zip(first, change.value, strict=True)
+    first, now = change.node.content, change.value
+    if kind is OBJECTS:
+        now = OBJECTS.read(now)  # its shape, too
+    return len(first) == len(now) and all(
+        one is other or one is None for one, other in zip(first, now, strict=True)
     )
+
+
+def _fits(value: Any, most: int) -> bool:
+    """Return whether a value has at most so many bytes."""
+    sizes = (
+        sum(own.nbytes for own in read_memory(part))
+        if find_kind(part) in (TENSOR, ARRAY)
+        else sys.getsizeof(part)
+        for part in _list_deep(value)
+    )
+    return all(size <= most for size in accumulate(sizes))
 
 
 def _name_generator(generator: Any) -> list[str]:

@@ -432,7 +432,7 @@ def _write_tensor(owner: Tensor, content: Tensor) -> None:
 
 
 def _read_objects(owner: np.ndarray) -> tuple[Any, ...]:
-    return str(owner.shape), *owner.flat
+    return sys.intern(str(owner.shape)), *owner.flat
 
 
 def _write_objects(owner: np.ndarray, content: tuple[Any, ...]) -> None:

@@ -32,6 +32,9 @@ class Part(Dataset):
         return torch.tensor(float(index))
 
 
+RNGS = {}
+
+
 def watch(dataset):
     return DataState({"dataset": dataset, "collate_fn": None})
 
@@ -67,7 +70,7 @@ def test_values_that_a_new_dataset_does_not_take_are_named():
     part.weights[0] = 1
     del other.weights
     with pytest.warns(UserWarning, match=r"dataset lacks, .*dataset\.weights"):
-        watch(other).restore(state.capture(), DATA)
+        watch(other).restore_data(state.capture())
 
 
 BASE = Part()
@@ -84,24 +87,23 @@ def test_a_dataset_in_a_variable_of_a_file_is_kept(monkeypatch):
     assert [path for path in states[DATA] if path.endswith("BASE.seen'")]
 
 
-def make_drawing():
-    part, rng = Part(), random.Random(1)
-    part.draw = lambda scale=1: scale * rng.random()
-    return part
+class Lazy(Part):
+    rng = None
+
+    def __getitem__(self, index):
+        self.rng = np.random.default_rng(index)
+        return super().__getitem__(index)
 
 
-def test_a_generator_that_no_attribute_holds_is_restored_and_found_in_a_worker():
-    part, other, found = make_drawing(), make_drawing(), []
-    worker = WorkerWatch({"dataset": part}, found.append)
-    worker.end_batch()
-    assert found == []
-    state = watch(part)
-    part.draw()
-    worker.end_batch()
-    assert found == ["dataset.draw.rng"]
-    saved = state.capture()
-    watch(other).restore(saved, DATA)
-    assert other.draw() == part.draw()
+def test_generators_that_no_attribute_held_at_first_do_not_count():
+    RNGS["file"] = random.Random(1)
+    part, found = Lazy(), []
+    state, worker = watch(part), WorkerWatch({"dataset": part}, found.append)
+    for index in range(3):
+        part[index]
+        RNGS["file"].random()
+        worker.end_batch()
+    assert (found, state.capture().get(DATA, {})) == ([], {})
 
 
 class CountingLoader(DataLoader):
@@ -156,13 +158,12 @@ def test_what_a_sampler_has_changed_is_restored_and_undone():
     sampler.long.reverse()
     after = state.capture()
     assert (before, list(after)) == ({}, ["sampler"])
-    restored.restore(after, CHANGES)
+    restored.restore_samplers(after)
     assert digest_object(resumed) == digest_object(sampler)
     sampler.other, sampler.count = 1, 5  # set by a hook since
     state.undo(before, after)
     assert vars(sampler) == vars(begin()) | {"other": 1, "count": 5}
-    found = sample(sampler, earlier=[state]).capture()[CHANGES]
-    assert {*found} == {"sampler sampler.count", "sampler sampler.other"}
+    assert {*sample(sampler, earlier=[state]).capture()["sampler"]} == {"0.count", "0.other"}
 
 
 def test_large_values_of_a_sampler_are_kept():
@@ -170,20 +171,19 @@ def test_large_values_of_a_sampler_are_kept():
     state = sample(sampler)
     sampler.weights[0] = 2
     sampler.parts[7].append(1)
-    found = state.capture()[CHANGES]
-    assert {*found} == {"sampler sampler.weights'", "sampler sampler.parts[7]'"}
+    assert {*state.capture()[CHANGES]} == {"0.weights'", "0.parts[7]'"}
 
 
-def test_two_samplers_with_one_path_are_both_restored():
-    """The first of one loader is the second of another."""
+def test_samplers_that_several_loaders_hold_at_other_places_are_restored():
+    """The first of one loader is the second of another, and the other way round."""
     made = [(begin(), begin(), begin()) for _ in range(2)]
     states = []
-    for outer, shared, inner in made:
-        earlier = sample(outer, shared)
-        states.append(sample(inner, outer, shared, earlier=[earlier]))
+    for count, (outer, shared, inner) in enumerate(made):
+        earlier = [[outer, shared], [shared, outer]][count]
+        states.append(sample(inner, outer, shared, earlier=[sample(*earlier)]))
     outer, shared, inner = made[0]
     outer.count, shared.count, inner.count = 7, 8, 9
-    states[1].restore(states[0].capture(), CHANGES)
+    states[1].restore_samplers(states[0].capture())
     assert [own.count for own in made[1]] == [7, 8, 9]
 
 
@@ -192,7 +192,7 @@ def test_generators_of_samplers_are_restored_whoever_seeded_them():
     state = sample(sampler)
     saved = state.capture()
     expected = sampler.rng.random()
-    sample(resumed).restore(saved, CHANGES)
+    sample(resumed).restore_samplers(saved)
     assert resumed.rng.random() == expected
     state.undo(saved, {})
     assert sampler.rng.random() == expected
@@ -211,7 +211,7 @@ def test_what_no_checkpoint_can_hold_of_a_sampler_and_what_it_does_not_take_are_
         "validate.0.sampler.parts",
     ]
     with pytest.warns(UserWarning, match=r"a sampler .* lacks.*: sampler\.inner\['order'\]\."):
-        sample(Own()).restore(captured, CHANGES)
+        sample(Own()).restore_samplers(captured)
 
 
 def test_what_is_no_state_of_a_sampler_is_left_out():
@@ -223,7 +223,7 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     drawn_from = [torch.zeros(1)]
     other = RandomSampler(drawn_from)
     state = sample(sampler, other, split, dataset=data)
-    assert list(state.samplers) == ["sampler", "sampler1", "sampler2"]
+    assert list(state.samplers) == ["0", "1", "2"]
     sampler.generator = torch.Generator()
     split.seed, split.epoch = 3, 4
     drawn_from.append(torch.ones(1))
@@ -231,4 +231,4 @@ def test_what_is_no_state_of_a_sampler_is_left_out():
     data[0].append(2)
     split.num_replicas, other.own = 3, 1
     captured = state.capture()
-    assert list(captured["sampler"]) == ["sampler1 sampler1.own", "sampler2 sampler2.num_replicas"]
+    assert list(captured["sampler"]) == ["1.own", "2.num_replicas"]

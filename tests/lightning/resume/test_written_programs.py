@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from written_programs import (
+    CHECKED,
     DRAWS,
     ENDS,
     HOOKS,
@@ -33,12 +34,7 @@ EQUAL = [
     *(("list", "a hook of a module"), ("dict", "a property"), ("tensor", "a running generator")),
     *(("sparse", "arguments"), ("python", "an optimizer"), ("list", "a scheduler")),
     *(("date", "a callback"), ("frozen set", "a file"), ("uuid", "an array"), ("slice", "a list")),
-    *(
-        ("list", "a loader"),
-        ("list", "a cache"),
-        ("list", "a parameter"),
-        ("object", "the Trainer"),
-    ),
+    *(("list", "a cache"), ("list", "a parameter"), ("object", "the Trainer")),
     *(("tensor", "a member"), ("structured", "a module"), ("frozen", "arguments")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
     *(
@@ -86,7 +82,7 @@ def test_what_nothing_can_read_is_accepted_by_name_or_checked(tmp_path, new_proc
         train(source, tmp_path, 5, accepted_unknown=accepted)
 
 
-SAMPLES, BATCHES = "Data, '__getitem__'", "Steering, 'on_before_zero_grad'"
+SAMPLES = "Data, '__getitem__'"
 
 
 @pytest.mark.parametrize(
@@ -103,14 +99,11 @@ SAMPLES, BATCHES = "Data, '__getitem__'", "Steering, 'on_before_zero_grad'"
             {},
             "max_steps",
         ),
-        # Its order is drawn again from the start of the epoch.
-        ("refused", "list", "a sampler", BATCHES, {"loading": "new data"}, "killed"),
         ("refused", "list", "a dataset", SAMPLES, {"loading": "new data"}, ""),
     ],
 )
 def test_forks_tell_what_becomes_of_a_program(tmp_path, word, kind, place, hook, draws, end):
-    step = 5 if end == "killed" else 3
-    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", step, end)
+    found, error = judge(write(kind, place, hook, **draws), tmp_path / "runs", 3, end)
     assert found == word, error
 
 
@@ -126,5 +119,7 @@ def test_forks_tell_what_becomes_of_a_program(tmp_path, word, kind, place, hook,
     end=st.sampled_from(ENDS),
 )
 def test_a_program_is_resumed_exactly_or_refused(tmp_path, kind, place, hook, step, draws, end):
+    if place in CHECKED:
+        draws["begin"] = end = ""
     word, _ = judge(write(kind, place, hook, **draws), tmp_path / "runs", step, end)
     assert word != "silent"

@@ -22,10 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.data_state import (
-    ADDED,
-    CHANGES,
     DATA,
-    DRAWN,
     LOADER,
     LOGGED_DATA,
     UNKNOWN_DATA,
@@ -232,7 +229,6 @@ class ControlledLoader:
         self.start: dict[str, Any] | None = None
         self.after: dict[str, Any] | None = None
         self._has_data = False
-        self._drawn, self._name = 0, type(loader.dataset).__name__
         self._control = control
         self._iterable = iterable = isinstance(loader.dataset, IterableDataset)
         if control.per_sample_rng and iterable:
@@ -248,8 +244,6 @@ class ControlledLoader:
         samplers = find_samplers(loader)
         self._rankless = all(type(sampler) in RANKLESS for sampler in samplers)
         owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
-        if type(loader) is DataLoader:  # what the program has added; it is not kept alive
-            owners[ADDED] = vars(loader)
         # Persistent workers have a copy of a dataset with indices, which changes of the program do
         # not reach.
         if iterable or not (loader.num_workers and loader.persistent_workers):
@@ -270,7 +264,6 @@ class ControlledLoader:
             user_made=is_user_made(samplers),
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
-            on_draw=self._note_drawn,
         )
         if not iterable and hasattr(loader, "load_state_dict"):
             # torchdata's loader, which then ignores it; this class restores the position.
@@ -348,22 +341,7 @@ class ControlledLoader:
             # Variables of files are restored in this process later, as part of the program.
             changed = [path for path in changed if path.startswith(held)]
             now |= {DATA: first, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
-        if self._drawn and (digest := self.state.digest_samplers()):
-            at_start[DRAWN] = [self._drawn, digest]
         return at_start | {name: own for name, own in now.items() if own}
-
-    def _note_drawn(self, count: int) -> None:
-        """Compare samplers, where as many batches are drawn, with those of the interrupted run.
-
-        Its order is drawn from their state at the start of the epoch; so a difference is what a
-        hook has changed since.
-        """
-        self._drawn = count
-        reached = None if self.started is None else self._find_reached(self.started)
-        saved = {} if reached is None else reached.samplers.get(str(self.stream.number), {})
-        expected, digest = saved.get(DRAWN, (0, ""))
-        if count and count == expected and digest != self.state.digest_samplers():
-            self._control.problems.append(_CHANGED_ORDER.format(self._name))
 
     def _keep_start(self) -> None:
         if self.start is None:  # torch may make a second iterator, or cycle
@@ -372,14 +350,15 @@ class ControlledLoader:
     def restore(self, samplers: Mapping[str, Any], *, data: bool = True) -> None:
         """Restore what ``capture`` returned, from that of all loaders of the stage."""
         states = samplers.get(str(self.stream.number), {})
-        for key in (CHANGES, DATA) if data else (CHANGES,):
-            self.state.restore(states, key)
+        self.state.restore_samplers(states)
+        if data:
+            self.state.restore_data(states)
 
     def restore_data(self, epoch: int) -> None:
         """Restore what the dataset held where the run was interrupted."""
         reached = self._find_reached(epoch)
         if reached is not None:
-            self.state.restore(reached.samplers.get(str(self.stream.number), {}), DATA)
+            self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
             self._has_data = True
 
     def _find_reached(self, epoch: int) -> ReachedPosition | None:
@@ -466,7 +445,6 @@ class LoaderControl:
             draws depend neither on its batch nor on the rank.
         host_sets_epochs: Whether the program that iterates the training loaders calls
             ``set_epoch`` between making an iterator and its first batch, as Lightning does.
-        problems: Why the epoch that is resumed has not gone on exactly.
     """
 
     seed: int
@@ -477,7 +455,6 @@ class LoaderControl:
     host_sets_epochs: bool = False
 
     def __post_init__(self) -> None:
-        self.problems: list[str] = []
         self.loaders: list[ControlledLoader] = []
         self.replacements = AttributePatches()
         self.reached: dict[str, ReachedPosition] = {}
@@ -639,11 +616,6 @@ _CHANGED_IN_WORKERS = (
     "{} changes {} in its workers, from which a checkpoint cannot read it. Use num_workers=0; or "
     "use persistent_workers=False, with which every epoch begins with the same values, and save "
     "checkpoints at the end of an epoch."
-)
-_CHANGED_ORDER = (
-    "A hook had changed a sampler of the loader of {} within the epoch, and a resumed run draws "
-    "the order from the start of the epoch. Change samplers when an epoch starts, or save "
-    "checkpoints at its end."
 )
 _OWN_ITERATION = (
     "The loader of {} iterates by methods of the program, so a resumed run would train on the same "

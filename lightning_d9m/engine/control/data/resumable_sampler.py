@@ -68,8 +68,6 @@ class ResumableSampler:
             the process. It then gets separate states of them, so that its order depends neither on
             the draws of training nor on how far workers prefetch.
         on_start: Called when an iterator is made.
-        on_draw: Called after each draw with the number of batches that were drawn in the epoch; 0
-            in a later round.
     """
 
     def __init__(
@@ -79,12 +77,11 @@ class ResumableSampler:
         *,
         user_made: bool,
         on_start: Callable[[], object],
-        on_draw: Callable[[int], object],
     ) -> None:
         self._sampler = sampler
         self._stream = stream
         self._user_made = user_made
-        self._on_start, self._on_draw = on_start, on_draw
+        self._on_start = on_start
         self.start_epoch()
 
     def start_epoch(self, skip: int = 0, cycled: Callable[[], bool] = bool) -> None:
@@ -115,7 +112,6 @@ class ResumableSampler:
             return
         number, stream, batches, skipped = begun
         for place, indices in enumerate(batches, skipped):
-            self._on_draw(0 if number else place + 1)
             is_block = type(indices) is MicroBatchIndices  # of several logical ranks
             parts: Iterable[tuple[int, Any]] = [(stream.rank, indices)]
             if is_block:
@@ -148,7 +144,6 @@ class ResumableSampler:
             # Only the sampler runs; no batch is loaded.
             skipped = sum(1 for _ in islice(batches, self._skip))
             self._round, self._skip = number + 1, self._skip - skipped
-            self._on_draw(0 if number else skipped)
             if not self._skip:
                 return number, stream, batches, skipped
             if not self._cycled() or not skipped:
@@ -261,16 +256,10 @@ def _links(holder: Any) -> Iterator[tuple[str, Any]]:
             yield name, kept
 
 
-def list_loader_attributes() -> set[str]:
-    """Return the attributes that torch's loaders have, and those that replace methods."""
-    loader = DataLoader(TensorDataset(torch.empty(1, device="cpu")))
-    return {*vars(loader), "_get_iterator", "_iterator"}
-
-
 def list_controlled(owner: Any) -> set[str]:
     """Return the attributes of a loader or sampler that are torch's, or set in each epoch."""
     if isinstance(owner, DataLoader):
-        return list_loader_attributes()
+        return {*vars(DataLoader(TensorDataset(torch.empty(1, device="cpu")))), "_get_iterator"}
     # What a sampler of a library draws from is data of the loader, which may be a long list.
     ours = set() if is_user_made([owner]) else {"data_source", "dataset"}
     ours |= {"seed"} if isinstance(owner, DistributedSampler) else set()

@@ -150,8 +150,9 @@ class Reloads(Part):
         paths = [*saved["generators"]]
         for number, states in saved["samplers"].items():
             loader = number if number.startswith(_VALIDATION) else f"train.{number}"
-            changed = (path.partition(" ")[2] for path in states.get(CHANGES, {}))
-            paths += [f"{loader}.{path}" for path in (*states.get(DATA, {}), *changed)]
+            changed = (path.partition(".")[2] for path in states.get(CHANGES, {}))
+            paths += [f"{loader}.{path}" for path in states.get(DATA, {})]
+            paths += [f"{loader}.sampler.{path}" for path in changed]
         reloaded = [path.rstrip("'") for path in paths if path.startswith(stages)]
         if every and (stages or any(state.values())):
             # Of its numbers and texts loaders may be made, such as the size of batches.

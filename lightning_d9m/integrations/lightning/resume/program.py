@@ -83,6 +83,7 @@ class Program(Part):
         self._roots = tuple(owners)
         self._entered = set(map(id, owners.values()))
         self._left_out: set[int] = set()
+        self._of_shards: set[int] = set()
         self._stepping: set[int] = set()
         self._find_left_out()
         return Changes(
@@ -183,7 +184,9 @@ class Program(Part):
     def _leave_out(self, path: str, value: Any) -> bool:
         if id(value) in self._entered:
             return False
-        if id(value) in self._left_out or isinstance(value, _LOADING):
+        if self._sharded and isinstance(value, Tensor):
+            self._of_shards.add(id(vars(value)))  # what the strategy keeps there
+        if id(value) in self._left_out | self._of_shards or isinstance(value, _LOADING):
             return True
         own = is_of_program(type(value)) and not any(map(is_of_lightning, type(value).__mro__))
         if path.startswith("trainer.") and not own and find_kind(value) in (ATTRIBUTES, OPAQUE):

@@ -91,7 +91,7 @@ class ResumableFit(Fit):
         # What the loaders of validation, which may come later, restore.
         self._unvalidated: Mapping[str, Any] = {}
         self._loader_states: list[dict[str, Any]] = []
-        self._at_end = self._has_resumed = False
+        self._at_end = False
         # The numbers of batches of the epochs since a loader has loaded its state.
         self._lengths: list[int] | None = None
         self._skipped = 0
@@ -243,9 +243,6 @@ class ResumableFit(Fit):
 
     def _end_batch(self, end: Callable[..., None], *args: Any, **words: Any) -> None:
         self._find_late_changes()
-        if self._has_resumed:  # the loaders have drawn what the interrupted run had
-            self._has_resumed = False
-            self.report(self.session.loaders.problems, on_all_ranks=True)
         end(*args, **words)
 
     def _find_late_changes(self) -> None:
@@ -514,7 +511,7 @@ class ResumableFit(Fit):
             self._restore("started")
             if not self.was_saved_between_epochs:
                 self._restore("batch")
-            self._has_resumed, self.saved = bool(self.saved), {}
+            self.saved = {}
 
     def end_epoch(self) -> None:
         """Check the length of an epoch; every rank calls this before an epoch is recorded.
