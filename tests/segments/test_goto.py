@@ -168,6 +168,13 @@ def test_a_wrong_request(run, capsys, monkeypatch, words, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_ledger_that_is_forgotten(capsys):
+    assert main(["goto", "30", "--", "python", "x.py"]) == 2
+    assert "Give it behind the step: d9m goto 30 LEDGER" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 def test_a_debugger_that_is_absent_or_has_no_terminal(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "IPython.terminal.debugger", None)
     monkeypatch.setattr("lightning_d9m.engine.recording.interruption._FaultState.fits", 0)
