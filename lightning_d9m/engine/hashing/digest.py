@@ -43,7 +43,7 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
     Raises:
         DigestError: The tensor owns no memory, or its bytes have no defined order.
     """
-    # A subclass first: one that wraps others has a shape and a layout, and no bytes of its own.
+    # A subclass first: one that wraps tensors has a shape and a layout, and only they have bytes.
     if type(tensor) not in ORDINARY:
         other = _flatten_subclass(tensor)
         if other is not None:
@@ -333,9 +333,10 @@ class DigestQueue:
         numbered = dict(enumerate(data, start))
         in_place = {n: one for n, one in numbered.items() if _can_be_read_in_place(one)}
         self._read_group(in_place)
-        for number in numbered.keys() - in_place.keys():
-            # Copies of all of them would take as much memory as the model.
-            self._read_group({number: _copy(numbered[number])})
+        for number, one in numbered.items():
+            if number not in in_place:
+                # Copies of all of them would take as much memory as the model.
+                self._read_group({number: _copy(one)})
 
     def _read_group(self, group: Mapping[int, torch.Tensor]) -> None:
         """Read tensors that can be read in place."""

@@ -213,7 +213,7 @@ def _differentiate_by_weight(
     gradient: Tensor, image: Tensor, shape: Sequence[int], geometry: Geometry, groups: int
 ) -> Tensor:
     """Return the gradient for the weight."""
-    # Not zeros: a product writes each element, and zeros where there is no term.
+    # `new_empty`, because a product writes each element: 0 where it has no terms.
     out = gradient.new_empty(tuple(shape))
     right, result, left = _place_all(image, out, gradient, geometry, groups)
     _contract("o nw ct g", left, right, result)

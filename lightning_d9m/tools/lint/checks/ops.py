@@ -379,7 +379,7 @@ METHODS: dict[str, Condition] = {}
 
 def _read_calls() -> None:
     """Fill the tables from ``calls.txt``."""
-    # A name may have several conditions: a convolution may pad, which is an op of its own.
+    # A name may have several conditions: a convolution may pad, and that is another op.
     for stanza in read_stanzas(Path(__file__).with_name("calls.txt")):
         for head, names in stanza.items():
             op, *words = head.split()
