@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_d9m.engine.hashing.checkpoint_manifest import check_manifest, make_manifest
 from lightning_d9m.errors import CheckpointError
@@ -103,6 +104,14 @@ def test_a_key_counts_without_its_address():
     manifest = make_manifest(make())
     assert not check_manifest(make(), manifest)[0]
     assert len(check_manifest(make(2.0), manifest)[1]) == 5
+
+
+def test_a_parameter_without_a_shape_counts_by_its_type():
+    """As a checkpoint has it that is saved before the first batch."""
+    state = {"weight": torch.ones(1), "late": nn.LazyLinear(3).weight}
+    manifest = make_manifest(state)
+    assert not check_manifest(state, manifest)[0]
+    assert check_manifest({**state, "late": None}, manifest)[0]
 
 
 def test_a_manifest_of_another_version_is_refused():

@@ -3,9 +3,14 @@
 Of those, too, that are not plain: sparse, nested, distributed, wrapped, without data.
 """
 
+import os
 import re
+import signal
 import subprocess
+import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +100,10 @@ def test_lazy_conjugation_and_negation_are_carried_out():
     assert digest(numbers.conj()) == digest(numbers.conj().resolve_conj()) != digest(numbers)
     assert numbers.conj().imag.is_neg()
     assert digest(numbers.conj().imag) == digest(-numbers.imag)
+    # What forward-mode differentiation makes has a size and no memory: reading it would crash.
+    zeros = torch._efficientzerotensor((200_000,))
+    assert zeros.data_ptr() == 0
+    assert digest(zeros) == digest(torch.zeros(200_000))
 
 
 @pytest.fixture
@@ -262,6 +271,10 @@ def _fake():
             lambda: torch.empty(3, device="meta"),
             r"on meta has no digest: a meta tensor has no data",
         ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged).to("meta"),
+            r"on meta has no digest: a meta tensor",
+        ),
         (_fake, r"FakeTensor does not say where its elements are\. Pass a materialized tensor"),
         (lambda: torch.ones(4, 4).to_mkldnn(), r"the order .* torch\._mkldnn\. Pass its to_dense"),
         (
@@ -325,3 +338,29 @@ def test_of_tensors_in_other_orders_one_copy_exists_at_a_time(monkeypatch):
     monkeypatch.setattr(xxh3, "hash_chunks", note)
     assert digest_many([values[0], *given]) == expected
     assert alive == [[], *[[480]] * 4]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_process_that_is_forked_while_a_thread_hashes_can_hash():
+    interval = sys.getswitchinterval()
+    with xxh3._interval_changed:
+        started = threading.Event()
+
+        def fork():
+            started.set()
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                digest(torch.ones(3))
+                os._exit(sys.getswitchinterval() != interval)
+            return os.waitpid(child, 0)[1]
+
+        with ThreadPoolExecutor(1) as pool:
+            status = pool.submit(fork)
+            started.wait()
+            xxh3._interval_changed.release()
+            try:
+                assert status.result() == 0
+            finally:
+                xxh3._interval_changed.acquire()

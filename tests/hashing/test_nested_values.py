@@ -127,6 +127,13 @@ def test_value_that_holds_itself_is_refused():
     assert digest_value([shared, shared]) == digest_value([[1], [1]])
 
 
+def test_a_field_that_is_not_set_is_left_out():
+    record = Record(1)
+    before = digest_value(record)
+    del record.content
+    assert len({before, digest_value(record), digest_value(Record(None))}) == 3
+
+
 def test_deeply_nested_value_is_refused():
     deep = []
     for _ in range(100_000):

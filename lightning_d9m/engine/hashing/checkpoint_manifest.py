@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.errors import CheckpointError
@@ -79,7 +80,12 @@ def _digest_content(content: Mapping[str, Any]) -> tuple[dict[str, tuple[str, st
     """Return path and digest of each tensor by its key, and the digest of all other values."""
     leaves: list[tuple[str, str, object]] = []
     _collect_leaves(content, "", "", (id(content),), leaves)
-    tensors = {key: (path, leaf) for path, key, leaf in leaves if isinstance(leaf, Tensor)}
+    # A parameter that no batch has given a shape yet counts by its type, like other objects.
+    tensors = {
+        key: (path, leaf)
+        for path, key, leaf in leaves
+        if isinstance(leaf, Tensor) and not is_lazy(leaf)
+    }
     others = {key: leaf for _, key, leaf in leaves if key not in tensors}
     # A tensor without bytes is an error. Another object without bytes, which a callback may save,
     # counts by its type.

@@ -48,6 +48,8 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
         other = _flatten_subclass(tensor)
         if other is not None:
             return other
+    if tensor.device.type == "meta":
+        raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
     if tensor.is_nested:
         components = tensor.detach().unbind()
         return [make_header(tensor.dtype, (len(components),), "nested"), *components]
@@ -61,8 +63,6 @@ def flatten_tensor(tensor: torch.Tensor) -> DenseTensor | list[Piece]:
         )
     if tensor.is_quantized:
         return _flatten_quantized(tensor.detach())
-    if tensor.device.type == "meta":
-        raise _refuse(tensor, "a meta tensor has no data", "Pass a materialized one.")
     return DenseTensor(make_header(tensor.dtype, tensor.shape), tensor)
 
 
@@ -80,6 +80,8 @@ def _flatten_quantized(tensor: torch.Tensor) -> list[Piece]:
 def _can_be_read_in_place(tensor: torch.Tensor) -> bool:
     """Return whether the elements are in row-major order in memory, at an address to read from."""
     is_ordered = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    # torch.func.jvp makes zeros that have a size and no memory: their address is 0.
+    is_ordered = is_ordered and not tensor._is_zerotensor()  # noqa: SLF001 - torch has no public test
     # The kernel of CUDA reads 16 bytes at once, and a device faults at other addresses.
     return is_ordered and (tensor.is_cpu or tensor.data_ptr() % 16 == 0)
 

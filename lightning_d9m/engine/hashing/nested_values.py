@@ -148,6 +148,8 @@ def _encode_container(value: object, out: list[Piece], where: str, above: dict[i
 def _encode_object(
     value: object, names: Sequence[str], out: list[Piece], where: str, above: dict[int, str]
 ) -> None:
+    # A field of a dataclass may not be set yet.
+    names = [name for name in names if hasattr(value, name)]
     out.append(_tag(b"O", _name(type(value)).encode()) + b"%x:" % len(names))
     for name in names:
         out.append(_encode_text(name))

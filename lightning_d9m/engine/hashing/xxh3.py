@@ -1,6 +1,7 @@
 """The chunk digests on the CPU: XXH3-64 of each chunk, read in place."""
 
 import ctypes
+import os
 import sys
 import threading
 from array import array
@@ -34,6 +35,13 @@ _MEMORY: memoryview = _make_view(1, sys.maxsize, _READ_ONLY)
 # The switch interval belongs to the process. A thread that restored it while another hashes would
 # make the other slow, or leave the interval short for good.
 _interval_changed = threading.Lock()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    # A child must find neither a lock that no thread of it will release nor a short interval.
+    os.register_at_fork(
+        before=_interval_changed.acquire,
+        after_in_parent=_interval_changed.release,
+        after_in_child=_interval_changed.release,
+    )
 _Chunk = tuple[memoryview, bytes]  # with its padding
 
 
