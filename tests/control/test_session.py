@@ -96,6 +96,27 @@ def test_closing_before_a_block_that_began_later_is_an_error():
     outer.close()
 
 
+def test_blocks_may_end_in_another_order_than_they_began():
+    """As that of a generator, which ends when the generator is closed."""
+    before = state()
+    first, second, third = (deterministic(seed=seed) for seed in range(3))
+    for block in (first, second, third):
+        block.__enter__()
+    for block in (first, second):
+        with pytest.raises(SettingError, match="reverse order"):
+            block.__exit__(None, None, None)
+    third.__exit__(None, None, None)
+    assert (active_session(), state()) == (None, before)
+
+
+def test_a_block_of_a_closed_session_is_refused():
+    session = enable(seed=1)
+    with session:
+        pass
+    with pytest.raises(SettingError, match="This session is closed"), session:
+        pass
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_second_enable_takes_the_place_of_the_first(seed):
     """As when a cell of a notebook is run again, after something else switched a flag too."""

@@ -90,6 +90,7 @@ class Session:
         self.seed_is_default = False
         self.thread = threading.current_thread()
         self.scopes = 0
+        self._is_over = False  # its last block has ended while a later session was open
         self._switching = control_is_on()
         fill = settings.fill_uninitialized_memory
         self._flags = wanted_flags(fill_uninitialized_memory=fill)
@@ -177,15 +178,26 @@ class Session:
                     "deterministic(...)`."
                 )
             _open.pop()
-            self._stack.close()
+            try:
+                self._stack.close()
+            finally:
+                # Blocks may end in another order than they began, as those of generators do.
+                if _open and _open[-1]._is_over:  # noqa: SLF001 - this class
+                    _open[-1].close()
 
     def __enter__(self) -> "Self":
+        if self not in _open:
+            raise SettingError(
+                "This session is closed, and a block within it would not be deterministic. Open "
+                "a session for each block: `with deterministic(...)`."
+            )
         self.scopes += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         self.scopes -= 1
         if self.scopes == 0:
+            self._is_over = True
             self.close()
 
 
