@@ -23,10 +23,11 @@ from lightning_d9m.tools.audit.device import try_device
 def healthy(monkeypatch):
     """An environment without problems, with Horovod installed."""
     names = [variable.name for variable in variables.VARIABLES]
-    for name in [*names, *(v.name for v in PINNED), "OMP_NUM_THREADS", "OMP_DYNAMIC"]:
+    for name in [*names, *(v.name for v in PINNED), "OMP_DYNAMIC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "describe_hash_seed_problem", lambda: None)
     monkeypatch.setattr(horovod_doctor, "version", lambda package: "1.2.3")
+    monkeypatch.setattr(variables, "_NUMBER_AT_START", "")  # of OMP_NUM_THREADS
     monkeypatch.setattr(horovod_doctor, "import_horovod", lambda: None)
 
 
@@ -120,8 +121,10 @@ def test_an_address_that_other_hosts_cannot_reach_is_found(monkeypatch):
 
 
 def test_a_number_of_threads_that_torch_chooses_is_noted(monkeypatch):
-    for value, status in {"": "note", "four": "note", "2": "ok", "2,1": "ok"}.items():
-        monkeypatch.setenv("OMP_NUM_THREADS", value)  # torch ignores text that is not a number
+    values = {"": "note", "four": "note", "0": "note", "2": "ok", "2,1": "ok"}
+    for value, status in values.items():
+        # OpenMP has read it by now, and ignores what is not a number above 0.
+        monkeypatch.setattr(variables, "_NUMBER_AT_START", value)
         assert find("CPU threads").status == status
 
 

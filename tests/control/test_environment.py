@@ -138,9 +138,11 @@ def test_what_a_library_has_read_is_in_force_in_later_sessions(
 
 
 def test_whether_a_value_lets_nccl_choose_nvls():
-    allowed = ("NVLS", "Tree, NVLS", "nvlstree,ring", "^Tree", "^NVLSTree")
-    allowed += ("allreduce:ring;allgather:nvls",)
-    refused = ("Ring", "^NVLS,NVLSTree", "allreduce:^nvls;broadcast:ring", "")
+    allowed = ("NVLS", "Tree, NVLS", "nvlstree,ring", "^Tree", "^NVLSTree", "^NVLS")
+    allowed += ("ring;allgather:nvls", "^NVLS, NVLSTree")
+    # Collectives that no part names keep every algorithm.
+    allowed += ("allreduce:ring", "allreduce:^nvls,nvlstree;broadcast:ring")
+    refused = ("Ring", "^NVLS,NVLSTree", "^nvlstree,nvls,tree;broadcast:ring", "")
     assert [*map(allows_nvls, allowed + refused)] == [True] * len(allowed) + [False] * len(refused)
 
 

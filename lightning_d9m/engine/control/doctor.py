@@ -10,7 +10,13 @@ from typing import Literal
 import torch
 
 from lightning_d9m.compatibility import OLDEST_TORCH, describe_missing_patches
-from lightning_d9m.engine.control.environment import DYNAMIC, VARIABLES, Variable, threads_vary
+from lightning_d9m.engine.control.environment import (
+    DYNAMIC,
+    VARIABLES,
+    Variable,
+    read_threads,
+    threads_vary,
+)
 from lightning_d9m.engine.control.settings import describe_hash_seed_problem
 from lightning_d9m.hooks import describe_tested, find_missing, list_hooks
 from lightning_d9m.version import parse_release
@@ -143,8 +149,7 @@ def _check_threads() -> Iterator[CheckResult]:
     cores = os.cpu_count() or 1
     # As OpenMP counts them: it ignores a container's CPU quota.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    # One number per nesting level; torch takes the first and ignores anything but numbers.
-    fixed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().isdigit()
+    fixed = read_threads() is not None
     chosen = "fixed by OMP_NUM_THREADS" if fixed else "chosen by torch"
     yield judge(
         not fixed,

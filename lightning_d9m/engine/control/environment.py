@@ -26,17 +26,29 @@ TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 CONTROL = "LIGHTNING_D9M_CONTROL"
 
 
-def allows_nvls(algorithms: str) -> bool:
-    """Return whether a value of ``NCCL_ALGO`` lets NCCL choose NVLS.
+_NVLS = {"NVLS", "NVLSTREE"}  # between the devices of a host, and between hosts
 
-    >>> [allows_nvls(text) for text in ("Ring", "Tree,NVLS", "^NVLS", "^Tree", "allreduce:ring")]
-    [False, True, False, True, False]
+
+def allows_nvls(algorithms: str) -> bool:
+    """Return whether a value of ``NCCL_ALGO`` lets NCCL choose NVLS for some collective.
+
+    >>> [allows_nvls(text) for text in ("Ring", "Tree,NVLS", "^NVLS", "^NVLS,NVLSTree")]
+    [False, True, True, False]
+    >>> [allows_nvls(text) for text in ("allreduce:ring", "ring;allreduce:tree")]
+    [True, False]
     """
-    for part in algorithms.upper().split(";"):
+    # NCCL's src/graph/tuning.cc: a part with the name of a collective concerns that one alone, and
+    # the first part without a name concerns all. It compares whole names, without regard to case.
+    parts = algorithms.upper().split(";")
+    if ":" in parts[0]:
+        return True
+    for part in parts:
         names = part.rpartition(":")[2]
-        excluded = names.startswith("^")
-        named = "NVLS" in names.removeprefix("^").replace(" ", "").split(",")
-        if named != excluded or ("NVLSTREE" in names and not excluded):
+        # A space is a part of a name: an exclusion with one excludes nothing.
+        listed = {name if names.startswith("^") else name.strip() for name in names.split(",")}
+        listed = {name.removeprefix("^") for name in listed}
+        allowed = _NVLS - listed if names.startswith("^") else _NVLS & listed
+        if allowed:
             return True
     return False
 
