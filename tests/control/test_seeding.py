@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_d9m.engine.control.seeding import (
+    RandomStreams,
     SeededHost,
     capture_generators,
     capture_host,
     capture_rng,
     decode_rng,
     derive_seed,
+    digest_generators,
     encode_rng,
     find_lost_devices,
     restore_generators,
@@ -123,7 +125,9 @@ def test_another_generator_of_numpy_is_kept_too(make):
         kept, first = capture_host(), np.random.rand(3)
         restore_rng(kept)
         assert np.random.rand(3).tolist() == first.tolist()
+        digests = digest_generators()
         restore_rng(kept)
+        assert digests["numpy"] != digest_generators()["numpy"]
         with SeededHost(3):
             np.random.rand(5)
         assert np.random.rand(3).tolist() == first.tolist()
@@ -307,3 +311,11 @@ def test_what_holds_a_generator_is_searched(name):
 def test_what_cannot_hold_a_generator_of_the_training_is_not_searched(name):
     held = NOT_SEARCHED[name](random.Random(1))
     assert find_generators({"owner": [held]}) == {}
+
+
+def test_a_shorter_path_takes_the_place_of_the_one_that_another_worker_reported():
+    streams = RandomStreams(1, 0, 0, "train")
+    streams.share(persistent=False)
+    for path in ("dataset.statistics", "dataset.n"):
+        streams.report_change(path)
+        assert streams.changed_in_workers == path

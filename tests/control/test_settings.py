@@ -41,6 +41,8 @@ SETTINGS = [(owner, name) for owner in OWNERS for name in inspect.signature(owne
         ({"per_sample_rng": 1}, "per_sample_rng is 1; allowed: True or False"),
         ({"unpatched_ops": ("histc",), "patch_ops": False}, r"\['histc'\] and patch_ops is off"),
         ({"unpatched_ops": ("tokp",), "patch_ops": True}, "no op 'tokp'"),
+        ({"unpatched_ops": "tokp", "patch_ops": True}, "no op 'tokp'"),
+        ({"varying_ops": 3}, "varying_ops is 3; allowed: a name, or a list of names"),
         ({"varying_ops": ("roi_pol",)}, "no op 'roi_pol'"),
     ],
 )

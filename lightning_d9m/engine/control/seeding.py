@@ -186,8 +186,11 @@ def read_generators() -> dict[str, bytes]:
     state = capture_rng()
     version, words, normal = state["python"]
     numpy = state["numpy"]
-    key = numpy["state"]["key"].tobytes()
-    rest = [numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]
+    inner = {**numpy["state"]}
+    # Bytes, and not the text of an array, which NumPy shortens. The program may have given NumPy
+    # another bit generator, whose state has other names.
+    key = inner.pop("key", np.empty(0)).tobytes()
+    rest = [*inner.values(), numpy["has_gauss"], numpy["gauss"]]
     parts = {
         "python": array("Q", words).tobytes() + repr([version, normal]).encode(),
         "numpy": key + repr(rest).encode(),
@@ -268,8 +271,9 @@ class RandomStreams:
     def report_change(self, path: str) -> None:
         """Tell the main process that reading samples changes this in a worker."""
         if self.report is not None:
-            data = path.encode()[:_PATH_BYTES]
-            self.report[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            # The whole of it: another worker may have reported a longer path.
+            data = path.encode()[:_PATH_BYTES].ljust(_PATH_BYTES, b"\0")
+            self.report[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @property
     def changed_in_workers(self) -> str:

@@ -74,6 +74,8 @@ class Settings:
         if self.threads is not None:
             _validate_integer("threads", self.threads, 1, HIGHEST_THREADS)
         validate_choices(self)
+        for name in ("unpatched_ops", "varying_ops"):
+            object.__setattr__(self, name, read_names(name, getattr(self, name)))
         if self.unpatched_ops and not self.patch_ops:
             raise SettingError(
                 f"unpatched_ops is {list(self.unpatched_ops)} and patch_ops is off, so nothing is "
