@@ -398,3 +398,36 @@ def test_a_callback_of_a_future_is_probed_in_no_thread(method, is_complete):
     assert len(called) == 1
     assert seen == ["(model)::aten.neg.default"]
     assert dict(vars(torch._C.Future)) == before
+
+
+class Odd(nn.Module):
+    """Has a traced part, a part whose shape the first batch gives, and returns a leaf."""
+
+    def __init__(self):
+        super().__init__()
+        traced = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        self.traced = torch.jit.trace(traced, torch.ones(2, 16))
+        self.late, self.same = nn.LazyLinear(16), nn.Identity()
+        self.prompt = torch.zeros(16, requires_grad=True)
+
+    def forward(self, values):
+        return self.late(self.traced(values)) + self.same(self.prompt)
+
+
+@pytest.mark.filterwarnings("ignore:.*Lazy modules", "ignore:.*torch.jit", "ignore:.*ScriptModule")
+def test_modules_of_any_kind_are_probed_and_keep_no_hook(fit):
+    odd = Odd()
+
+    def step(self, batch, _):
+        images, _ = batch
+        return odd(images.flatten(1)[:, :16]).square().mean()
+
+    model = make_model(training_step=step)
+    model.odd = odd
+    probes = ["output", "grad_output", "local_gradient"]
+    ledger = fit(model=model, probes=probes, probe_modules=["odd", "odd.*"])
+    batches = [*read_probes(ledger).values()]
+    names = [[(kind, name) for (kind, name, _), _ in entries] for entries in batches[1:]]
+    assert ("local_gradient", "odd.late.weight") in names[0]
+    assert all(later == names[0] for later in names)
+    assert not odd.prompt._backward_hooks

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_d9m.engine.state.changes import Changes
+from lightning_d9m.engine.state.object_digest import digest_data
 from lightning_d9m.engine.state.plain_data import encode_plain
 
 
@@ -244,3 +245,8 @@ def test_data_of_each_kind_is_written_to_objects_made_alike():
     assert (other.items[1], other.table, other.hook) == (1, 5, None)
     assert (others["Kind"].level, others["program"].size) == (2, 4)
     assert others["program"].late == {"x": 1}
+
+
+def test_a_parameter_without_a_shape_has_no_bytes():
+    """One that a function of the program names counts by that it is there."""
+    assert digest_data(torch.nn.LazyLinear(3).weight) == ()

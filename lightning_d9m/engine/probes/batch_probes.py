@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_d9m.engine.control.seeding import read_generators
 from lightning_d9m.engine.hashing.training_state import ModelTensors, optimizer_state, plain_name
@@ -58,6 +59,7 @@ class BatchProbes(Probes):
         self.collector = ProbeCollector(write, save)
         self._tensors = ModelTensors(model, settings.takes_parameter)
         self._hooks: ExitStack | None = None
+        self._has_lazy = False  # whether a parameter had no shape when the model was hooked
         self._ops: OpMode | None = None
         self._ops_entered = ExitStack()
         self._took_loss = False
@@ -91,8 +93,12 @@ class BatchProbes(Probes):
         self._took_loss = False
         if point.batch <= VALIDATION:  # no later batch of a validation changes it
             self._take_states(self.collector.add_leaves, scaler)
+        # A parameter gets its hook when it has a shape, which the first batch may give it.
+        if self._has_lazy:
+            self.unhook()
         if self._hooks is None:
             self._hooks = self._hook()
+            self._has_lazy = any(map(is_lazy, self._training.model.parameters()))
         if self._ops is not None:
             self._ops.begin()
         self._enter_ops()

@@ -16,6 +16,7 @@ import torch
 from torch import ClassType, Tensor, nn
 from torch._ops import OpOverload
 from torch.compiler import is_compiling
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -79,7 +80,8 @@ def hook_model(
                 )
         if "local_gradient" in kinds:
             for name, parameter in model.named_parameters():
-                if parameter.requires_grad and settings.takes_parameter(plain_name(name)):
+                takes = parameter.requires_grad and settings.takes_parameter(plain_name(name))
+                if takes and not is_lazy(parameter):
                     _hook_parameter(hooks, parameter, plain_name(name), take)
         return hooks.pop_all()
 
@@ -126,8 +128,8 @@ def _take_output(
     if "grad_output" not in kinds or not torch.is_grad_enabled():
         return
     for place, leaf in leaves:
-        # A parameter that is handed on would keep the hook; its gradient is a kind of its own.
-        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+        # A leaf that is handed on, as a parameter, would keep the hook after this batch.
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             leaf.register_hook(partial(_take_gradient, take, place))
 
 

@@ -44,7 +44,7 @@ def digest_data(owner: Any) -> tuple[Any, ...]:
     with suppress(RuntimeError, ValueError, TypeError):
         if sum(part.nbytes for part in read_memory(owner)) <= _MOST_BYTES:
             return _digest_elements(owner)
-    with suppress(RuntimeError):  # without memory
+    with suppress(RuntimeError, ValueError):  # without memory, or without a shape yet
         if isinstance(owner, Tensor):
             return owner._version, owner.data_ptr()  # noqa: SLF001 - torch has no public counter
         return (owner.ctypes.data,)

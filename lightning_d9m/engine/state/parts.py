@@ -27,6 +27,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -341,7 +342,9 @@ def list_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
     """
     own = module.__dict__
     yield from filter(None, map(own.get, _HOOKS))
-    for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+    # A traced module of TorchScript has neither table.
+    tables = (own.get(name, {}) for name in ("_parameters", "_buffers"))
+    for tensor in chain.from_iterable(table.values() for table in tables):
         if isinstance(tensor, Tensor):
             yield from filter(None, (getattr(tensor, name, None) for name in _HOOKS_OF_TENSORS))
 
