@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -88,6 +89,15 @@ def test_every_nth_step_is_recorded_and_one_flipped_bit_is_found_or_stops_the_ru
     assert (result.verdict, found.moment, found.step) == ("different", "epoch", 4)
     with pytest.raises(DriftError, match="weight"):
         record(lambda: train(disturb=0), "second", REFERENCE=first)
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(record):
+    def run(**words):
+        model = torch.compile(nn.Linear(4, 1), backend="eager", **words)
+        fit(model, torch.optim.SGD(model.parameters()))
+
+    (plain,), (compiled,) = record(partial(run, disable=True), "plain"), record(run, "compiled")
+    assert compare(plain, compiled).verdict == "equal"
 
 
 def train_by_hand(disturb=None):

@@ -141,7 +141,8 @@ class RankAgreement:
         self._gather = gather
         self._replicated = replicated
         self._tables: dict[str, dict[str, str]] = {}
-        self._agreed: dict[str, str] = {}  # what all ranks held, by name of a buffer
+        # What all ranks have held since the first record, by name of a buffer.
+        self._agreed: dict[str, str] | None = None
         self._every = 1
         self.kept: dict[int, str] = {}
 
@@ -190,18 +191,18 @@ class RankAgreement:
 
     def _select_shared(self, tables: list[dict[str, str]]) -> list[dict[str, str]]:
         """Return the entries of buffers that must be equal."""
-        # Nothing says whether a buffer is computed from a rank's own data. One that is changes on
-        # every rank. One that all ranks held alike in the last record, and that only some ranks
-        # have changed since, differs by mistake.
-        before, self._agreed = self._agreed, {}
+        # Nothing says whether a buffer is computed from a rank's own data. One that is changes in
+        # the first epoch on every rank, and later on some: a maximum that only one rank's last
+        # batch exceeds. One that all ranks have held unchanged so far, and that only some ranks
+        # have changed now, differs by mistake.
         if any(table.keys() != tables[0].keys() for table in tables):
+            self._agreed = {}
             return [{} for _ in tables]
-        for name in tables[0]:
-            held = {table[name] for table in tables}
-            if len(held) == 1:
-                self._agreed[name] = held.pop()
-            elif before.get(name) in held:
-                self._agreed[name] = before[name]
+        held = {name: {table[name] for table in tables} for name in tables[0]}
+        if self._agreed is None:
+            self._agreed = {name: min(found) for name, found in held.items() if len(found) == 1}
+        else:
+            self._agreed = {n: own for n, own in self._agreed.items() if own in held.get(n, ())}
         return [{name: table[name] for name in self._agreed} for table in tables]
 
 

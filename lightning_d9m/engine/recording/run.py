@@ -39,6 +39,7 @@ from lightning_d9m.engine.hashing.shards import (
 )
 from lightning_d9m.engine.hashing.training_state import (
     Snapshot,
+    plain_name,
     take_partial_snapshot,
 )
 from lightning_d9m.engine.ledger.command import SEGMENT
@@ -470,8 +471,10 @@ class Run:
         gradients: dict[str, dict[str, str]] = {}
         if training.records_gradients:  # those that the program has not cleared yet
             named = training.model.named_parameters()
-            if found := {name: digest_value(p.grad) for name, p in named if p.grad is not None}:
-                gradients["gradients"] = found
+            gradients["gradients"] = {
+                plain_name(name): digest_value(p.grad) for name, p in named if p.grad is not None
+            }
+            gradients = {group: found for group, found in gradients.items() if found}
         return Digests(
             moment=moment,
             epoch=epoch,
