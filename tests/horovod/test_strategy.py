@@ -1,5 +1,6 @@
 """Options of the strategy, without ranks."""
 
+import re
 import subprocess
 import sys
 
@@ -15,10 +16,22 @@ def test_an_option_that_logical_ranks_do_not_support_is_refused():
     assert HorovodDeterministicStrategy(compression="fp16").logical_ranks is None
 
 
-@pytest.mark.parametrize("options", [{"op": "max"}, {"compression": "int8"}, {"bucket_bytes": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": "max"},
+        {"op": ["sum"]},
+        {"compression": "int8"},
+        {"compression": ["fp16"]},
+        {"bucket_bytes": -1},
+        *({"stall_seconds": value} for value in (0, -1, float("inf"), float("nan"), None, "60")),
+    ],
+)
 def test_an_option_that_is_not_known_is_refused(options):
     ((name, value),) = options.items()
-    with pytest.raises(SettingError, match=f"{name}={value!r} is not (known|allowed): pass"):
+    with pytest.raises(
+        SettingError, match=rf"{name}={re.escape(repr(value))} is not (known|allowed): pass"
+    ):
         HorovodDeterministicStrategy(**options)
 
 

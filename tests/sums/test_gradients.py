@@ -279,3 +279,16 @@ def test_processes_that_train_other_parameters_are_reported():
             sums.finish(process)
 
     run_processes(2, train)
+
+
+def test_a_parameter_that_is_frozen_after_the_forward_pass_gets_no_gradient():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, on_stray=pytest.fail)
+    sums.prepare()
+    loss = model(torch.ones(2, 4)).mean()
+    model[1].requires_grad_(False)
+    with sums.backward():
+        loss.backward()
+    sums.finish(0)
+    assert [p.grad is None for p in model.parameters()] == [False, False, True, True]
+    sums.close()

@@ -38,6 +38,7 @@ from lightning_d9m.integrations.trainer.lightning_private import BROADCAST_SIGTE
 from lightning_d9m.integrations.trainer.packages import combined_base
 
 # The collectives of horovod.torch, whose names begin so.
+_MOST_SECONDS = 10**9
 _COLLECTIVES = ("all", "barrier", "broadcast", "grouped_", "reducescatter")
 
 
@@ -138,15 +139,21 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        if op not in {"average", "sum"}:
+        if op not in ("average", "sum"):
             raise SettingError(f"op={op!r} is not known: pass 'average' or 'sum'.")
         if type(bucket_bytes) is not int or bucket_bytes < 0:
             raise SettingError(
                 f"bucket_bytes={bucket_bytes!r} is not allowed: pass a whole number, 0 or more."
             )
-        if compression not in SENT_AS:
+        if compression not in [*SENT_AS]:
             raise SettingError(
                 f"compression={compression!r} is not known: pass 'fp16', 'bf16' or None."
+            )
+        # Gloo counts milliseconds in an integer.
+        if type(stall_seconds) not in (int, float) or not 1 <= stall_seconds <= _MOST_SECONDS:
+            raise SettingError(
+                f"stall_seconds={stall_seconds!r} is not allowed: pass a number of seconds, from 1 "
+                f"to {_MOST_SECONDS}."
             )
         super().__init__(
             logical_ranks=logical_ranks,

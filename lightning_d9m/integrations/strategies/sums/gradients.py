@@ -481,7 +481,9 @@ class LogicalGradients:
             # `loss.backward()` of the program does not pass through Lightning, so that no one sums
             # afterwards.
             self._on_stray(slot.name)
-        if not self._is_inside or not (self._is_prepared or self._matches()):
+        # One that the program has frozen since the forward pass gets no gradient.
+        takes = self._is_inside and parameter.requires_grad
+        if not takes or not (self._is_prepared or self._matches()):
             return
         if parameter.grad is None:
             raise SettingError(
