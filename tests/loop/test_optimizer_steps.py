@@ -14,6 +14,7 @@ from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.recording import interruption
 from lightning_d9m.integrations.loop import optimizer_steps
 from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps, find_trained_module
+from lightning_d9m.tools.comparison.causes import find_cause
 
 PROGRAM = """
 import os
@@ -110,6 +111,37 @@ def train_by_hand(disturb=None):
             parameter.grad = None
         if step == disturb:
             model.weight.data.view(torch.int32)[0, 0] ^= 1
+
+
+class Centered(nn.Module):
+    """Keeps a mean as a parameter without a gradient, as Keras keeps statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        self.mean.data = self.mean * 0.9 + x.mean(0) * 0.1
+        return self.linear(x - self.mean)
+
+
+def test_what_a_forward_pass_writes_is_not_said_to_be_written_by_other_code(record):
+    """Without an optimizer of torch a step begins after its forward pass."""
+
+    def train(other=0.0):
+        model = Centered()
+        for step in range(6):
+            x = torch.randn(8, 4) + (other if step == 4 else 0.0)
+            model(x).square().mean().backward()
+            for parameter in model.linear.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+
+    ledgers = [record(partial(train, n), f"{n}", PROBES="weight,gradient")[0] for n in (0.0, 1.0)]
+    cause = find_cause(compare(*ledgers))
+    assert (cause.kind, cause.narrows) == ("weights", True)
+    assert "after its forward pass" in cause.text
 
 
 def test_steps_without_an_optimizer_are_recorded_from_the_second_on(record):

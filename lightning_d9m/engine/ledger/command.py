@@ -20,6 +20,8 @@ _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR"
 
 # The entry of a header's program with the last calls that seeded torch before the fit.
 SEEDED = "seeded"
+# The setting that says where the steps of a program without an optimizer of torch begin.
+BEGINS = "steps_begin"
 # The entry of a run that stops at a step on purpose: a segment of another run.
 SEGMENT = "segment"
 

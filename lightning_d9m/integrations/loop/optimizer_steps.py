@@ -45,6 +45,7 @@ from lightning_d9m.engine.control.settings import (
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest_many
+from lightning_d9m.engine.ledger.command import BEGINS
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
@@ -190,7 +191,10 @@ class StepRecorder(Recorder):
         self.run.stop = request.stop
         self._make_folder = lambda: _make_folder(peers.rank, self._world_size, number)
         self.run.prepare()
-        self._further = {"every_n_steps": self._every}
+        self._further: dict[str, Any] = {"every_n_steps": self._every}
+        # Comparisons read it: a step begins after its forward pass, which may write to weights.
+        if any(isinstance(optimizer, UnknownOptimizer) for optimizer in optimizers):
+            self._further[BEGINS] = "backward pass"
         # The flags that the program has changed before its first step are set again.
         if names := session.switch_again():
             self._further["overridden"] = ", ".join(names)

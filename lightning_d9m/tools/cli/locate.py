@@ -207,6 +207,8 @@ def _describe_writing(found: SearchResult, first: Divergence) -> str:
         return escape(found.writer, _LONGEST)
     if first.moment != "batch" or first.kind not in STATE or found.reference_rank is not None:
         return ""
+    if found.pair is not None and found.pair.comparison.begins_late:
+        return "in the forward pass of this step, or before it"
     if first.call:
         return f"in step {first.step}, before the optimizer's step"
     before = f"in step {first.step - 1}, or by a hook or thread before this one"

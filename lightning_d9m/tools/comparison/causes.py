@@ -134,6 +134,8 @@ def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
         cause = _CAUSES["length" if longer else "unknown"]
         return _add_text(cause, _describe_ends(comparison) if longer else "")
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+    if name == "weight" and comparison.begins_late:
+        name = "forward"
     # Whether a logged value matters depends on what differs besides it.
     if name == "scalar":
         name = {"logged values": "scalar", "evaluations": "evaluation"}.get(

@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_d9m.engine.ledger.command import SEEDED, SEGMENT
+from lightning_d9m.engine.ledger.command import BEGINS, SEEDED, SEGMENT
 from lightning_d9m.engine.ledger.differences import (
     KIND_OF_GROUP,
     PROBE_SETTINGS,
@@ -250,6 +250,8 @@ class Comparison:
         probes: The kinds of probes that both runs recorded.
         varying_ops: Ops that one of the runs allowed although they may vary.
         seeded: The last calls with which each run seeded torch before the fit.
+        begins_late: Whether a step begins after its forward pass: the program has no optimizer of
+            torch.
     """
 
     expected: Path
@@ -264,6 +266,7 @@ class Comparison:
     probes: frozenset[str] = frozenset()
     varying_ops: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ("", "")
+    begins_late: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
@@ -446,6 +449,7 @@ def _compare_headers(expected: Ledger, actual: Ledger) -> Comparison:
         ranks_only_actual=alone[1],
         portable=are_portable(expected.header.settings, actual.header.settings),
         seeded=tuple(str(run.header.program.get(SEEDED, "")) for run in runs),
+        begins_late=BEGINS in expected.header.settings,
         probes=frozenset.intersection(
             *(frozenset(str(run.header.settings.get("probes", "")).split()) for run in runs)
         ),

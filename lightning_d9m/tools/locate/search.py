@@ -318,7 +318,9 @@ class Search:
             return
         first = found[0]
         # The validation at the end of an epoch belongs to the epoch's last step.
-        step = max(0, first.step - (first.moment in ("epoch", EXCEPTION)))
+        # What a step that begins late finds written, the operations of the one before wrote.
+        late = known.kind == "weights"
+        step = max(0, first.step - (late or first.moment in ("epoch", EXCEPTION)))
         probed = {"probe_steps": f"{step}:{step + 1}", "probe_modules": "*"}
         probed["evidence"] = first.name
         # One look instead of two, modules first: each costs two starts of the program. But a
