@@ -43,6 +43,7 @@ def comparison(
         logged=logged,
         probes=frozenset(probes),
         seeded=seeded,
+        begins_late=False,
         divergences=sorted(filter(None, divergences), key=lambda entry: entry.when),
     )
 

@@ -32,6 +32,26 @@ def test_files_that_two_runs_write_are_named(folder, command):
     assert said == "Files written in one run and read or written in a later one: notes, state."
 
 
+def test_files_that_each_run_names_otherwise_are_named(folder):
+    """Unless only the numbers differ, as in a logger's folders; or a run has none."""
+    watch = FileWatch(["python", "train.py"], folder / "runs")
+    words = ("one", "two", "three")
+    for number, word in enumerate(words):
+        Path(f"log-{number}").write_text("kept")
+        Path(f"average-{word}.pkl").write_text("kept")
+        watch.note_run()
+        if number:
+            said = watch.describe_written(lambda name: False)
+            kept = ", ".join(sorted(f"average-{own}.pkl" for own in words[: number + 1]))
+            assert said == (
+                f"all runs wrote files that no ledger covers: {kept} (under another name in each "
+                "run, not compared)."
+            )
+    assert not watch.describe_written(lambda name: name.startswith("average"))
+    watch.note_run()
+    assert not watch.describe_written(lambda name: False)
+
+
 def test_files_of_one_run_count_if_it_is_alone(folder):
     (folder / "work" / "data").write_text("kept")
     watch = FileWatch(["python", "train.py"], folder / "work" / "runs")

@@ -39,6 +39,7 @@ def pair(
             logged=None,
             probes=frozenset(PROBE_KINDS),
             seeded=("", ""),
+            begins_late=False,
         ),
         fit=fit,
         actual=None,

@@ -95,6 +95,18 @@ class FileWatch:
                 known = None not in contents
                 kinds = ("different bytes", "equal bytes") if known else ("not compared",) * 2
                 found[kinds[len(set(contents)) == 1]].append(path)
+        # Under names that differ in more than numbers, which no counterpart can be found for.
+        alone = [path for path, runs in sorted(self._written.items()) if len(runs) == 1]
+        names = Counter(map(_without_numbers, alone))
+        alone = [
+            path
+            for path in alone
+            if names[_without_numbers(path)] == 1
+            and any(map(Path(path).is_relative_to, self._own))
+            and not is_compared(Path(path).name)
+        ]
+        if len({self._written[path][0] for path in alone}) == self._runs:
+            found["under another name in each run, not compared"] = alone
         said = [f"{self._list_names(paths)} ({kind})" for kind, paths in found.items() if paths]
         return f"all runs wrote files that no ledger covers: {'; '.join(said)}." if said else ""
 

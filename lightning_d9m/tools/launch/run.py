@@ -196,8 +196,9 @@ class Runs:
                 "fit a model with a Trainer of Lightning, in the environment in which "
                 "lightning_d9m is installed; where LIGHTNING_D9M is 0, with "
                 "lightning_d9m.DeterminismCallback() in Trainer(callbacks=[...]). Any other loop "
-                "needs an optimizer of torch or a "
-                f"Recorder. Log: {folder / 'output.log'}."
+                "needs an optimizer of torch or a Recorder, and one that is saved and resumed "
+                "needs a Recorder or Transformers' Trainer with TransformersCallback. Log: "
+                f"{folder / 'output.log'}."
             )
         if failure is None:
             self.seconds = seconds
