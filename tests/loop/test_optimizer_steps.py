@@ -1,5 +1,6 @@
 """Programs without a recorder: the hooks around optimizer steps write their ledgers."""
 
+import inspect
 import os
 import subprocess
 from functools import partial
@@ -8,12 +9,26 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
+from lightning_d9m import (
+    DeterminismCallback,
+    DriftError,
+    Recorder,
+    Settings,
+    compare,
+    deterministic,
+    read_ledger,
+)
+from lightning_d9m.engine.control.settings import CONTROL_VARIABLES, variable_of
 from lightning_d9m.engine.ledger.folder import list_fits
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.recording import interruption
+from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.integrations.loop import optimizer_steps
-from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps, find_trained_module
+from lightning_d9m.integrations.loop.optimizer_steps import (
+    OF_CALLBACK,
+    OptimizerSteps,
+    find_trained_module,
+)
 from lightning_d9m.tools.comparison.causes import find_cause
 
 PROGRAM = """
@@ -111,6 +126,20 @@ def train_by_hand(disturb=None):
             parameter.grad = None
         if step == disturb:
             model.weight.data.view(torch.int32)[0, 0] ^= 1
+
+
+def test_a_misspelled_variable_is_not_ignored(record):
+    assert record(train, IGNORED_METRICS="time")
+    with pytest.warns(UserWarning, match="Did you mean LIGHTNING_D9M_PROBE_STEPS"):
+        assert not record(train, "again", PROBE_STEPP="1")
+
+
+def test_variables_of_the_callback_are_known_here():
+    """Those that no other part of the package reads."""
+    fields = (*Settings.__dataclass_fields__, *RunOptions.__dataclass_fields__)
+    known = {*CONTROL_VARIABLES, *map(variable_of, fields)}
+    names = inspect.signature(DeterminismCallback).parameters
+    assert [name for name in names if variable_of(name) not in known] == [*OF_CALLBACK]
 
 
 class Centered(nn.Module):

@@ -42,6 +42,7 @@ from lightning_d9m.engine.control.settings import (
     build_from_variables,
     read_settings,
     read_variable,
+    reject_unknown_variables,
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest_many
@@ -153,6 +154,8 @@ def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
 
 
 EVERY = variable_of("every_n_steps")
+# Settings of the callback alone, whose variables a Trainer of the same program may read.
+OF_CALLBACK = ("ignored_metrics", "accepted_unknown", "summary")
 # A record digests all weights, gradients and states of optimizers: too much for each step.
 _EVERY = 100
 # A program that makes a new model for each of many tasks would otherwise fill the disk.
@@ -173,6 +176,9 @@ class StepRecorder(Recorder):
     """
 
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
+        others = set(map(variable_of, OF_CALLBACK))
+        mine = {name: text for name, text in os.environ.items() if name not in others}
+        reject_unknown_variables(RunOptions, mine)
         request = self.read_request(os.environ)
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
