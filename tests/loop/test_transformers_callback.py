@@ -201,7 +201,7 @@ def test_a_training_resumed_at_a_point_ends_at_the_same_bits(train, tmp_path):
     original = Trainer.train
     places = resume_points(train, tmp_path, "epoch-1", "step-12")
     assert {name: step for name, (_, step, _) in places.items()} == {
-        "epoch-1": 10, "epoch-2": 20, "step-12": 12, "step-20": 20,
+        "epoch-1": 10, "epoch-2": 20, "step-7": 7, "step-12": 13,
     }  # fmt: skip
     assert Trainer.train is original
     # The program saves none, and has none.

@@ -182,7 +182,10 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""
         self._recorder.step(self._loss)
-        self._reach(args, control, "step", self._recorder.next_epoch)
+        # The last step of an epoch is followed by the evaluation that ends it, which a run that
+        # resumes there does not repeat.
+        if state.epoch % 1:
+            self._reach(args, control, "step", self._recorder.next_epoch)
         # Without a function that saves: the Trainer saves when it has called its callbacks.
         self._recorder.interruption.pass_step(self._recorder.global_step, None)
 
