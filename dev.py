@@ -42,7 +42,6 @@ OLDEST_LIGHTNING_ENVIRONMENT = ".venv-oldest-lightning"
 OLDEST_LIGHTNING_TESTS = (
     "tests/control/data/test_loaders.py",
     "tests/lightning/logical_ranks/test_steps.py",
-    "tests/lightning/resume/test_gradients.py",
     "tests/lightning/resume/test_resume.py",
     "tests/lightning/resume/test_stateful_loaders.py",
     "tests/test_hooks.py",

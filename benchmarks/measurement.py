@@ -79,23 +79,32 @@ def ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
     return quartiles([a / b for a, b in zip(some, others, strict=True)])
 
 
-def run_ranks(count: int, script: str, *words: object, **variables: str) -> list[dict[str, Any]]:
+def run_ranks(
+    count: int, script: str, *words: object, horovod: bool = False, **variables: str
+) -> list[dict[str, Any]]:
     """Run a script on some processes of one thread; return what each wrote by ``write_rank``.
 
-    The script gets the words, and then the folder for ``write_rank``.
+    The script gets the words, and then the folder for ``write_rank``. Horovod's launcher starts the
+    processes on request.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", script, *map(str, words), folder]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        ranks = [subprocess.Popen(command, env=common | own) for own in make_rank_variables(count)]
+        common = {name: v for name, v in os.environ.items() if not name.startswith("HOROVOD_")}
+        common |= {"OMP_NUM_THREADS": "1", **variables}
+        started = make_rank_variables(count)
+        if horovod:
+            launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(count), "--gloo"]
+            command, started = [*launcher, *command], [{}]
+        ranks = [subprocess.Popen(command, env=common | own) for own in started]
         statuses = [rank.wait(LIMIT_SECONDS) for rank in ranks]
         assert not any(statuses), f"{command}: {statuses}"
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def write_rank(folder: str, found: Mapping[str, object]) -> None:
-    """Write what this rank measured, as ``run_ranks`` reads it."""
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+def write_rank(folder: str, found: Mapping[str, object], rank: int | None = None) -> None:
+    """Write what a rank measured, by default the one of the variables, for ``run_ranks``."""
+    rank = int(os.environ["RANK"]) if rank is None else rank
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
 def read_results(path: Path) -> dict[str, Any]:

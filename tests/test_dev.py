@@ -14,6 +14,16 @@ def test_imports_the_standard_library_alone():
     assert list_imports(SCRIPT) <= sys.stdlib_module_names
 
 
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("dev.py", "OLDEST_LIGHTNING_TESTS"), ("benchmarks/libraries/stacks.py", "TESTS")],
+)
+def test_the_tests_that_other_stacks_run_are_there(script, name):
+    """If one is missing, pytest runs none of them."""
+    listed = getattr(load_script(script), name)
+    assert [path for path in listed if not (SCRIPT.parent / path).is_file()] == []
+
+
 @pytest.fixture
 def dev(tmp_path, monkeypatch):
     """Return ``dev.py`` as a module whose environment is elsewhere."""

@@ -144,7 +144,6 @@ def test_a_rehearsal_ends_in_time_whatever_fails(modules, tmp_path, monkeypatch,
             begin = machine.now
             if call == 2:  # another machine, which has the package
                 machine.broken = broken if not missing else ""
-                (folder / "out" / "tests.jsonl").touch()
             made = make_suite(
                 modules, folder, machine, commands,
                 seconds=565, clock=lambda own=machine: own.now, run=machine.run,
@@ -318,4 +317,4 @@ def test_every_part_of_a_dry_run_is_reported(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     page = (tmp_path / "out" / "report.md").read_text()
     assert page.count("| complete |") == 16
-    assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "tests.jsonl", "report.md"}
+    assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "report.md"}

@@ -84,20 +84,9 @@ ENTRANCES = {
 }
 
 
-class Idle(L.Callback):
-    """A callback that does nothing."""
-
-    def on_train_batch_start(self, *_):
-        """Do nothing."""
-
-    def on_before_backward(self, *_):
-        """Do nothing."""
-
-    def on_before_optimizer_step(self, *_):
-        """Do nothing."""
-
-    def on_train_batch_end(self, *_):
-        """Do nothing."""
+# A callback that does nothing.
+HOOKS = "train_batch_start", "before_backward", "before_optimizer_step", "train_batch_end"
+Idle = type("Idle", (L.Callback,), {f"on_{name}": lambda *_: None for name in HOOKS})
 
 
 class Spent:
@@ -137,22 +126,18 @@ def time_entrances():
             _time(owner, name)
 
 
-def fit_seconds(model, data, epochs, folder, callbacks):
-    """Return the seconds of one whole fit."""
-    trainer = L.Trainer(
-        max_epochs=epochs, deterministic=True, callbacks=callbacks, default_root_dir=folder, **QUIET
-    )
-    return time_call(lambda: trainer.fit(model, data))
-
-
 def measure(make_model, make_data, epochs, repeats):
     """Return the ratios with the callback over without, and the seconds of both."""
 
     def fit(make_callbacks):
         L.seed_everything(42, verbose=False)
         Spent.seconds, Spent.entered = 0.0, 0
+        model, data, callbacks = make_model(), make_data(), make_callbacks()
         with tempfile.TemporaryDirectory() as folder:
-            took = fit_seconds(make_model(), make_data(), epochs, folder, make_callbacks())
+            words = QUIET | {"callbacks": callbacks, "default_root_dir": folder}
+            # The start of a Trainer is not a part of the fit.
+            trainer = L.Trainer(max_epochs=epochs, deterministic=True, **words)
+            took = time_call(lambda: trainer.fit(model, data))
         return took, Spent.seconds, Spent.entered
 
     makers = {"bare": list, "idle": lambda: [Idle()], "callback": lambda: [DeterminismCallback()]}

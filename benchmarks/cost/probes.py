@@ -1,4 +1,4 @@
-"""Cost of probes for a training step, and their size on disk.
+"""Cost of probes for a training step.
 
 Within one fit, blocks of steps with the callback alternate with blocks without it: the same model,
 the same caches, the same minute. The ratio of two neighbouring blocks is formed from the means of
@@ -16,7 +16,6 @@ what a disturbed cache costs the rest of the step, and whatever is taken inside 
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -31,8 +30,6 @@ from probe_models import KINDS, Digits
 from torch.utils.data import DataLoader
 
 from lightning_d9m import DeterminismCallback
-from lightning_d9m.engine.ledger.folder import read_ledger
-from lightning_d9m.engine.ledger.format.records import Batch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measurement import QUIET, describe_machine, keep, quartiles
@@ -115,8 +112,8 @@ class Switch(pl.Callback):
             yield on / off, off
 
 
-def train(kind: type[Digits], device: str, words: dict, folder: Path) -> tuple[Switch, Path]:
-    """Train one epoch; return what was timed and the rank's file."""
+def train(kind: type[Digits], device: str, words: dict, folder: Path) -> Switch:
+    """Train one epoch; return what was timed."""
     torch.manual_seed(0)
     own = DeterminismCallback(ledger_dir=folder, **words)
     switch = Switch(own, kind.block)
@@ -128,24 +125,7 @@ def train(kind: type[Digits], device: str, words: dict, folder: Path) -> tuple[S
         deterministic=True,
     )
     trainer.fit(kind(), DataLoader(kind.data(), batch_size=kind.batch_size))
-    (file,) = folder.glob("fit-*/rank-0.jsonl")
-    return switch, file
-
-
-def measure_file(file: Path) -> dict[str, float]:
-    """Return how many places a ledger records and how many bytes each takes."""
-    size = places = layouts = 0
-    for line in file.read_bytes().splitlines(keepends=True):
-        kind = json.loads(line)["kind"]
-        size += len(line) if kind == "probes" else 0
-        layouts += len(line) if kind == "layout" else 0
-    for entry in read_ledger(file).records(0):
-        places += entry.size if isinstance(entry, Batch) else 0
-    return {
-        "places": places,
-        "bytes_per_place": size / max(places, 1),
-        "bytes_per_place_with_layouts": (size + layouts) / max(places, 1),
-    }
+    return switch
 
 
 def measure(
@@ -158,11 +138,10 @@ def measure(
         inside = total = 0.0
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as folder:
-                switch, file = train(kind, device, words, Path(folder))
-                found += switch.ratios()
-                inside += switch.total_inside
-                total += switch.total
-                size = measure_file(file)
+                switch = train(kind, device, words, Path(folder))
+            found += switch.ratios()
+            inside += switch.total_inside
+            total += switch.total
         low, middle, high = quartiles([ratio for ratio, _ in found])
         yield (
             name,
@@ -172,7 +151,6 @@ def measure(
                 "ratio": middle,
                 "ratio_quartiles": [low, high],
                 "share_inside_callback": inside / total,
-                **size,
             },
         )
 
@@ -194,8 +172,7 @@ def main() -> None:
             low, high = row["ratio_quartiles"]
             print(
                 f"{kind:12} {name:34} {row['step_without_s'] * 1e3:8.2f} ms  x{row['ratio']:.3f}"
-                f"  [{low:.3f}, {high:.3f}]  inside {row['share_inside_callback'] * 100:.2f} %"
-                f"  {row['bytes_per_place']:.1f} B/place",
+                f"  [{low:.3f}, {high:.3f}]  inside {row['share_inside_callback'] * 100:.2f} %",
                 flush=True,
             )
             if arguments.output:  # after each: what was measured is kept

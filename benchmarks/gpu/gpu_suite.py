@@ -7,8 +7,8 @@ is needed, and 2 if this Python lacks a package: nothing is run then. Packages i
 ``vendor`` of the repository are found; ``pip install --no-deps --target vendor msgspec`` makes one.
 
 FOLDER receives few files: ``rows.jsonl``, to which each row is appended when it is measured,
-``tests.jsonl``, ``report.md``, and after each part ``results.tgz``, which has the logs, too.
-Whatever interrupts a call, what was measured before is kept.
+``report.md``, and after each part ``results.tgz``, which has the logs, too. Whatever interrupts a
+call, what was measured before is kept.
 
 ``--dry-run`` runs every part on the CPU with few calls, which shows only that it runs.
 """
@@ -29,7 +29,7 @@ from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 
-from suite_client import Journal, Row, Worker
+from suite_client import Journal, Row, Worker, lacks
 from suite_report import render
 
 HERE = Path(__file__).resolve().parent
@@ -53,7 +53,6 @@ TASK_SECONDS = 90.0
 CONTINUED = 3  # the exit status of a call after which another one is needed
 MOST_BYTES = 2**22  # of a file in the archive
 MOST_LATE = 3  # calls in which a command that continues may be cut off
-MISSING = "ModuleNotFoundError"  # a part that failed for it runs again in the next call
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,8 @@ class Suite:
         self._folder, self._work, self._worker, self._commands = folder, work, worker, commands
         self._clock, self._run_command_line = clock, run or run_limited
         self._begin, self._seconds, self._about = clock(), seconds, about or {}
-        self.journal = Journal(folder / "rows.jsonl")
+        self._rows = folder / "rows.jsonl"
+        self.journal = Journal(self._rows)
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -181,11 +181,11 @@ class Suite:
                 self.pack()
             is_first = False
         for part in parts:
-            print(f"{part}: {self._find_part(part)['state']}", flush=True)
+            print(f"{part}: {self.journal.find_end(part)['state']}", flush=True)
         if not all(map(self._has_ended, parts)):
             print("Call it again to continue.", flush=True)
             return CONTINUED
-        return int(any(self._find_part(part)["state"] != "complete" for part in parts))
+        return int(any(self.journal.find_end(part)["state"] != "complete" for part in parts))
 
     def pack(self) -> None:
         """Write the report, and the archive of all files."""
@@ -202,13 +202,13 @@ class Suite:
         archive.write_bytes(new.read_bytes())
 
     def _run_rows(self, part: str, end: float) -> None:
-        done = {row["task"] for row in self.journal.of_part(part) if not _lacks(row)}
+        done = {row["task"] for row in self.journal.of_part(part) if not lacks(row)}
         known = self._worker.ask(f"list {part}", end - self._clock()) if end > self._clock() else {}
         if known.get("is_late") or not known:
             self._note_unfinished(part)
             return
         if "error" in known:
-            self._end(part, f"failed: {known['error']}", missing=_lacks(known))
+            self._end(part, f"failed: {known['error']}", missing=lacks(known))
             return
         self._greet()
         for task in known["tasks"]:
@@ -229,11 +229,11 @@ class Suite:
                 return
             seconds = round(self._clock() - begin, 2)
             self._append({"part": part, "task": task, **row, "seconds": seconds})
-        rows = [row for row in self.journal.of_part(part) if row["task"] != "part"]
+        rows = self.journal.of_tasks(part)
         failed = sum("error" in row for row in rows)
         state = f"{failed} of {len(rows)} rows failed" if failed else "complete"
         seconds = round(sum(row["seconds"] for row in rows), 2)
-        self._end(part, state, missing=any(map(_lacks, rows)), seconds=seconds)
+        self._end(part, state, missing=any(map(lacks, rows)), seconds=seconds)
 
     def _run_command(self, part: str, command: Command, limit: float, *, is_first: bool) -> None:
         if limit < (0 if is_first else command.needs):
@@ -242,9 +242,8 @@ class Suite:
         begin, path = self._clock(), self._work / f"{part}.log"
         with path.open("ab") as log:
             known = log.tell()  # of earlier calls, whose errors are not this one's
-            status = self._run_command_line(
-                command.words, log, limit, self._folder / f"{part}.jsonl"
-            )
+            status = self._run_command_line(command.words, log, limit, self._rows)
+        self.journal = Journal(self._rows)  # tests write their rows themselves
         tail = path.read_bytes()[known:].decode(errors="replace")[-4000:]
         print("\n".join(tail.splitlines()[-20:]), flush=True)
         found: Row = {"seconds": round(self._clock() - begin, 2)}
@@ -256,7 +255,7 @@ class Suite:
             self._end(part, "complete", said=tail, **found)
         else:
             state = f"ended after {limit:.0f} s" if status is None else f"status {status}"
-            self._end(part, f"failed: {state}", missing=MISSING in tail, said=tail, **found)
+            self._end(part, f"failed: {state}", missing=lacks({"said": tail}), said=tail, **found)
 
     def _greet(self) -> None:
         if not any(row["part"] == "suite" for row in self.journal.rows):
@@ -280,16 +279,8 @@ class Suite:
     def _count_late(self, part: str) -> int:
         return sum(row["part"] == part and row.get("late", False) for row in self.journal.rows)
 
-    def _find_part(self, part: str) -> Row:
-        found = [row for row in self.journal.of_part(part) if row["task"] == "part"]
-        return found[0] if found else {"ended": False, "state": "not reached"}
-
     def _has_ended(self, part: str) -> bool:
-        return bool(self._find_part(part)["ended"])
-
-
-def _lacks(row: Row) -> bool:
-    return MISSING in str(row.get("error", ""))
+        return bool(self.journal.find_end(part)["ended"])
 
 
 def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Path) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 Row = dict[str, object]
+MISSING = "ModuleNotFoundError"  # a part that failed for it runs again in the next call
 
 
 class Worker:
@@ -96,6 +97,20 @@ class Journal:
         """Return the rows of a part, the last one of each task."""
         found = {row["task"]: row for row in self.rows if row["part"] == part}
         return list(found.values())
+
+    def of_tasks(self, part: str) -> list[Row]:
+        """Return the same without the row about the part itself."""
+        return [row for row in self.of_part(part) if row["task"] != "part"]
+
+    def find_end(self, part: str) -> Row:
+        """Return the row about a part itself: whether and how it has ended."""
+        found = [row for row in self.of_part(part) if row["task"] == "part"]
+        return found[0] if found else {"ended": False, "state": "not reached"}
+
+
+def lacks(row: Row) -> bool:
+    """Return whether a row failed for a package that is missing."""
+    return MISSING in f"{row.get('error', '')}{row.get('said', '')}"
 
 
 def _read_rows(path: Path) -> Iterator[Row]:

@@ -38,26 +38,19 @@ def render(journal: Journal, parts: Sequence[str]) -> str:
             lines.append(f"- {row['part']}: {row['state']}")
             if said := str(row.get("said", ""))[-1500:].strip():
                 lines += ["", *(f"      {line}" for line in said.splitlines()), ""]
-    states = {part: find_state(journal, part) for part in parts}
+    ends = {part: journal.find_end(part) for part in parts}
     if lines[-2:] == ["## Failed", ""]:
-        ended = sum(state == "complete" for state in states.values())
+        ended = sum(end["state"] == "complete" for end in ends.values())
         lines.append(f"Nothing, in {ended} of {len(parts)} parts.")
     lines += ["", "## Shown", "", *(f"- {finding}" for finding in list_findings(journal)), ""]
     lines += ["| part | state | rows | failed | seconds |", "| - | - | -: | -: | -: |"]
-    for part, state in states.items():
-        rows = [row for row in journal.of_part(part) if row["task"] != "part"]
+    for part, end in ends.items():
+        rows = journal.of_tasks(part)
         failed = sum("error" in row for row in rows)
-        ended = next((row for row in journal.of_part(part) if row["task"] == "part"), {})
-        seconds = f"{ended['seconds']:.0f}" if "seconds" in ended else ""
-        lines.append(f"| {part} | {state} | {len(rows)} | {failed} | {seconds} |")
-    lines += ["", *_render_times(journal.of_part("speed"))]
+        seconds = f"{end['seconds']:.0f}" if "seconds" in end else ""
+        lines.append(f"| {part} | {end['state']} | {len(rows)} | {failed} | {seconds} |")
+    lines += ["", *_render_times(journal.of_tasks("speed"))]
     return "\n".join(lines) + "\n"
-
-
-def find_state(journal: Journal, part: str) -> str:
-    """Return whether a part has ended, and how."""
-    ended = [row for row in journal.of_part(part) if row["task"] == "part"]
-    return str(ended[0]["state"]) if ended else "not reached"
 
 
 def list_findings(journal: Journal) -> Iterator[str]:
@@ -66,7 +59,7 @@ def list_findings(journal: Journal) -> Iterator[str]:
         yield "This was a dry run on a CPU: it shows only that the parts run."
         return
     for part, sentence in SENTENCES.items():
-        if find_state(journal, part) == "complete":
+        if journal.find_end(part)["state"] == "complete":
             yield sentence
     counts = [row for row in journal.of_part("determinism") if "patched_outputs" in row]
     if counts:
@@ -110,7 +103,7 @@ def _join(names: Iterable[str]) -> str:
 
 
 def _render_times(rows: Sequence[Row]) -> list[str]:
-    rows = [row for row in rows if row["task"] != "part" and COLUMNS[0] in row]
+    rows = [row for row in rows if COLUMNS[0] in row]
     if not rows:
         return []
     lines = [

@@ -34,49 +34,43 @@ from lightning_d9m.ops.patches.triton.launch import _withdrawn
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def list_tasks(part: str, settings: Settings) -> list[str]:
-    """Return the tasks of a part, in their order."""
-    ops = [f"{one.op}, {one.shape}" for one in WORKLOADS if settings.only in one.op]
-    fixed = {
-        "machine": ["stack", "nvidia-smi"],
-        "sizes": [*LARGE],
-        "portable": ["Digits", "Transformer"],
-        "smoke": ["patches", "forward", *ops],
-        "scans": [*SCANS],
-        "steps": ["ResNet50", "Transformer"] if settings.device == "cuda" else ["Digits"],
-        "facts": ["copy", "matmul"],
-        "digest": [*SIZES[settings.device], "1,000 tensors"],
-        "graphs": [*ops, suite_graphs.COMPILED],
-    }
-    if part in fixed:
-        return fixed[part]
-    return [f"{name} | {dtype}" for dtype in DTYPES for name in ops]
+def list_ops(settings: Settings) -> list[str]:
+    """Return the names of the chosen workloads."""
+    return [f"{one.op}, {one.shape}" for one in WORKLOADS if settings.only in one.op]
 
 
-STRICT = (
-    "smoke",
-    "portable",
-)  # parts in which a warning, as of torch ops for kernels, is a failure
-RUN = {
-    "machine": run_facts,
-    "sizes": run_size,
-    "portable": run_portable,
-    "scans": run_scan,
-    "steps": run_steps,
-    "facts": run_facts,
-    "smoke": run_smoke,
-    "determinism": run_determinism,
-    "speed": run_speed,
-    "digest": run_digest,
-    "graphs": run_graph,
+def list_versions(settings: Settings) -> list[str]:
+    """Return the chosen workloads in each dtype."""
+    return [f"{name} | {dtype}" for dtype in DTYPES for name in list_ops(settings)]
+
+
+def list_models(settings: Settings) -> list[str]:
+    """Return the models whose steps are measured."""
+    return ["ResNet50", "Transformer"] if settings.device == "cuda" else ["Digits"]
+
+
+# The function that measures a task of each part, and the one that lists the tasks in their order.
+PARTS = {
+    "machine": (run_facts, lambda _: ["stack", "nvidia-smi"]),
+    "sizes": (run_size, lambda _: [*LARGE]),
+    "portable": (run_portable, lambda _: ["Digits", "Transformer"]),
+    "scans": (run_scan, lambda _: [*SCANS]),
+    "steps": (run_steps, list_models),
+    "facts": (run_facts, lambda _: ["copy", "matmul"]),
+    "smoke": (run_smoke, lambda own: ["patches", "forward", *list_ops(own)]),
+    "determinism": (run_determinism, list_versions),
+    "speed": (run_speed, list_versions),
+    "digest": (run_digest, lambda own: [*SIZES[own.device], "1,000 tensors"]),
+    "graphs": (run_graph, lambda own: [*list_ops(own), suite_graphs.COMPILED]),
 }
+STRICT = ("smoke", "portable")  # a warning, as of torch ops for kernels, is a failure
 
 
 def answer(line: str, settings: Settings) -> Row:
     """Return the result of a task, or its error."""
     part, _, task = line.partition(" ")
     if part == "list":
-        return {"tasks": list_tasks(task, settings)}
+        return {"tasks": PARTS[task][1](settings)}
     name, _, dtype = task.partition(" | ")
     cuda = settings.device == "cuda"
     try:
@@ -88,7 +82,7 @@ def answer(line: str, settings: Settings) -> Row:
         ):
             warnings.simplefilter("always")
             unsupported = find_refusal(part, name, dtype, settings)
-            row = unsupported or RUN[part](name, settings)
+            row = unsupported or PARTS[part][0](name, settings)
         row |= {"device_mb": torch.cuda.max_memory_allocated() / 2**20} if cuda else {}
     except Exception as error:  # noqa: BLE001 - any error is the row's result
         row = {"error": summarize(error), "fatal": not still_works(settings.device)}

@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import signal
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -23,17 +24,16 @@ from pathlib import Path
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import (
     CHAIN_START,
-    Digests,
     End,
     Evaluation,
-    Header,
-    LoaderFacts,
-    RunFacts,
     chain_record,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+from ledger_runs import make_digests, make_facts, make_header
 
 SECONDS = 10
 # Bytes that reading may take: the buffers, and so many times the size of the files.
@@ -49,62 +49,28 @@ TEXTS = (
 
 
 def write_run(path, draw):
-    """Write a run with probes: two layouts, batches in parts, an epoch, a jump."""
-    header = Header(
-        rank=0, world_size=1, fit=0, seed=7, created="", settings={}, stack={}, package="0"
-    )
-    facts = RunFacts(model="m", parameters=3, train=(LoaderFacts(8, 2, 4),), trainer={"a": 1})
+    """Write a run with probes: two layouts, batches in parts, epochs, and the end."""
     layouts = [["output", "a", 0], ["output", "b", 0], ["loss", "loss", 0]], [["op", "c", 0]]
+    records = [make_header(stack={}, settings={}), make_facts(), make_digests("initial", 0)]
+    for number, places in enumerate(layouts):
+        records.append({"kind": "layout", "id": number, "places": places})
+    step = 0
+    for epoch in range(2):
+        for batch in range(4):
+            for number, places in enumerate(layouts):
+                place = {"epoch": epoch, "step": step, "batch": batch, "layout": number}
+                digests = draw.randbytes(16 * len(places))
+                records.append({"kind": "probes", **place, "digests": digests})
+            step += batch % 2
+        values = {"loss": draw.random().hex(), "scalars": {"accuracy": draw.random().hex()}}
+        records.append(make_digests("epoch", epoch, step=step, **values))
+        # A validation in which a batch has no digest.
+        outputs = {"outputs": draw.randbytes(16).hex(), "undigested": 1, "problem": "no digest"}
+        evaluation = Evaluation(name="validate", epoch=epoch, step=step, batches=3, **outputs)
+        records.append(evaluation)
     with LedgerWriter(path) as writer:
-        writer.write(header)
-        writer.write(facts)
-        writer.write(digests_of("initial", 0, 0, draw))
-        for number, places in enumerate(layouts):
-            writer.write({"kind": "layout", "id": number, "places": places})
-        step = 0
-        for epoch in range(2):
-            for batch in range(4):
-                add_probes(writer, epoch, step, batch, draw)
-                step += batch % 2
-            writer.write(digests_of("epoch", epoch, step, draw))
-            writer.write(evaluation_of(epoch, step, draw))
-        writer.write(digests_of("final", 1, step, draw))
-        writer.write(End(status="finished"))
-
-
-def add_probes(writer, epoch, step, batch, draw):
-    """Write one batch in two parts."""
-    for layout, places in ((0, 3), (1, 1)):
-        record = {"epoch": epoch, "step": step, "batch": batch, "layout": layout}
-        writer.write({"kind": "probes", **record, "digests": draw.randbytes(16 * places)})
-
-
-def digests_of(moment, epoch, step, draw):
-    """Return digests of two weights."""
-    weights = {name: draw.randbytes(16).hex() for name in ("a.weight", "b.weight")}
-    return Digests(
-        moment=moment,
-        epoch=epoch,
-        step=step,
-        totals={"weights": draw.randbytes(16).hex()},
-        groups={"weights": weights},
-        loss=draw.random().hex(),
-        scalars={"accuracy": draw.random().hex()},
-    )
-
-
-def evaluation_of(epoch, step, draw):
-    """Return the record of a validation in which a batch has no digest."""
-    return Evaluation(
-        name="validate",
-        epoch=epoch,
-        step=step,
-        batches=3,
-        outputs=draw.randbytes(16).hex(),
-        undigested=1,
-        problem="no digest",
-        scalars={"val_loss": draw.random().hex()},
-    )
+        for record in (*records, make_digests("final", 1, step=step), End(status="finished")):
+            writer.write(record)
 
 
 # What an independent reader finds.

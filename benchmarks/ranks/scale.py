@@ -1,17 +1,14 @@
-"""Measure what many ranks cost, in runs on few processes and in a simulation of 1,024 in one.
+"""Measure what many ranks cost, in a simulation of 1,024 in one process.
 
     python benchmarks/ranks/scale.py [--ranks N]
 
-The runs train ``tests/support/logical_trainings.py`` on 1, 2, 4 and 8 processes with eight logical
-ranks, and count what each rank contributes to agreement, and the bytes of its ledger. The
-simulation has the gradients of each rank, whose exchange runs as over Gloo, and compares the sum
-with that of one process; the agreement and ``compare`` of ledgers run as they would on one rank.
-Results go to ``benchmarks/results/scale.json``.
+The simulation has the gradients of each rank, whose exchange runs as over Gloo, and compares the
+sum with that of one process; the agreement and ``compare`` of ledgers run as they would on one
+rank. Results go to ``benchmarks/results/scale.json``.
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,57 +19,18 @@ from types import SimpleNamespace
 import torch
 
 from lightning_d9m import compare
-from lightning_d9m.engine.ledger.format.records import Digests, End, Header
-from lightning_d9m.engine.ledger.format.writer import LedgerWriter
-from lightning_d9m.engine.ranks.ranks import Ranks
+from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.recording.rank_agreement import RankAgreement, ReplicatedState
 from lightning_d9m.integrations.strategies.sums.exchange import RootExchange
 from lightning_d9m.integrations.strategies.sums.tree import Blocks, count_merges
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from measurement import RESULTS, describe_machine, keep, run_ranks, write_rank
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+from ledger_runs import make_weights, write_rank
+from measurement import RESULTS, describe_machine, keep
 
-SUPPORT = Path(__file__).parents[2] / "tests" / "support"
-RUNS = (1, 2, 4, 8)
-LOGICAL_RANKS = 8
-EPOCHS = (2, 6)
 WEIGHTS = 16  # of each ledger
 VALUES = 100_000  # of the simulated gradients
-
-
-def train(folder):
-    """Run one process: count what it contributes to gathers, and print it."""
-    sys.path.insert(0, str(SUPPORT))
-    from logical_trainings import PROCESSES, fit
-
-    counted = {}
-    plain = Ranks.__init__
-
-    def count(self, rank, exchange=None):
-        def counting(data):
-            counted["gathers"] += 1
-            counted["gathered_bytes"] += len(data)
-            return exchange(data)
-
-        plain(self, rank, None if exchange is None else counting)
-
-    Ranks.__init__ = count
-    found = []
-    for epochs in EPOCHS:
-        counted |= {"gathers": 0, "gathered_bytes": 0}
-        run_folder = Path(folder, str(epochs))
-        fit(run_folder, "mlp", LOGICAL_RANKS, max_epochs=epochs)
-        ledger = run_folder / str(PROCESSES) / "fit-000" / f"rank-{os.environ['RANK']}.jsonl"
-        found.append(counted | {"ledger_bytes": ledger.stat().st_size})
-    write_rank(folder, {"by_epochs": found})
-
-
-def run(processes):
-    """Train on some processes; return what the first rank counted."""
-    short, long = run_ranks(processes, __file__, "--train")[0]["by_epochs"]
-    more = EPOCHS[1] - EPOCHS[0]
-    each = {f"{key}_of_an_epoch": (long[key] - short[key]) / more for key in short}
-    return {"two_epochs": short} | each
 
 
 class SimulatedGroup:
@@ -177,18 +135,13 @@ def write_ledger(folder, ranks, epochs, *, last="0" * 32):
     """Write a ledger of many ranks; ``last`` is a digest of the last one."""
     folder.mkdir()
     for rank in range(ranks):
-        with LedgerWriter(folder / f"rank-{rank}.jsonl") as writer:
-            words = {"created": "", "settings": {}, "stack": {}, "package": "0"}
-            writer.write(Header(rank=rank, world_size=ranks, fit=0, seed=0, **words))
-            for epoch in range(epochs):
-                weights = {f"layers.{n}.weight": f"{epoch * 31 + n:032x}" for n in range(WEIGHTS)}
-                if rank == ranks - 1:
-                    weights["layers.0.weight"] = last
-                record = Digests(
-                    moment="epoch", epoch=epoch, step=epoch, totals={}, groups={"weights": weights}
-                )
-                writer.write(record)
-            writer.write(End(status="finished"))
+        records = []
+        for epoch in range(epochs):
+            weights = {f"layers.{n}.weight": f"{epoch * 31 + n:032x}" for n in range(WEIGHTS)}
+            if rank == ranks - 1:
+                weights["layers.0.weight"] = last
+            records.append(make_weights("epoch", epoch, weights, step=epoch))
+        write_rank(folder, records, rank=rank, world_size=ranks, created="")
 
 
 def time_compare(ranks):
@@ -212,17 +165,12 @@ def main():
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--train", help=argparse.SUPPRESS)
     words = parser.parse_args()
-    if words.train:
-        train(words.train)
-        return
     kept = RESULTS / "scale.json"
     keep(kept, {"machine": describe_machine(), "ranks": words.ranks})
     keep(kept, {"sums": simulate_sums(words.ranks)})
     keep(kept, {"agreement": simulate_agreement(words.ranks)})
     keep(kept, {"compare": time_compare(words.ranks)})
-    keep(kept, {"runs": {str(processes): run(processes) for processes in RUNS}})
 
 
 if __name__ == "__main__":

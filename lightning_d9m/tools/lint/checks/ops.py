@@ -1,7 +1,8 @@
 """Calls of the catalog's ops, and the conditions under which they vary.
 
-A condition gets a call and returns the catalog's name of the op that the call runs, or None where
-the source shows that the call is deterministic, by modes, dtypes, sizes and which results are used.
+A condition gets a call and the words of its line in ``calls.txt``. It returns the catalog's name of
+the op that the call runs, or None where the source shows that the call is deterministic, by modes,
+dtypes, sizes and which results are used.
 What it finds always depends: the source shows neither the device nor who needs the gradient.
 """
 
@@ -9,7 +10,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op
 from lightning_d9m.text import read_stanzas
@@ -28,7 +29,8 @@ from lightning_d9m.tools.lint.tree import (
     resolve,
 )
 
-Condition: TypeAlias = Callable[[Call], str | None]
+# A condition with the op and its other words in ``calls.txt``.
+Condition: TypeAlias = tuple[Callable[..., str | None], list[Any]]
 
 _PREFIXES = {"nn": "torch.nn", "F": "torch.nn.functional", "Tensor": "torch"}
 _INTERPOLATIONS = {
@@ -71,8 +73,8 @@ def check_op(call: Call) -> Iterator[Report]:
             return
         call = Call(call.node, call.tree, shift=-1, owned=kind != "unknown")
     # A module may run several ops, such as a convolution and its padding.
-    for condition in conditions:
-        found = condition(call)
+    for condition, given in conditions:
+        found = condition(call, *given)
         if found is not None and not _is_spared(found, call, name):
             op, reason, fix = explain_op(found)
             yield Report(rule_of(op), call.node, "depends", reason, fix, op.name)
@@ -139,82 +141,62 @@ def explain_op(name: str) -> tuple[Op, str, str]:
     return op, reason, fix
 
 
-def _always(op: str) -> Condition:
+def _always(_: Call, op: str) -> str | None:
     """Accept any arguments."""
-    return lambda _: op
+    return op
 
 
-def _unless(op: str, default: object, position: int, name: str, *fine: object) -> Condition:
+def _unless(
+    call: Call, op: str, default: object, position: int, name: str, *fine: object
+) -> str | None:
     """Accept a call unless an argument, or its default, has one of the ``fine`` values."""
-    return lambda call: None if call.read(position, name, default=default) in fine else op
+    return None if call.read(position, name, default=default) in fine else op
 
 
-def _given(op: str, position: int, name: str) -> Condition:
-    """Accept a call with an argument."""
-    return lambda call: op if call.get(position, name) is not None else None
+def _given(call: Call, op: str, position: int, name: str) -> str | None:
+    """Accept a call with an argument, such as weights, without which a count adds integers."""
+    return op if call.read(position, name) is not None else None
 
 
-def _interpolated(unknown: str, position: int) -> Condition:
+def _interpolated(call: Call, unknown: str, position: int) -> str | None:
     """Choose the op by the mode of an interpolation; ``unknown`` if the source does not show it."""
-
-    def check(call: Call) -> str | None:
-        mode = call.read(position, "mode", default="nearest")
-        if mode is UNKNOWN or mode == "area":
-            # In this mode torch calls adaptive average pooling, of as many dimensions as the image
-            # has.
-            return "adaptive_avg_pool2d_backward" if mode == "area" else unknown
-        if call.read(None, "antialias", default=False) is True and mode != "linear":
-            return f"upsample_{mode}2d_aa_backward"
-        return _INTERPOLATIONS.get(str(mode))
-
-    return check
+    mode = call.read(position, "mode", default="nearest")
+    if mode is UNKNOWN or mode == "area":
+        # In this mode torch calls adaptive average pooling, of as many dimensions as the image has.
+        return "adaptive_avg_pool2d_backward" if mode == "area" else unknown
+    if call.read(None, "antialias", default=False) is True and mode != "linear":
+        return f"upsample_{mode}2d_aa_backward"
+    return _INTERPOLATIONS.get(str(mode))
 
 
-def _padded(_: str, position: int, name: str, dims: int | None = None) -> Condition:
+def _padded(call: Call, _: str, position: int, name: str, dims: int | None = None) -> str | None:
     """Choose the op by the mode of a padding, reflection if unknown, and the padded dimensions."""
-
-    def check(call: Call) -> str | None:
-        mode = call.read(position, name, default="zeros")
-        pad = None if dims else call.read(1, "pad")
-        count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
-        kinds = {"reflect": "reflection", "replicate": "replication"}
-        kind = "reflection" if mode is UNKNOWN else kinds.get(str(mode))
-        return f"{kind}_pad{count}d_backward" if kind else None
-
-    return check
+    mode = call.read(position, name, default="zeros")
+    pad = None if dims else call.read(1, "pad")
+    count = dims or (len(pad) // 2 if isinstance(pad, tuple) and len(pad) in {2, 4, 6} else 2)
+    kinds = {"reflect": "reflection", "replicate": "replication"}
+    kind = "reflection" if mode is UNKNOWN else kinds.get(str(mode))
+    return f"{kind}_pad{count}d_backward" if kind else None
 
 
-def _averaged(op: str, position: int) -> Condition:
+def _averaged(call: Call, op: str, position: int) -> str | None:
     """Accept a mean over windows unless its output has one element, for which torch adds no op."""
-
-    def check(call: Call) -> str | None:
-        size = call.read(position, "output_size", default=UNKNOWN)
-        return None if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else op
-
-    return check
+    size = call.read(position, "output_size", default=UNKNOWN)
+    return None if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else op
 
 
-def _sparse_product(op: str) -> Condition:
+def _sparse_product(call: Call, op: str) -> str | None:
     """Accept a product of a sparse matrix; with another reduction it exists only on a CPU."""
-    return lambda call: op if call.get(2, "reduce") is None else None
+    return op if call.get(2, "reduce") is None else None
 
 
-def _weighted(op: str) -> Condition:
-    """Accept a count with weights: without them it counts integers."""
-    return lambda call: None if call.read(1, "weights") is None else op
-
-
-def _added(op: str, position: int, *names: str) -> Condition:
+def _added(call: Call, op: str, position: int, *names: str) -> str | None:
     """Accept an addition unless its source is seen to be ones or whole numbers.
 
     Their sums are exact in any order: those of ones as long as a float can count them.
     """
-
-    def check(call: Call) -> str | None:
-        source = call.get(position, *names)
-        return None if source is not None and _is_whole(source, call.scope) else op
-
-    return check
+    source = call.get(position, *names)
+    return None if source is not None and _is_whole(source, call.scope) else op
 
 
 def _is_whole(value: ast.AST, scope: Scope, depth: int = _DEPTH) -> bool:
@@ -230,91 +212,68 @@ def _is_whole(value: ast.AST, scope: Scope, depth: int = _DEPTH) -> bool:
         case ast.Call(ast.Attribute(receiver, method)) if method in NAMES["keep numbers"]:
             return _is_whole(receiver, scope, depth - 1)
         case ast.Call(function):
-            return read_last_name(function) in {
-                "ones",
-                "ones_like",
-                "new_ones",
-                *NAMES["integer casts"],
-            }
+            return read_last_name(function) in NAMES["ones"] | NAMES["integer casts"]
     return False
 
 
-def _reduced(op: str) -> Condition:
+def _reduced(call: Call, op: str) -> str | None:
     """Choose the op by the reduction; of the greatest and the least the order does not matter."""
-
-    def check(call: Call) -> str | None:
-        reduction = call.read(4, "reduce", default=UNKNOWN)
-        if reduction in {"sum", "mean"}:
-            return "scatter_reduce_sum"
-        return op if reduction is UNKNOWN or reduction == "prod" else None
-
-    return check
+    reduction = call.read(4, "reduce", default=UNKNOWN)
+    if reduction in {"sum", "mean"}:
+        return "scatter_reduce_sum"
+    return op if reduction is UNKNOWN or reduction == "prod" else None
 
 
-def _put(op: str) -> Condition:
+def _put(call: Call, op: str) -> str | None:
     """Choose the op by whether values are added to those that are there."""
-    added = _added("index_put_accumulate", 2, "values")
-    return lambda call: added(call) if call.read(3, "accumulate", default=False) is True else op
+    adds = call.read(3, "accumulate", default=False) is True
+    return _added(call, "index_put_accumulate", 2, "values") if adds else op
 
 
-def _scattered(op: str) -> Condition:
+def _scattered(call: Call, op: str) -> str | None:
     """Accept a scatter unless its source is one number, as for one-hot vectors."""
-
-    def check(call: Call) -> str | None:
-        # A value that is one number is the same wherever it is written first.
-        source = call.get(3, "src", "value")
-        if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
-            return None
-        number = isinstance(call.read(3, "src", default=UNKNOWN), (int, float))
-        if number or read_kind(source, call.scope) == "other":
-            return None
-        return "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else op
-
-    return check
+    # A value that is one number is the same wherever it is written first.
+    source = call.get(3, "src", "value")
+    if source is None or "value" in call.named or not (call.owned or _is_indexed(call, 3)):
+        return None
+    number = isinstance(call.read(3, "src", default=UNKNOWN), (int, float))
+    if number or read_kind(source, call.scope) == "other":
+        return None
+    return "scatter_with_reduce" if isinstance(call.read(None, "reduce"), str) else op
 
 
-def _indexed(op: str) -> Condition:
+def _indexed(call: Call, op: str) -> str | None:
     """Accept a method of a tensor, or of an object whose arguments look like those of one."""
-    return lambda call: op if call.owned or _is_indexed(call, 2) else None
+    return op if call.owned or _is_indexed(call, 2) else None
 
 
-def _of_tensor(op: str) -> Condition:
+def _of_tensor(call: Call, op: str) -> str | None:
     """Accept a function, or a method of what is known to be a tensor."""
-    return lambda call: op if call.owned else None
+    return op if call.owned else None
 
 
-def _repeated(op: str) -> Condition:
+def _repeated(call: Call, op: str) -> str | None:
     """Accept a repetition unless it repeats all elements equally, which torch expands."""
-    return lambda call: None if isinstance(call.read(1, "repeats", default=UNKNOWN), int) else op
+    return None if isinstance(call.read(1, "repeats", default=UNKNOWN), int) else op
 
 
-def _of_fractions(op: str) -> Condition:
+def _of_fractions(call: Call, op: str) -> str | None:
     """Accept an op unless its input is cast to integers, which are counted exactly."""
-
-    def check(call: Call) -> str | None:
-        match _find_input(call):
-            case ast.Call(ast.Attribute(attr=method), args, keywords):
-                dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
-                names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
-                if method in NAMES["integer casts"] or any(
-                    n.strip("u").startswith("int") for n in names
-                ):
-                    return None
-        return op
-
-    return check
+    match _find_input(call):
+        case ast.Call(ast.Attribute(attr=method), args, keywords):
+            dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
+            names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
+            whole = any(name.strip("u").startswith("int") for name in names)
+            return None if whole or method in NAMES["integer casts"] else op
+    return op
 
 
-def _of_sparse(op: str) -> Condition:
+def _of_sparse(call: Call, op: str) -> str | None:
     """Accept an op of a sparse tensor."""
-
-    def check(call: Call) -> str | None:
-        first = _find_input(call)
-        parts = ast.walk(first) if first is not None else ()
-        sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
-        return op if sparse else None
-
-    return check
+    first = _find_input(call)
+    parts = ast.walk(first) if first is not None else ()
+    sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
+    return op if sparse else None
 
 
 def _find_input(call: Call) -> ast.AST | None:
@@ -323,15 +282,11 @@ def _find_input(call: Call) -> ast.AST | None:
     return None if first is None else find_value(first, call.scope)[0]
 
 
-def _selected(op: str) -> Condition:
+def _selected(call: Call, op: str) -> str | None:
     """Accept an op along a dimension unless its indices, which vary, are seen not to be used."""
-
-    def check(call: Call) -> str | None:
-        along = call.get(1, "dim") is not None or call.unpacked
-        is_tensors = call.owned or "dim" in call.named
-        return op if along and is_tensors and _may_use_indices(call.node, call) else None
-
-    return check
+    along = call.get(1, "dim") is not None or call.unpacked
+    is_tensors = call.owned or "dim" in call.named
+    return op if along and is_tensors and _may_use_indices(call.node, call) else None
 
 
 def _may_use_indices(node: ast.AST, call: Call) -> bool:
@@ -363,12 +318,12 @@ def _is_indexed(call: Call, least: int) -> bool:
     return named or isinstance(call.read(1, "dim", default=UNKNOWN), int)
 
 
-_CONDITIONS: dict[str, Callable[..., Condition]] = {
+_CONDITIONS: dict[str, Callable[..., str | None]] = {
     condition.__name__.strip("_"): condition
     for condition in (
-        *(_added, _averaged, _given, _indexed, _interpolated, _of_fractions, _of_sparse),
+        *(_added, _always, _averaged, _given, _indexed, _interpolated, _of_fractions, _of_sparse),
         *(_of_tensor, _padded, _put, _reduced, _repeated, _scattered, _selected),
-        *(_sparse_product, _unless, _weighted),
+        *(_sparse_product, _unless),
     )
 }
 FUNCTIONS: dict[str, list[Condition]] = defaultdict(list)
@@ -383,8 +338,9 @@ def _read_calls() -> None:
     for stanza in read_stanzas(Path(__file__).with_name("calls.txt")):
         for head, names in stanza.items():
             op, *words = head.split()
-            given = [int(word) if word.lstrip("-").isdigit() else word for word in words[1:]]
-            condition = _CONDITIONS[words[0]](op, *given) if words else _always(op)
+            kind, *words = words or ["always"]
+            given = [int(word) if word.lstrip("-").isdigit() else word for word in words]
+            condition = (_CONDITIONS[kind], [op, *given])
             for name in " ".join(names).split():
                 first, _, rest = name.partition(".")
                 if first == "Tensor":

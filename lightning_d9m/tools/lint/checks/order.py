@@ -5,7 +5,7 @@ always depends: what leaves a function may be sorted by its caller.
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from lightning_d9m.tools.lint.tree import (
@@ -189,7 +189,7 @@ def _has_one_element(node: ast.expr, tree: Tree) -> bool:
     return False
 
 
-def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expression
+def _read_elements(  # noqa: C901 - one case for each kind of expression
     node: ast.AST | None, scope: Scope, depth: int = _DEPTH
 ) -> Elements | None:
     """Return the kind of a set's elements; None if the expression is not known to be a set."""
@@ -197,23 +197,11 @@ def _read_elements(  # noqa: C901, PLR0912 - one case for each kind of expressio
     match node:
         case _ if depth == 0:
             pass
-        case ast.Set(elements):
-            found = _read_all(elements)
-        case ast.SetComp(element):
-            found = _read_all([element])
+        case ast.Set() | ast.SetComp():
+            found = _read_element(node)
         case ast.Call(function, given) if resolve(function, scope) in NAMES["sets"]:
-            match given:
-                case [ast.GeneratorExp(element) | ast.ListComp(element), *_]:
-                    found = _read_all([element])
-                case [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements), *_]:
-                    found = _read_all(elements)
-                case [ast.Constant() | ast.Call(ast.Attribute(attr="split")), *_]:
-                    found = "strings"
-                case [ast.Call(ast.Name("range")), *_]:
-                    found = "numbers"
-                case _:
-                    first = given[0] if given else None
-                    found = _read_elements(first, scope, depth - 1) or "unknown"
+            first = given[0] if given else None
+            found = _read_elements(first, scope, depth - 1) or _read_element(first)
         case ast.Call(ast.Attribute(value, method)) if method in NAMES["set methods"]:
             found = _read_elements(value, scope, depth - 1)
         case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
@@ -245,22 +233,20 @@ def _merge(found: Iterable[Elements | None]) -> Elements | None:
     return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
-def _read_all(elements: Sequence[ast.AST]) -> Elements:
-    kinds = set(map(_read_element, elements))
-    if kinds <= {"numbers"}:
-        return "numbers"
-    return "strings" if "strings" in kinds else "unknown"
-
-
-def _read_element(node: ast.AST) -> Elements:
+def _read_element(node: ast.AST | None) -> Elements:
+    """Return the kind of a value, or of its elements if it has several."""
     found: Elements = "unknown"
     match node:
         case ast.Constant(value):
             found = "strings" if isinstance(value, (str, bytes)) else "numbers"
         case ast.JoinedStr() | ast.Attribute(attr="name" | "stem" | "suffix" | "__name__"):
             found = "strings"
-        case ast.Tuple(elements) | ast.List(elements):
-            found = _read_all(elements)
+        case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements):
+            kinds = set(map(_read_element, elements))
+            if "strings" in kinds or kinds <= {"numbers"}:
+                found = "strings" if "strings" in kinds else "numbers"
+        case ast.GeneratorExp(element) | ast.ListComp(element) | ast.SetComp(element):
+            found = _read_element(element)
         case ast.UnaryOp(operand=operand):
             found = _read_element(operand)
         case ast.Call(function):
