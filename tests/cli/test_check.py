@@ -18,7 +18,7 @@ from rank_processes import has_ended
 from lightning_d9m.tools.cli import check as module
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport
-from lightning_d9m.tools.segments.segment import Segment
+from lightning_d9m.tools.segments.segment import SavedPoint, Segment
 
 # A run without checkpoints: its one segment is the whole of it. It marks that it came to the end.
 END = '\n(checkpoints / "killed").touch()\n'
@@ -175,6 +175,23 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, cap
     for choice, said in ((None, "choice: --only 0,1,2\n"), (7, "choice: --choose 7\n")):
         print_check(replace(report, choice=choice), "text", ["true"])
         assert said in capsys.readouterr().out
+
+
+def test_the_longest_segments_begin_first_so_that_none_runs_alone(d9m, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    starts = [None, *(SavedPoint(tmp_path, step) for step in (10, 30, 60))]
+    there = [
+        Segment(start, stop, number)
+        for number, (start, stop) in enumerate(zip(starts, (11, 31, 61, 65), strict=True))
+    ]
+    facts = {"ledger": SimpleNamespace(path=tmp_path, header=make_header()), "last_step": 65}
+    facts |= {"points": [], "end": None, "command": ""}
+    recorded = type("Recorded", (), {"list_segments": lambda _: there, **facts})
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
+    begun = []
+    monkeypatch.setattr(module, "_run_jobs", lambda _, numbers, report: begun.extend(numbers))
+    assert d9m("check", "run", "--segments", "all", "--jobs", "2", "--", "true")[0] == 3
+    assert begun == [2, 1, 0, 3]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

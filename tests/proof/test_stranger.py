@@ -148,7 +148,9 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     verdict = json.loads(Path("verdict.json").read_text())
     assert verdict["predicate"]["properties"] == [f"{equal}7"]
     said = verdict["predicate"]["urn:lightning-d9m:check:1"]
-    assert [own["verdict"] for own in said["segments"]] == ["equal"]
+    assert [own["verdict"] for own in said["checked"]] == ["equal"]
+    assert said["checked"][0]["ledgers"] == [] != found["checked"][0]["ledgers"]
+    assert said["output"] == said["run"] == ""
     assert any("does not commit to: validation data" in note for note in said["notes"])
     signature = Path("verdict.json.sig").read_text()
     for wrong in (lambda: forge(Path("verdict.json.sig")), Path("verdict.json.sig").unlink):

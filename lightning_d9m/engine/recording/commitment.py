@@ -86,16 +86,15 @@ def list_packages(_path: tuple[str, ...]) -> dict[str, tuple[str, Distribution]]
 
 def _hash_files(names: Iterable[str]) -> dict[str, str]:
     """Return the hash of each name that is a file of the program, by its path from here."""
-    found, resolved = {}, dict[str, Path]()
+    found = dict[str, str]()
+    # Resolved, as a link may lead into or out of a folder of packages, and once each, as thousands
+    # of modules are in a few hundred folders.
+    resolve = cache(lambda folder: Path(folder).resolve())
     # Names are texts here: a Path for each of thousands of modules takes most of the time, and
     # raises an error for a word that is too long for a name.
     for name in filter(os.path.isfile, names):
         folder, base = os.path.split(name)
-        # Resolved, as a link may lead into or out of a folder of packages, and once each, as
-        # thousands of modules are in a few hundred folders.
-        if folder not in resolved:
-            resolved[folder] = Path(folder).resolve()
-        inner = resolved[folder]
+        inner = resolve(folder)
         # A package that is installed from its folder (pip install -e) is the program's.
         is_installed = _STANDARD in (inner, *inner.parents) or PACKAGE_FOLDERS & {*inner.parts}
         if not is_installed and os.path.getsize(name) <= _MOST_BYTES:  # noqa: PTH202 - as above

@@ -121,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         return report.checked[-1]
 
     note_run(recorded)
+    chosen = [own for own in recorded.list_segments() if own.number in numbers]
     links = output / "checkpoints"
     with report.kept(links, partial(print_check, report, arguments.format, command)):
         if report.problems:
@@ -128,9 +129,10 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.follow:
             note_run(follow_run(arguments.ledger, links, check, arguments.timeout))
         elif arguments.submit or (arguments.jobs or 1) > 1:
-            _run_jobs(arguments, numbers, report)
+            # The longest first: one that begins last would run alone at the end.
+            chosen.sort(key=lambda own: own.first - own.stop)
+            _run_jobs(arguments, [own.number for own in chosen], report)
         else:
-            chosen = [own for own in recorded.list_segments() if own.number in numbers]
             _run_in_turn(chosen, partial(check, recorded), report)
     # A check that was interrupted has no verdict: it leaves out what its choice demands.
     if arguments.verdict is not None:

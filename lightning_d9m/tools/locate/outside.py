@@ -4,7 +4,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from linecache import getline
 from pathlib import Path
@@ -66,10 +66,6 @@ class OutsideRead:
         with suppress(ValueError):
             return f"{Path(self.file).relative_to(Path.cwd())}:{self.line}"
         return f"{self.file}:{self.line}"
-
-    def as_record(self) -> dict[str, object]:
-        """Return the read as JSON types."""
-        return asdict(self)
 
 
 Lines = list[dict[str, Any]]

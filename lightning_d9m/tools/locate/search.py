@@ -1,7 +1,7 @@
 """The search for the first divergence of runs of one command, and its result."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops, name_value
@@ -140,7 +140,7 @@ class SearchResult:
             "magnitude": None if op is not None else measured,
             "reference_rank": self.reference_rank,
             "lines": [finding.as_record() for finding in self.lines] or None,
-            "outside": [read.as_record() for read in self.outside] or None,
+            "outside": list(map(asdict, self.outside)) or None,
             "samples": self.samples or None,
             "generators": self.generators or None,
             "writer": self.writer or None,

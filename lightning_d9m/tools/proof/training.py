@@ -17,12 +17,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from hashlib import sha256
 from importlib.metadata import Distribution, packages_distributions
 from pathlib import Path
 from random import Random
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct, json
 
@@ -42,7 +43,6 @@ from lightning_d9m.tools.segments.check import CheckReport
 from lightning_d9m.tools.segments.segment import RecordedRun, find_resume
 from lightning_d9m.version import __version__
 
-_EQUAL = re.compile(r"LIGHTNING_D9M_SEGMENTS_EQUAL_(\d+)_OF_(\d+)(?:_CHOSEN_BY_(\d+))?", re.ASCII)
 UNSIGNED = "Nobody's signature was verified: give --signer."
 # A proof comes from anybody; one of 1,000 epochs has 35 kB.
 _MOST_BYTES = 64 * 2**20
@@ -70,6 +70,8 @@ runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
 _FORM: Final = "https://in-toto.io/Statement/v1"
 _is_hash = re.compile("[0-9a-f]{64}").fullmatch
 _S = TypeVar("_S")
+_Kind = TypeVar("_Kind")
+_Predicate = TypeVar("_Predicate")
 Method: TypeAlias = Sequence[str] | None
 
 
@@ -80,10 +82,13 @@ class _Subject(Struct):
     digest: dict[Literal["sha256"], str]
 
 
-class _Statement(Struct, rename={"form": "_type", "kind": "predicateType"}):
+class _Statement(
+    Struct, Generic[_Kind, _Predicate], rename={"form": "_type", "kind": "predicateType"}
+):
     form: Literal["https://in-toto.io/Statement/v1"]
-    kind: str
+    kind: _Kind
     subject: list[_Subject]
+    predicate: _Predicate
 
 
 # What a reader would take for proven although nothing checks it is refused.
@@ -103,26 +108,18 @@ class Training(Struct, forbid_unknown_fields=True):
         return self.uncommitted | {f"package {n}": own for n, own in known if not _is_hash(own)}
 
 
-class Proof(_Statement):
-    """A proof."""
-
-    kind: Literal["urn:lightning-d9m:training:1"]
-    predicate: Training
-
-
 class _Result(Struct, rename={"time": "timeCreated", "check": "urn:lightning-d9m:check:1"}):
     verifier: dict[str, str]
     time: str
     properties: list[str]
-    check: dict[str, Any]
+    check: CheckReport
 
 
-class _Verdict(_Statement):
-    kind: Literal["https://in-toto.io/attestation/svr/v0.1"]
-    predicate: _Result
+Proof: TypeAlias = _Statement[Literal["urn:lightning-d9m:training:1"], Training]
+_Verdict: TypeAlias = _Statement[Literal["https://in-toto.io/attestation/svr/v0.1"], _Result]
 
 
-def write_statement(path: Path, statement: Proof | _Verdict, method: Method) -> None:
+def write_statement(path: Path, statement: Struct, method: Method) -> None:
     """Write a statement, and its signature beside it; without a method, it is not signed.
 
     Raises:
@@ -360,20 +357,20 @@ def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) 
     return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated
 
 
-def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) -> None:
-    """Write and sign the verdict of a check on a proof, as ``write_statement`` does.
-
-    Its property has all that a third party compares, so that no check passes for another.
-    """
+def _name_property(report: CheckReport) -> str:
+    """Return all of a check that a third party compares, so that none passes for another."""
     found = f"LIGHTNING_D9M_SEGMENTS_EQUAL_{len(report.equal)}_OF_{len(report.there)}"
-    found += "" if report.choice is None else f"_CHOSEN_BY_{report.choice}"
+    return found + ("" if report.choice is None else f"_CHOSEN_BY_{report.choice}")
+
+
+def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) -> None:
+    """Write and sign the verdict of a check on a proof, as ``write_statement`` does."""
+    # Without the folders of this machine.
+    checked = [replace(own, ledgers=(), checkpoint="") for own in report.checked]
+    said = replace(report, output="", run="", checked=checked)
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
-    properties = [found] * (report.verdict == "equal")
-    names = ("there", "choice", "problems", "notes", "limits")
-    check = {own: getattr(report, own) for own in names}
-    named = ("number", "verdict", "where")
-    check["segments"] = [{n: getattr(own, n) for n in named} for own in report.checked]
-    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, check)
+    properties = [_name_property(report)] * (report.verdict == "equal")
+    result = _Result(verifier, now.isoformat(timespec="seconds"), properties, said)
     subject = [_Subject(proof.name, {"sha256": hash_file(proof)})]
     verdict = _Verdict(_FORM, "https://in-toto.io/attestation/svr/v0.1", subject, result)
     write_statement(path, verdict, method)
@@ -388,14 +385,12 @@ def check_verdict(
     ``read_statement``.
     """
     verdict, problems = read_statement(path, _Verdict, signer), list[str]()
-    said = " ".join(verdict.predicate.properties)
-    found, said = _EQUAL.fullmatch(said), escape(said, 200)
+    said, report = verdict.predicate.properties, verdict.predicate.check
     # By content, because a stranger may have renamed it.
     if [own.digest for own in verdict.subject] != [{"sha256": hash_file(proof)}]:
         problems.append(f"It is a verdict on another file than {proof}.")
-    if found is None or not 0 < int(found[1]) <= int(found[2]):
+    if report.verdict != "equal" or said != [_name_property(report)]:
         problems.append("It does not say that the run is equal.")
-    elif number is not None and found[3] != str(number) and found[1] != found[2]:
-        problems.append(f"Its segments were not chosen with {number}: {said}.")
-    notes = verdict.predicate.check.get("notes") or ()
-    return said, [escape(own, 400) for own in notes], problems
+    elif number not in (None, report.choice) and len(report.equal) != len(report.there):
+        problems.append(f"Its segments were not chosen with {number}: {said[0]}.")
+    return escape(" ".join(said), 200), [escape(own, 400) for own in report.notes], problems

@@ -21,6 +21,7 @@ from lightning_d9m.tools.segments.segment import (
     SavedPoint,
     Segment,
     find_first_fit,
+    list_ends,
     run_segment,
 )
 
@@ -77,8 +78,8 @@ def _list_reasons(fits: Iterable[Ledger], step: int) -> list[str]:
     Raises:
         CommandError: If the step does not begin a batch, where alone a step can be entered.
     """
-    ends = [fit.outcome(rank).end for fit in fits for rank in fit.files if not fit.header.fit]
-    reasons = [end.reason or "" for end in ends if end is not None and end.status == "stopped"]
+    ends = list_ends(*(fit for fit in fits if not fit.header.fit))
+    reasons = [end.reason or "" for end in ends if end.status == "stopped"]
     # Known by the process alone: a ledger does not have the steps of each batch.
     for reason in reasons:
         _, is_within, first = reason.partition(WITHIN)
