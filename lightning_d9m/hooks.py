@@ -64,6 +64,7 @@ torch.utils.data.dataloader:_BaseDataLoaderIter
 torch:Tensor
     _version _indices _values | see that a tensor changed
     _backward_hooks _post_accumulate_grad_hooks | list hooks
+    _is_zerotensor | digest a tensor
 torch
     _mkldnn _debug_has_internal_overlap _ctc_loss _foreach_add_ | patch operations
 torch.random
