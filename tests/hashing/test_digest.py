@@ -191,7 +191,6 @@ def test_sparse_compressed_tensors_have_digests_of_their_components(layout):
     assert digest(sparse) != before
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly")  # torch 2.12's own
 def test_sparse_coo_tensors_are_taken_as_stored():
     indices, values = torch.tensor([[1, 0, 1], [2, 0, 2]]), torch.tensor([1.0, 2.0, 3.0])
     stored = torch.sparse_coo_tensor(indices, values, (2, 3), check_invariants=True)
