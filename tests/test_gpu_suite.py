@@ -43,7 +43,7 @@ def modules(monkeypatch):
     """
     for folder in SCRIPTS:
         monkeypatch.syspath_prepend(str(folder))
-    names = [f"suite_{name}" for name in ("client", "worker", "rows", "first", "measures", "sizes")]
+    names = [f"suite_{name}" for name in ("client", "worker", "rows", "device", "measures")]
     yield {name: importlib.import_module(name) for name in [*names, "suite_report", "gpu_suite"]}
     for name in [*names, "suite_report", "gpu_suite"]:
         del sys.modules[name]

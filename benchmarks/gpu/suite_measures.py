@@ -1,13 +1,14 @@
-"""Code that the rows of the suite share: settings, times, and outputs that are compared."""
+"""Code that the rows of the suite share: settings, times, and outputs beside other work."""
 
 import math
+import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from competitor import Competitor
 from suite_client import Row
 from torch import Tensor
 
@@ -15,6 +16,10 @@ from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.ops.patches.registration import patches_applied
 
 AHEAD_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues work ahead of the device
+
+SIDES = (256, 1024, 4096)  # of the matrices that a second stream multiplies
+MOST_ALLOCATED = 2**26
+HELD = 8  # allocations that are alive at once
 
 
 class Settings:
@@ -109,6 +114,34 @@ def list_outputs(outputs: object) -> list[Tensor]:
     """Return the outputs of a call, detached."""
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     return [part.detach() for part in parts if isinstance(part, Tensor)]
+
+
+class Competitor:
+    """Occupies the device from a second stream, and moves the addresses of what is allocated.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``; on a CPU only addresses move.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._draws = random.Random(0)  # noqa: S311 - for variety
+        self._held: deque[torch.Tensor] = deque(maxlen=HELD)
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._matrices = (
+            [torch.randn(side, side, device=device) for side in SIDES] if self._stream else []
+        )
+
+    def disturb(self, turn: int) -> None:
+        """Enqueue between no product and several ones, short and long, and allocate memory."""
+        size = self._draws.randrange(1, MOST_ALLOCATED if self._stream else 2**16)
+        self._held.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        if self._stream is None or turn % 4 == 0:  # every fourth call runs alone
+            return
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._draws.randrange(1, 4)):
+                matrix = self._draws.choice(self._matrices)
+                matrix @ matrix
 
 
 def count_outputs(call: Callable[[], object], settings: Settings) -> int:

@@ -14,7 +14,7 @@ import suite_graphs
 import torch
 from patch_workloads import WORKLOADS
 from suite_client import Row
-from suite_first import SCANS, run_scan, run_steps
+from suite_device import LARGE, SCANS, run_scan, run_size, run_steps
 from suite_measures import Settings, default_dtype, list_outputs
 from suite_rows import (
     SIZES,
@@ -27,7 +27,6 @@ from suite_rows import (
     run_smoke,
     run_speed,
 )
-from suite_sizes import LARGE, run_size
 
 from lightning_d9m.ops.patches.triton.launch import _withdrawn
 
