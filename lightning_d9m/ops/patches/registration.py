@@ -192,6 +192,12 @@ class Update(NamedTuple):
 
     write: Callable[..., None]
 
+    def __call__(self, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a changed copy, in contiguous memory, into which replacements write."""
+        copy = target.clone(memory_format=torch.contiguous_format)
+        self.write(copy, *args, **kwargs)
+        return copy
+
 
 # Kept, because it is needed in each call; each has one byte of memory.
 @lru_cache(maxsize=4096)
@@ -286,13 +292,9 @@ class Kernel:
         if self._in_place or isinstance(found, Update):
             for target in targets:
                 require(not _shares_memory(target, args[1:]))
-        if isinstance(found, Update):
-            target = args[0]
-            if not self._in_place:
-                # Replacements write into contiguous memory.
-                target = target.clone(memory_format=torch.contiguous_format)
-            found.write(target, *args[1:], **kwargs)
-            found = target
+        if self._in_place and isinstance(found, Update):
+            found.write(*args, **kwargs)
+            found = args[0]
         elif callable(found):
             found = found(*args, **kwargs)
         if not targets or found is NotImplemented or found is targets[0]:
@@ -312,7 +314,7 @@ class Kernel:
         found = self._functions.get(alike)
         if found is None:
             found = self._replacement(*args, **kwargs)
-            if isinstance(found, Update) or callable(found):
+            if callable(found):
                 if len(self._functions) == _MOST_FUNCTIONS:
                     self._functions.clear()
                 self._functions[alike] = found

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import NotPortableError, SettingError
 from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
-from lightning_d9m.ops.patches.registration import RefusedError, Update, put_flag, read_flag
+from lightning_d9m.ops.patches.registration import RefusedError, put_flag, read_flag
 from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
 from lightning_d9m.ops.portability.library import count_threads
 from lightning_d9m.ops.portability.optimizers import list_replacements
@@ -137,10 +137,6 @@ def _patch(kernel: Rule, *args: Any, **kwargs: Any) -> Any:
     result = kernel(*args, **kwargs)
     if result is NotImplemented:
         raise RefusedError
-    if isinstance(result, Update):
-        target = args[0].clone()
-        result.write(target, *args[1:], **kwargs)
-        return target
     return result(*args, **kwargs) if callable(result) else result
 
 
