@@ -57,7 +57,11 @@ def test_products(sizes, dtype):
     compare(kernels.multiply(left, right), expected)
     turned = [one.mT.contiguous().mT for one in (left, right)]
     compare(kernels.multiply(*turned), expected)
-    torch.testing.assert_close(expected, left @ right)
+    # Not torch's float32 product: where terms cancel, its error and ours differ by processor.
+    wide = left.double(), right.double()
+    sizes = wide[0].abs() @ wide[1].abs()
+    errors = (expected.double() - wide[0] @ wide[1]).abs()
+    assert bool((errors <= 4 * torch.finfo(dtype).eps * sizes).all())
 
 
 def test_one_rounding_of_a_product_and_a_sum():
