@@ -269,6 +269,8 @@ def test_a_scheduler_that_no_callback_holds_is_named(fits):
 def test_an_epoch_that_trains_nothing_is_not_continued(fits):
     words = {"callbacks": lambda: [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]}
     fits.refuse("in an epoch that trains nothing", at={"epoch": 3, "batch": 3}, **words)
+    # At its start the callback does not put its scheduler in the place of the first one again.
+    fits.check({"hook": "on_train_epoch_end", "epoch": 2, "batch": 6}, **words)
 
 
 SECOND = {"epoch": 0, "batch": 2}

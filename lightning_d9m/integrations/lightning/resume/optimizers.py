@@ -196,19 +196,26 @@ class Schedulers(Part):
 
     def restore(self, state: dict[str, list[str]], _moment: Moment) -> None:
         trainer = self.trainer
-        if not self.fit.was_saved_between_epochs:
+        within = not self.fit.was_saved_between_epochs
+        # StochasticWeightAveraging does not put its scheduler there in the epoch that only reads
+        # statistics, although the fit has it there.
+        earlier = lightning_private.skips_backward(trainer) and not within
+        if within or earlier:
             groups = [group for own in trainer.optimizers for group in own.param_groups]
             # The optimizer's state has been loaded already, with the learning rate of the middle of
             # an epoch.
             rates = [group["lr"] for group in groups]
+            progress = trainer.fit_loop.epoch_progress.current
+            progress.completed -= earlier
             for name, callback in name_callbacks(trainer.callbacks).items():
                 if name in state.get("starters", ()):
                     callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            progress.completed += earlier
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate  # which a new schedule sets
         # Their classes are enough: Lightning loads the states of schedulers by position.
         names = [type(own).__name__ for own in list_schedulers(trainer)]
         saved = state.get("schedulers", names)
-        if saved != names and not lightning_private.skips_backward(trainer):
+        if saved != names:
             texts = [", ".join(part) or "none" for part in (saved, names)]
             self.fit.report([_OTHER_SCHEDULERS.format(*texts)])
