@@ -3,6 +3,8 @@
 import copy
 import enum
 import random
+import sys
+import threading
 import types
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
@@ -428,3 +430,69 @@ def test_what_a_step_keeps_in_a_parameter_is_kept_or_named():
     found, unsaved = changes.capture()
     assert ([*found], unsaved, changes.unknown) == (["layer.kept", "layer.weight.count"], [], [])
     assert changes.expected == ["layer.weight.scratch", "layer.weight.hook"]
+
+
+LIBRARY = sys.modules["some_library"] = types.ModuleType("some_library")
+LIBRARY.__file__ = "/other/lib/python3/site-packages/some_library.py"
+
+
+class Weighting(Thing):
+    """An object of a library that refers back to the module."""
+
+    __module__ = "some_library"
+
+
+class Index(Thing):
+    """One that says what pickle saves of it: neither its cache nor who uses it."""
+
+    __module__ = "some_library"
+
+    def __reduce__(self):
+        return Index, (), {"labels": self.labels}
+
+
+def make_weighted():
+    owner = Thing(rate=1)
+    owner.weighting = Weighting(owner=owner, weights={}, every=1)
+    return owner, watch(owner)
+
+
+def test_an_object_of_a_library_is_put_back_if_it_holds_only_data_and_what_is_watched():
+    (owner, here), (other, there) = make_weighted(), make_weighted()
+    owner.weighting.weights, owner.weighting.every = {"a": 0.5}, 2
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert (other.weighting.weights, other.weighting.every) == ({"a": 0.5}, 2)
+    assert other.weighting.owner is other
+
+
+def test_an_object_of_a_library_that_holds_another_one_is_refused_as_a_whole():
+    owner = Thing(own=Weighting(count=0, inner=Weighting(count=0)))
+    changes = watch(owner)
+    owner.own.count = owner.own.inner.count = 1
+    assert changes.capture() == ({}, ["owner.own"])
+
+
+def read_unknown(kind, **kept):
+    """Return what is unknown of a library's object with a cache of what nothing can read."""
+    owner = kind(labels=[1], cache={}, **kept)
+    changes = watch(owner)
+    owner.cache["engine"] = threading.local()
+    owner.labels.append(2)
+    assert "owner.labels'" in changes.capture()[0]
+    return changes.unknown
+
+
+class Converted(Index):
+    """One that pickles its cache in another form."""
+
+    __module__ = "some_library"
+
+    def __reduce__(self):
+        return Index, (), {"labels": self.labels, "cache": [*self.cache]}
+
+
+def test_what_a_library_leaves_out_where_it_pickles_is_not_unknown():
+    assert read_unknown(Index, users=threading.local()) == []
+    for kind in (Weighting, Converted):
+        assert "owner.cache['engine']" in read_unknown(kind)

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from functools import partial
@@ -47,13 +48,14 @@ from lightning_d9m.engine.state.parts import (
     find_kind,
     holds_objects,
     is_address,
+    leaves_out,
     list_fields,
     list_items,
     make_record,
     read_memory,
 )
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.engine.state.state import LeaveOut, Node, Watch
+from lightning_d9m.engine.state.state import LeaveOut, Node, Watch, holds_data
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
@@ -240,7 +242,7 @@ class Changes:
             if data is None and self._is_of_tensor(change):
                 self.expected.append(name)
             elif is_unreadable:
-                self.unknown.append(name)
+                self.unknown += [] if self._is_left_out(change) else [name]
             elif data is None:
                 digest = digest_saved(change.value) if self._expects else None
                 if digest is None or not all(map(self._is_key, change.key)):
@@ -265,7 +267,8 @@ class Changes:
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
             if not (is_removed or _is_filled(change) or self._is_of_tensor(change)):
                 return change.path.removesuffix(_AT_FIRST)
-            self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
+            node = self._watch.nodes[id(change.node.owner)]
+            self._watch.set_content(node, node.kind.read(node.owner))
         return None
 
     def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
@@ -307,7 +310,7 @@ class Changes:
         Raises:
             TypeError: If ``capture`` finds nothing there, or the value is of another type.
         """
-        own = find_kind(node.owner)
+        node, own = self._open(node), find_kind(node.owner)
         code = {id(part) for part in _list_deep(made) if isinstance(part, CODE)}
         # Such as `sys.path`, which a program may import.
         interpreter = map(id, (*vars(sys).values(), *vars(os.environ).values()))
@@ -353,12 +356,40 @@ class Changes:
             now = node.owner if held is None else getattr(held.owner, name, node.owner)
             if now is not node.owner and held is not None and held.kind is OPAQUE:
                 continue  # a library has replaced it, which changes the holder
-            if node.kind is OPAQUE:
+            own = self._open(node)
+            if own.kind is OPAQUE:
                 yield Change(node.path, node, (), node.owner)
-            elif isinstance(node.kind, Dict):
-                yield from self._find_parts(node)
+            elif isinstance(own.kind, Dict):
+                yield from self._find_parts(own)
             elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
+
+    def _is_left_out(self, change: Change) -> bool:
+        """Return whether what holds a change is no state, as a library says where it pickles."""
+        path = change.node.path
+        while path:
+            path, _, name = path.rpartition(".")
+            held = self._watch.paths.get(path)
+            # Of an entry of a cache the name of the cache.
+            if held is not None and leaves_out(held.owner, name.partition("[")[0]):
+                return True
+        return False
+
+    def _open(self, node: Node) -> Node:
+        """Return an object of a library as one of the program's, if all in it can be put back.
+
+        It then has the same attributes as at first, and they hold data, and objects that are
+        watched themselves, such as the module that it serves.
+        """
+        if node.kind is not OPAQUE or hasattr(node.owner, "load_state_dict"):
+            return node  # what says its state should be saved by that
+        parts, nodes = OPAQUE.read(node.owner), self._watch.nodes
+        known = getattr(node.owner, "__dict__", {}).keys() >= parts.keys() == node.content.keys()
+        opens = known and all(
+            holds_data(own) or (id(own) in nodes and nodes[id(own)].kind is not OPAQUE)
+            for own in parts.values()
+        )
+        return replace(node, kind=ATTRIBUTES) if opens else node
 
     def _is_of_tensor(self, change: Change) -> bool:
         """Return whether an attribute of a tensor holds what has changed."""
@@ -649,7 +680,7 @@ def _is_unreadable(change: Change) -> bool:
         return find_kind(value) is OPAQUE or isinstance(value, Unreadable)
     found = OPAQUE.read(value)
     known = [
-        [own for own in content if not isinstance(own, Unreadable)]
+        [own for own in content.values() if not isinstance(own, Unreadable)]
         for content in (found, change.node.content if change.node.kind is OPAQUE else found)
     ]
     return len(known[0]) < len(found) and are_same(*map(tuple, known))

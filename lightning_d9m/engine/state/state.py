@@ -260,14 +260,14 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     # A list of numbers or tensors has another kind than they have, so the loop above leaves it out.
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
-            if isinstance(part, list | deque | dict) and _holds_data(part):
+            if isinstance(part, list | deque | dict) and holds_data(part):
                 yield f"{path}.{name}", part
 
 
-def _holds_data(value: Any, depth: int = 4) -> bool:
+def holds_data(value: Any, depth: int = 4) -> bool:
     """Return whether a value is data, or a container of data, and of containers of them."""
     if find_kind(value) in (ITEMS, DICT) and depth:
-        return all(_holds_data(part, depth - 1) for part in list_items(value))
+        return all(holds_data(part, depth - 1) for part in list_items(value))
     return find_kind(value) in (None, *_DATA)
 
 
