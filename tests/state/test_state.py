@@ -496,3 +496,30 @@ def test_what_a_library_leaves_out_where_it_pickles_is_not_unknown():
     assert read_unknown(Index, users=threading.local()) == []
     for kind in (Weighting, Converted):
         assert "owner.cache['engine']" in read_unknown(kind)
+
+
+def make_stats(**words):
+    owner = Thing(stats=types.SimpleNamespace(mean=0, seen=[1]), other=None, last=None)
+    return owner, watch(owner, **words)
+
+
+def test_a_new_object_in_the_place_of_one_that_is_gone_is_that_one_with_other_values():
+    (owner, here), (other, there) = make_stats(), make_stats()
+    first = other.stats
+    for mean in (1, 2):  # in each step
+        owner.stats = types.SimpleNamespace(mean=mean, seen=[*owner.stats.seen, mean])
+        owner.last = {"it": owner.stats}
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert other.stats is first is other.last["it"]
+    assert vars(other.stats) == {"mean": 2, "seen": [1, 1, 2]}
+
+
+@pytest.mark.parametrize("place", ["other", "last"])
+def test_a_new_object_in_the_place_of_one_that_something_holds_is_refused(place):
+    owner, changes = make_stats()
+    held = types.MethodType(Thing.__init__, owner.stats) if place == "other" else [owner.stats]
+    setattr(owner, place, held)
+    owner.stats = types.SimpleNamespace(mean=1, seen=[])
+    _, unsaved = changes.capture()
+    assert "owner.stats" in unsaved

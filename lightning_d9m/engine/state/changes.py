@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_d9m.engine.state.object_digest import (
     digest_data,
@@ -345,7 +346,8 @@ class Changes:
 
     def _find_all(self) -> Iterator[Change]:
         """Yield what has changed, and all generators."""
-        changed = self._watch.find_changed()
+        while successors := self._find_successors(changed := self._watch.find_changed()):
+            self._watch.replace(successors)
         known = set(map(id, changed))
         for node in self._watch.nodes.values():
             if node.kind is GENERATOR and id(node) not in known:
@@ -390,6 +392,28 @@ class Changes:
             for own in parts.values()
         )
         return replace(node, kind=ATTRIBUTES) if opens else node
+
+    def _find_successors(self, changed: Iterable[Node]) -> dict[int, Any]:
+        """Find the new objects that have taken the places of those that were there at first.
+
+        A program that makes an object again in each step has one with other values, and a resumed
+        run writes these to its first one. That has the same class, and nothing holds it any more.
+        """
+        nodes, found = self._watch.nodes, dict[int, Any]()
+        holders = [own for own in changed if isinstance(own.kind, Dict) and not self._copies]
+        for node in holders:
+            for path, key, first, part in node.find_parts():
+                held, kind = nodes.get(id(first)), find_kind(part)
+                alike = held is not None and held.kind is kind and type(part) is type(first)
+                own = alike and kind in (ATTRIBUTES, VARIABLES) and id(part) not in nodes
+                saves = isinstance(part, (type, nn.Module, Optimizer, LRScheduler))
+                hidden = key in self._hide(node.owner)
+                if own and not (saves or hidden or self._leave_out(path, part)):
+                    found.setdefault(id(first), part)
+        if len({*map(id, found.values())}) < len(found):
+            return {}  # one object in the places of two
+        reached = self._watch.list_reached() if found else set()
+        return {first: part for first, part in found.items() if first not in reached}
 
     def _is_of_tensor(self, change: Change) -> bool:
         """Return whether an attribute of a tensor holds what has changed."""
