@@ -6,9 +6,11 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -351,9 +353,9 @@ def test_the_fold_of_a_time_and_the_order_of_a_set_are_kept():
     owner, other = Thing(own=None), Thing(own=None)
     here, there = watch(owner), watch(other)
     moment = datetime(2000, 1, 1, fold=1)  # noqa: DTZ001 - as programs have it
-    owner.own = [moment, frozenset([8, 0])]
+    owner.own = [moment, frozenset([8, 0]), Path("a")]
     assert there.restore(here.capture()[0], torch.device("cpu")) == []
-    assert (other.own[0].fold, [*other.own[1]]) == (1, [8, 0])
+    assert (other.own[0].fold, [*other.own[1]], other.own[2]) == (1, [8, 0], Path("a"))
 
 
 def test_a_change_in_a_long_tuple_is_refused():
@@ -523,3 +525,20 @@ def test_a_new_object_in_the_place_of_one_that_something_holds_is_refused(place)
     owner.stats = types.SimpleNamespace(mean=1, seen=[])
     _, unsaved = changes.capture()
     assert "owner.stats" in unsaved
+
+
+def test_values_by_weak_keys_are_put_back():
+    def make():
+        owner = Thing(first=Thing(), second=Thing())
+        owner.counts = weakref.WeakKeyDictionary({owner.first: 1})
+        return owner, watch(owner)
+
+    (owner, here), (other, there) = make(), make()
+    owner.counts[owner.first], owner.counts[owner.second] = 2, 3
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert [*other.counts.items()] == [(other.first, 2), (other.second, 3)]
+    assert all(own.__callback__ for own in other.counts.data)  # which drop the entry
+    late = Thing()
+    owner.counts[late] = 3
+    assert here.capture()[1] == ["owner.counts.data[ReferenceType 2]"]

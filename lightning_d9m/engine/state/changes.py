@@ -4,6 +4,7 @@ import enum
 import os
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -12,6 +13,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -41,6 +43,7 @@ from lightning_d9m.engine.state.parts import (
     SET,
     TENSOR,
     VARIABLES,
+    WEAK,
     Dict,
     Holder,
     Kind,
@@ -68,7 +71,7 @@ _MOST_BYTES, _ALWAYS_BYTES = 2**24, 2**12
 _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
-_PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque}
+_PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque, type(Path())}
 _CONTAINERS = {list, tuple, dict, set, frozenset, deque}
 _HOLDERS = (ITEMS, DICT, SET, LONG, OBJECTS)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
@@ -319,7 +322,12 @@ class Changes:
         wrong = wrong or bool(code - _list_identities(node, key))
         if key and not wrong and isinstance(node.kind, Dict):
             (name,) = key
-            if node.kind.takes(node.owner, name) and name not in self._hide(node.owner):
+            holder = self._watch.paths.get(node.path.removesuffix(".data"))
+            if isinstance(name, weakref.ref) and holder is not None:
+                # It makes the references by whose calls it drops its entries.
+                node, name = replace(holder, kind=WEAK), name()
+            kind: Any = node.kind
+            if kind.takes(node.owner, name) and name not in self._hide(node.owner):
                 node.set_part(name, made)
                 return
         elif not (key or wrong) and own in _HELD and _have_same_form(node.owner, made):
@@ -469,7 +477,11 @@ class Changes:
 
     def _is_key(self, key: Any) -> bool:
         """Return whether a dict of another process has this key, and not an address."""
-        return isinstance(key, _KEYS) and not (is_address(key) and key in self._watch.nodes)
+        owner = key() if isinstance(key, weakref.ref) else key
+        refers = owner is not key and id(owner) in self._watch.nodes and not isinstance(owner, CODE)
+        return refers or (
+            isinstance(key, _KEYS) and not (is_address(key) and key in self._watch.nodes)
+        )
 
     def _is_record(self, value: Any) -> bool:
         """Return whether an object is a named tuple or a dataclass with just its fields."""
@@ -515,6 +527,8 @@ class Changes:
             raise TypeError(value)
         if not is_entered and kind is not OPAQUE and id(value) in self._watch.nodes:
             return "known", self._watch.nodes[id(value)].path
+        if type(value) is weakref.ref and id(value()) in self._watch.nodes:
+            return "weak", value()
         if not is_entered and id(value) in self._shared:
             return "shared", self._share(value)
         if self._is_record(value):
@@ -555,6 +569,8 @@ class Changes:
         match name, content:
             case "known", path:
                 return self._watch.paths[path].owner
+            case "weak", owner:
+                return weakref.ref(owner)
             case "shared", [path, number, data]:
                 if (path, number) not in self._made:
                     self._made[path, number] = decode_plain(data, self._device, self._make)

@@ -612,6 +612,7 @@ ITEMS = Holder(tuple, _write_items, name=lambda _, place: f"[{place}]")
 # An array of objects.
 OBJECTS = Holder(_read_objects, _write_objects, name=lambda _, place: f"[{place - 1}]")
 DICT = Dict(_read_items, _write_items, name=_name_key)
+WEAK = Dict(dict, takes=lambda own, _: isinstance(own, weakref.WeakKeyDictionary))
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)
 ATTRIBUTES, FUNCTION, VARIABLES = (
