@@ -186,11 +186,6 @@ class Changes:
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
 
-    def list_namespaces(self) -> tuple[str, ...]:
-        """Return how the paths of the variables of classes and files begin."""
-        nodes = self._watch.nodes.values()
-        return tuple(f"{own.path}." for own in nodes if own.kind is VARIABLES)
-
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values.
 

@@ -91,7 +91,6 @@ SAMPLES = "Data, '__getitem__'"
     [
         ("equal", "list", "a module", "Model, 'training_step'", {}, "killed"),
         ("refused", "file", "a module", "Steering, 'on_train_batch_start'", {}, ""),
-        ("equal", "long of objects", "a file", SAMPLES, {"saving": "a callback"}, "killed"),
         ("refused", "range", "a dataset", SAMPLES, {"loading": "persistent workers"}, ""),
         (
             "said",

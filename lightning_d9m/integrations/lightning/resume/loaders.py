@@ -11,10 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_d9m.engine.control.data.data_state import (
     CHANGES,
     DATA,
-    LOADER,
     LOGGED_DATA,
     UNKNOWN_DATA,
-    UNSAVED_DATA,
     list_paths,
     list_unsaved,
 )
@@ -37,8 +35,6 @@ from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
 # The prefix of the paths of the loaders of validation.
 _VALIDATION = "validate."
-# The paths of what loaders have begin with these names, which a file may have, too.
-_ROOTS = (LOADER, "dataset", "collate_fn", "sampler")
 _NOT_HELD = (
     "{} changes while samples are read, and a checkpoint does not hold it. A resumed run begins "
     "without it; if samples depend on what it holds, they differ."
@@ -100,21 +96,10 @@ class Samplers(Part):
         found = control.capture_samplers("train", within=within, at_end=at_end)
         others = control.capture_samplers("validate", within=phase == "validation")
         found |= {f"{_VALIDATION}{number}": states for number, states in others.items()}
-        found = {number: self._drop_variables(states) for number, states in found.items()}
         self.fit.unknown += list_paths(found, UNKNOWN_DATA)
         self.fit.inexact += list_unsaved(found)
         self.lost = [_NOT_HELD.format(path) for path in list_paths(found, LOGGED_DATA)]
         return found
-
-    def _drop_variables(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what the program's part says itself, which knows what the program saves."""
-        named = tuple(own for own in self.fit.namespaces if own.partition(".")[0] not in _ROOTS)
-        return {
-            key: [path for path in own if not path.startswith(named)]
-            if key in (UNKNOWN_DATA, UNSAVED_DATA)
-            else own
-            for key, own in states.items()
-        }
 
     def restore(self, state: dict[str, Any], _moment: Moment) -> None:
         states = {

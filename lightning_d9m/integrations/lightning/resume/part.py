@@ -41,7 +41,6 @@ class Fit:
         before: The state of the parts that a validation changes, before the one that runs.
         inexact: Why the state that is being captured cannot be resumed exactly.
         unknown: The paths of objects that nothing can read: they may have changed.
-        namespaces: How the paths of the variables begin that are in the state of the program.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Fit:
         self.before: Mapping[str, Any] = {}
         self.inexact: list[str] = []
         self.unknown: list[str] = []
-        self.namespaces: tuple[str, ...] = ()
 
     @property
     def accepts_breaks(self) -> bool:

@@ -109,7 +109,6 @@ class Program(Part):
             for path, own in self.find_changes().items()
             if own is None or not path.startswith(skipped)
         }
-        self.fit.namespaces = self.changes.list_namespaces()
         # A dataset that is new may have another state than the one that it replaces.
         new = [path for path, own in self.changes.replaced if isinstance(own, Dataset)]
         return found, [*self.changes.unknown, *new]
