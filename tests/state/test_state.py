@@ -3,10 +3,14 @@
 import copy
 import enum
 import random
+import sys
+import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -349,9 +353,9 @@ def test_the_fold_of_a_time_and_the_order_of_a_set_are_kept():
     owner, other = Thing(own=None), Thing(own=None)
     here, there = watch(owner), watch(other)
     moment = datetime(2000, 1, 1, fold=1)  # noqa: DTZ001 - as programs have it
-    owner.own = [moment, frozenset([8, 0])]
+    owner.own = [moment, frozenset([8, 0]), Path("a")]
     assert there.restore(here.capture()[0], torch.device("cpu")) == []
-    assert (other.own[0].fold, [*other.own[1]]) == (1, [8, 0])
+    assert (other.own[0].fold, [*other.own[1]], other.own[2]) == (1, [8, 0], Path("a"))
 
 
 def test_a_change_in_a_long_tuple_is_refused():
@@ -428,3 +432,113 @@ def test_what_a_step_keeps_in_a_parameter_is_kept_or_named():
     found, unsaved = changes.capture()
     assert ([*found], unsaved, changes.unknown) == (["layer.kept", "layer.weight.count"], [], [])
     assert changes.expected == ["layer.weight.scratch", "layer.weight.hook"]
+
+
+LIBRARY = sys.modules["some_library"] = types.ModuleType("some_library")
+LIBRARY.__file__ = "/other/lib/python3/site-packages/some_library.py"
+
+
+class Weighting(Thing):
+    """An object of a library that refers back to the module."""
+
+    __module__ = "some_library"
+
+
+class Index(Thing):
+    """One that says what pickle saves of it: neither its cache nor who uses it."""
+
+    __module__ = "some_library"
+
+    def __reduce__(self):
+        return Index, (), {"labels": self.labels}
+
+
+def make_weighted():
+    owner = Thing(rate=1)
+    owner.weighting = Weighting(owner=owner, weights={}, every=1)
+    return owner, watch(owner)
+
+
+def test_an_object_of_a_library_is_put_back_if_it_holds_only_data_and_what_is_watched():
+    (owner, here), (other, there) = make_weighted(), make_weighted()
+    owner.weighting.weights, owner.weighting.every = {"a": 0.5}, 2
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert (other.weighting.weights, other.weighting.every) == ({"a": 0.5}, 2)
+    assert other.weighting.owner is other
+
+
+def test_an_object_of_a_library_that_holds_another_one_is_refused_as_a_whole():
+    owner = Thing(own=Weighting(count=0, inner=Weighting(count=0)))
+    changes = watch(owner)
+    owner.own.count = owner.own.inner.count = 1
+    assert changes.capture() == ({}, ["owner.own"])
+
+
+def read_unknown(kind, **kept):
+    """Return what is unknown of a library's object with a cache of what nothing can read."""
+    owner = kind(labels=[1], cache={}, **kept)
+    changes = watch(owner)
+    owner.cache["engine"] = threading.local()
+    owner.labels.append(2)
+    assert "owner.labels'" in changes.capture()[0]
+    return changes.unknown
+
+
+class Converted(Index):
+    """One that pickles its cache in another form."""
+
+    __module__ = "some_library"
+
+    def __reduce__(self):
+        return Index, (), {"labels": self.labels, "cache": [*self.cache]}
+
+
+def test_what_a_library_leaves_out_where_it_pickles_is_not_unknown():
+    assert read_unknown(Index, users=threading.local()) == []
+    for kind in (Weighting, Converted):
+        assert "owner.cache['engine']" in read_unknown(kind)
+
+
+def make_stats(**words):
+    owner = Thing(stats=types.SimpleNamespace(mean=0, seen=[1]), other=None, last=None)
+    return owner, watch(owner, **words)
+
+
+def test_a_new_object_in_the_place_of_one_that_is_gone_is_that_one_with_other_values():
+    (owner, here), (other, there) = make_stats(), make_stats()
+    first = other.stats
+    for mean in (1, 2):  # in each step
+        owner.stats = types.SimpleNamespace(mean=mean, seen=[*owner.stats.seen, mean])
+        owner.last = {"it": owner.stats}
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert other.stats is first is other.last["it"]
+    assert vars(other.stats) == {"mean": 2, "seen": [1, 1, 2]}
+
+
+@pytest.mark.parametrize("place", ["other", "last"])
+def test_a_new_object_in_the_place_of_one_that_something_holds_is_refused(place):
+    owner, changes = make_stats()
+    held = types.MethodType(Thing.__init__, owner.stats) if place == "other" else [owner.stats]
+    setattr(owner, place, held)
+    owner.stats = types.SimpleNamespace(mean=1, seen=[])
+    _, unsaved = changes.capture()
+    assert "owner.stats" in unsaved
+
+
+def test_values_by_weak_keys_are_put_back():
+    def make():
+        owner = Thing(first=Thing(), second=Thing())
+        owner.counts = weakref.WeakKeyDictionary({owner.first: 1})
+        return owner, watch(owner)
+
+    (owner, here), (other, there) = make(), make()
+    owner.counts[owner.first], owner.counts[owner.second] = 2, 3
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    assert [*other.counts.items()] == [(other.first, 2), (other.second, 3)]
+    assert all(own.__callback__ for own in other.counts.data)  # which drop the entry
+    late = Thing()
+    owner.counts[late] = 3
+    assert here.capture()[1] == ["owner.counts.data[ReferenceType 2]"]

@@ -4,13 +4,16 @@ import enum
 import os
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_d9m.engine.state.object_digest import (
     digest_data,
@@ -38,6 +42,8 @@ from lightning_d9m.engine.state.parts import (
     PLAIN_TYPES,
     SET,
     TENSOR,
+    VARIABLES,
+    WEAK,
     Dict,
     Holder,
     Kind,
@@ -46,13 +52,14 @@ from lightning_d9m.engine.state.parts import (
     find_kind,
     holds_objects,
     is_address,
+    leaves_out,
     list_fields,
     list_items,
     make_record,
     read_memory,
 )
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.engine.state.state import LeaveOut, Node, Watch
+from lightning_d9m.engine.state.state import LeaveOut, Node, Watch, holds_data
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
@@ -64,7 +71,7 @@ _MOST_BYTES, _ALWAYS_BYTES = 2**24, 2**12
 _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.Enum)
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
-_PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque}
+_PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque, type(Path())}
 _CONTAINERS = {list, tuple, dict, set, frozenset, deque}
 _HOLDERS = (ITEMS, DICT, SET, LONG, OBJECTS)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
@@ -234,7 +241,7 @@ class Changes:
             if data is None and self._is_of_tensor(change):
                 self.expected.append(name)
             elif is_unreadable:
-                self.unknown.append(name)
+                self.unknown += [] if self._is_left_out(change) else [name]
             elif data is None:
                 digest = digest_saved(change.value) if self._expects else None
                 if digest is None or not all(map(self._is_key, change.key)):
@@ -259,7 +266,8 @@ class Changes:
             is_removed |= _is_unreadable(change) and not hasattr(change.value, "__next__")
             if not (is_removed or _is_filled(change) or self._is_of_tensor(change)):
                 return change.path.removesuffix(_AT_FIRST)
-            self._watch.set_content(change.node, change.node.kind.read(change.node.owner))
+            node = self._watch.nodes[id(change.node.owner)]
+            self._watch.set_content(node, node.kind.read(node.owner))
         return None
 
     def restore(self, captured: Mapping[str, bytes], device: torch.device) -> list[str]:
@@ -301,7 +309,7 @@ class Changes:
         Raises:
             TypeError: If ``capture`` finds nothing there, or the value is of another type.
         """
-        own = find_kind(node.owner)
+        node, own = self._open(node), find_kind(node.owner)
         code = {id(part) for part in _list_deep(made) if isinstance(part, CODE)}
         # Such as `sys.path`, which a program may import.
         interpreter = map(id, (*vars(sys).values(), *vars(os.environ).values()))
@@ -309,7 +317,12 @@ class Changes:
         wrong = wrong or bool(code - _list_identities(node, key))
         if key and not wrong and isinstance(node.kind, Dict):
             (name,) = key
-            if node.kind.takes(node.owner, name) and name not in self._hide(node.owner):
+            holder = self._watch.paths.get(node.path.removesuffix(".data"))
+            if isinstance(name, weakref.ref) and holder is not None:
+                # It makes the references by whose calls it drops its entries.
+                node, name = replace(holder, kind=WEAK), name()
+            kind: Any = node.kind
+            if kind.takes(node.owner, name) and name not in self._hide(node.owner):
                 node.set_part(name, made)
                 return
         elif not (key or wrong) and own in _HELD and _have_same_form(node.owner, made):
@@ -336,7 +349,8 @@ class Changes:
 
     def _find_all(self) -> Iterator[Change]:
         """Yield what has changed, and all generators."""
-        changed = self._watch.find_changed()
+        while successors := self._find_successors(changed := self._watch.find_changed()):
+            self._watch.replace(successors)
         known = set(map(id, changed))
         for node in self._watch.nodes.values():
             if node.kind is GENERATOR and id(node) not in known:
@@ -347,12 +361,62 @@ class Changes:
             now = node.owner if held is None else getattr(held.owner, name, node.owner)
             if now is not node.owner and held is not None and held.kind is OPAQUE:
                 continue  # a library has replaced it, which changes the holder
-            if node.kind is OPAQUE:
+            own = self._open(node)
+            if own.kind is OPAQUE:
                 yield Change(node.path, node, (), node.owner)
-            elif isinstance(node.kind, Dict):
-                yield from self._find_parts(node)
+            elif isinstance(own.kind, Dict):
+                yield from self._find_parts(own)
             elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
+
+    def _is_left_out(self, change: Change) -> bool:
+        """Return whether what holds a change is no state, as a library says where it pickles."""
+        path = change.node.path
+        while path:
+            path, _, name = path.rpartition(".")
+            held = self._watch.paths.get(path)
+            # Of an entry of a cache the name of the cache.
+            if held is not None and leaves_out(held.owner, name.partition("[")[0]):
+                return True
+        return False
+
+    def _open(self, node: Node) -> Node:
+        """Return an object of a library as one of the program's, if all in it can be put back.
+
+        It then has the same attributes as at first, and they hold data, and objects that are
+        watched themselves, such as the module that it serves.
+        """
+        if node.kind is not OPAQUE or hasattr(node.owner, "load_state_dict"):
+            return node  # what says its state should be saved by that
+        parts, nodes = OPAQUE.read(node.owner), self._watch.nodes
+        known = getattr(node.owner, "__dict__", {}).keys() >= parts.keys() == node.content.keys()
+        opens = known and all(
+            holds_data(own) or (id(own) in nodes and nodes[id(own)].kind is not OPAQUE)
+            for own in parts.values()
+        )
+        return replace(node, kind=ATTRIBUTES) if opens else node
+
+    def _find_successors(self, changed: Iterable[Node]) -> dict[int, Any]:
+        """Find the new objects that have taken the places of those that were there at first.
+
+        A program that makes an object again in each step has one with other values, and a resumed
+        run writes these to its first one. That has the same class, and nothing holds it any more.
+        """
+        nodes, found = self._watch.nodes, dict[int, Any]()
+        holders = [own for own in changed if isinstance(own.kind, Dict) and not self._copies]
+        for node in holders:
+            for path, key, first, part in node.find_parts():
+                held, kind = nodes.get(id(first)), find_kind(part)
+                alike = held is not None and held.kind is kind and type(part) is type(first)
+                own = alike and kind in (ATTRIBUTES, VARIABLES) and id(part) not in nodes
+                saves = isinstance(part, (type, nn.Module, Optimizer, LRScheduler))
+                hidden = key in self._hide(node.owner)
+                if own and not (saves or hidden or self._leave_out(path, part)):
+                    found.setdefault(id(first), part)
+        if len({*map(id, found.values())}) < len(found):
+            return {}  # one object in the places of two
+        reached = self._watch.list_reached() if found else set()
+        return {first: part for first, part in found.items() if first not in reached}
 
     def _is_of_tensor(self, change: Change) -> bool:
         """Return whether an attribute of a tensor holds what has changed."""
@@ -408,7 +472,11 @@ class Changes:
 
     def _is_key(self, key: Any) -> bool:
         """Return whether a dict of another process has this key, and not an address."""
-        return isinstance(key, _KEYS) and not (is_address(key) and key in self._watch.nodes)
+        owner = key() if isinstance(key, weakref.ref) else key
+        refers = owner is not key and id(owner) in self._watch.nodes and not isinstance(owner, CODE)
+        return refers or (
+            isinstance(key, _KEYS) and not (is_address(key) and key in self._watch.nodes)
+        )
 
     def _is_record(self, value: Any) -> bool:
         """Return whether an object is a named tuple or a dataclass with just its fields."""
@@ -454,6 +522,8 @@ class Changes:
             raise TypeError(value)
         if not is_entered and kind is not OPAQUE and id(value) in self._watch.nodes:
             return "known", self._watch.nodes[id(value)].path
+        if type(value) is weakref.ref and id(value()) in self._watch.nodes:
+            return "weak", value()
         if not is_entered and id(value) in self._shared:
             return "shared", self._share(value)
         if self._is_record(value):
@@ -494,6 +564,8 @@ class Changes:
         match name, content:
             case "known", path:
                 return self._watch.paths[path].owner
+            case "weak", owner:
+                return weakref.ref(owner)
             case "shared", [path, number, data]:
                 if (path, number) not in self._made:
                     self._made[path, number] = decode_plain(data, self._device, self._make)
@@ -643,7 +715,7 @@ def _is_unreadable(change: Change) -> bool:
         return find_kind(value) is OPAQUE or isinstance(value, Unreadable)
     found = OPAQUE.read(value)
     known = [
-        [own for own in content if not isinstance(own, Unreadable)]
+        [own for own in content.values() if not isinstance(own, Unreadable)]
         for content in (found, change.node.content if change.node.kind is OPAQUE else found)
     ]
     return len(known[0]) < len(found) and are_same(*map(tuple, known))

@@ -120,7 +120,7 @@ class _Digest(Pickler):
             held = (kind.read(value), *own)
         else:
             closed = kind in (OPAQUE, SET)
-            self.identities += [value, *(kind.read(value) if closed else ())]
+            self.identities += [value, *(list_items(kind.read(value)) if closed else ())]
             held = own if closed else ()
         return tuple, (type(value).__qualname__, held)
 
@@ -141,6 +141,8 @@ def digest_saved(owner: Any) -> str | None:
 
 def _read_all(value: Any, kind: Kind) -> Any:
     found = kind.read(value)
-    if kind is OPAQUE and any(isinstance(part, Unreadable) for part in found):
-        raise PicklingError(value)
+    if kind is OPAQUE:
+        found = tuple(found.values())
+        if any(isinstance(part, Unreadable) for part in found):
+            raise PicklingError(value)
     return sorted(map(encode_plain, found)) if kind is SET else found

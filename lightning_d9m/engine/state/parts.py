@@ -288,10 +288,38 @@ def is_address(key: Any) -> bool:
     return isinstance(key, int) and key >= _LEAST_ADDRESS
 
 
+def leaves_out(owner: Any, name: str) -> bool:
+    """Return whether a library's object is pickled without an attribute.
+
+    Such an attribute is a cache, or has weak references to what was made of the object. One that is
+    pickled in another form is not left out.
+    """
+    part, kind = getattr(owner, "__dict__", {}).get(name, MISSING), owner.__class__
+    says = any(getattr(kind, own, None) is not getattr(object, own, None) for own in _SAVING)
+    if part is MISSING or not says or _find_kind_of_type(kind) is not OPAQUE:
+        return False  # an optimizer leaves out what the program adds to it
+    try:
+        pending = [owner.__reduce_ex__(2)]
+    except Exception:  # noqa: BLE001 - whatever a library raises
+        return False
+    seen = dict[int, Any]()
+    while pending:
+        saved = pending.pop()
+        named = isinstance(saved, str) and saved in (name, name.strip("_"))
+        if named or saved is part or isinstance(saved, bytes):
+            return False
+        enters = isinstance(saved, tuple | list | dict) and id(saved) not in seen
+        seen[id(saved)] = saved
+        pending += list_items(saved) if enters else ()
+    return True
+
+
 def _read_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of an object, in its dict or in slots."""
     own = getattr(owner, "__dict__", {})
     if not isinstance(owner, nn.Module):
+        if isinstance(owner, _SIZED):  # whose items are not read
+            return {**own, **_read_slots(owner), f"{_MEMORY}[0]": len(owner)}
         held = read_memory_of(owner) if has_memory(owner.__class__) else ()
         memory = {f"{_MEMORY}[{place}]": part for place, part in enumerate(held)}
         return {**own, **_read_slots(owner), **memory}
@@ -485,14 +513,6 @@ def _write_generator(owner: Any, encoded: bytes) -> None:
         owner.setstate(content)
 
 
-def _read_opaque(owner: Any) -> tuple[Any, ...]:
-    """Return the attributes, items and memory of an object that is not entered."""
-    own = getattr(owner, "__dict__", None)
-    size = (len(owner),) if isinstance(owner, _SIZED) else ()
-    held = () if size or not has_memory(owner.__class__) else read_memory_of(owner)
-    return (*size, *(own or {}).values(), *_read_slots(owner).values(), *held)
-
-
 class Unreadable:
     """Stands for what nothing can read, and is not equal to another one."""
 
@@ -582,6 +602,8 @@ def _encode_items(items: Any) -> Any:
     return Unreadable()
 
 
+# By which a class says what pickle saves of its objects.
+_SAVING = ("__reduce_ex__", "__reduce__", "__getstate__")
 _WRAPPERS = (staticmethod, classmethod, property)
 # Names of variables that Python sets.
 _OF_PYTHON = ("__", "_abc_impl")
@@ -593,6 +615,7 @@ ITEMS = Holder(tuple, _write_items, name=lambda _, place: f"[{place}]")
 # An array of objects.
 OBJECTS = Holder(_read_objects, _write_objects, name=lambda _, place: f"[{place - 1}]")
 DICT = Dict(_read_items, _write_items, name=_name_key)
+WEAK = Dict(dict, takes=lambda own, _: isinstance(own, weakref.WeakKeyDictionary))
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)
 ATTRIBUTES, FUNCTION, VARIABLES = (
@@ -615,7 +638,8 @@ LONG = Kind(_read_items, _write_items, are_same)
 TENSOR = Kind(_copy_tensor, _write_tensor, equal_bits, copies=True)
 ARRAY = Kind(np.array, _write_array, _equal_arrays, copies=True)
 GENERATOR = Kind(_read_generator, _write_generator)
-OPAQUE = Kind(_read_opaque, compare=are_same)
+# What is not entered: its attributes, the number of its items, and its memory.
+OPAQUE = Kind(_read_attributes, compare=are_same)
 TOLD = Kind(_ask)
 
 

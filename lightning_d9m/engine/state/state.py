@@ -27,6 +27,7 @@ from lightning_d9m.engine.state.parts import (
     TABLES,
     TENSOR,
     VARIABLES,
+    Dict,
     Holder,
     Kind,
     are_equal,
@@ -260,14 +261,14 @@ def find_data(closed: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     # A list of numbers or tensors has another kind than they have, so the loop above leaves it out.
     for path, owner in closed.items():
         for name, part in getattr(owner, "__dict__", {}).items():
-            if isinstance(part, list | deque | dict) and _holds_data(part):
+            if isinstance(part, list | deque | dict) and holds_data(part):
                 yield f"{path}.{name}", part
 
 
-def _holds_data(value: Any, depth: int = 4) -> bool:
+def holds_data(value: Any, depth: int = 4) -> bool:
     """Return whether a value is data, or a container of data, and of containers of them."""
     if find_kind(value) in (ITEMS, DICT) and depth:
-        return all(_holds_data(part, depth - 1) for part in list_items(value))
+        return all(holds_data(part, depth - 1) for part in list_items(value))
     return find_kind(value) in (None, *_DATA)
 
 
@@ -369,6 +370,21 @@ class Watch:
         node.content, node.sign = content, None
         if isinstance(node.kind, Holder):
             self._enter(node)
+
+    def list_reached(self) -> set[int]:
+        """Return the identities of all objects that the owners lead to now."""
+        found = walk(self._owners, self._leave_out, enter_owners=True, namespaces=self._namespaces)
+        return {id(value) for _, value, _ in found}
+
+    def replace(self, successors: Mapping[int, Any]) -> None:
+        """Take other objects for those that were there at first, by the identities of these."""
+        for node in [*self.nodes.values()]:
+            if (owner := successors.get(id(node.owner))) is not None:
+                self.nodes[id(owner)] = self.nodes.pop(id(node.owner))
+                node.owner, node.sign = owner, None
+            if isinstance(node.kind, Dict):
+                pairs = node.content.items()
+                node.content = {key: successors.get(id(own), own) for key, own in pairs}
 
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)

@@ -37,6 +37,7 @@ EQUAL = [
     *(("list", "a cache"), ("list", "a parameter"), ("object", "the Trainer")),
     *(("tensor", "a member"), ("structured", "a module"), ("frozen", "arguments")),
     *(("new tensor", "an optimizer"), ("list", "hyperparameters"), ("deque", "an alias")),
+    *(("pair", "a namespace"), ("described", "a parameter")),
     *(
         ("dict", "a schedule's closure"),
         ("array of objects", "a module"),
