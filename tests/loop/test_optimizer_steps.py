@@ -278,3 +278,23 @@ def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(run_prog
     end = read_ledger(parent).outcome(0).end
     assert (end.status, end.error) == ("failed", "ValueError: planted")
     assert read_ledger(child).outcome(0).end is None
+
+
+FORKED = """
+def train():
+    for step in range(4):
+        optimizer.step()
+    {end}
+import multiprocessing, sys
+process = multiprocessing.get_context("fork").Process(target=train)
+process.start()
+process.join()
+"""
+
+
+def test_a_forked_process_of_multiprocessing_is_recorded_to_its_end(run_program, tmp_path):
+    """Its parent's ledger is open, and multiprocessing forgets the parent's finalizers."""
+    run_program(FORKED.format(end=""), LIGHTNING_D9M_LEDGER_DIR=str(tmp_path))
+    _, child = list_fits(tmp_path)
+    assert [step for _, _, step in moments(child)] == [0, 3, 4]
+    assert read_ledger(child).outcome(0).end.status == "finished"

@@ -160,6 +160,9 @@ _FOLDER_SECONDS = 60.0
 # A program whose tensors do not change between so many backward passes trains nothing.
 _MOST_PASSES = 100
 _FOLDER_KEY = "lightning_d9m/optimizer_steps"
+if hasattr(os, "register_at_fork"):
+    # A forked process writes none of its parent's ledgers, so they do not have its steps in them.
+    os.register_at_fork(after_in_child=Run.open_runs.clear)
 
 
 class StepRecorder(Recorder):
@@ -290,6 +293,9 @@ class OptimizerSteps:
             # The first step's own forward pass is probed, too.
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._hooks.callback(register(self._before_forward).remove)
+        self._finish_at_exit()
+
+    def _finish_at_exit(self) -> None:
         # multiprocessing calls only those finalizers at exit that have a priority.
         # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
         self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
@@ -355,6 +361,7 @@ class OptimizerSteps:
         with self._lock:
             if self._process != os.getpid():  # forked: the ledger belongs to the parent process
                 self._process, self._run, self._ledgers = os.getpid(), None, 0
+                self._finish_at_exit()  # multiprocessing forgets the finalizers of the parent
             # Another model is trained now, and has a ledger to itself.
             if self._run is not None and not self._run.covers(optimizer):
                 self.finish()

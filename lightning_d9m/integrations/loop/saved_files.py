@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_value
@@ -74,6 +75,9 @@ class SavedFiles:
 
         for name in _SAFETENSORS:
             call_after_import(name, partial(wrap_later, name))
+        self._finish_at_exit()
+
+    def _finish_at_exit(self) -> None:
         # As for the ledger of optimizer steps, also at the end of a process of multiprocessing.
         self._hooks.callback(Finalize(None, self._finish, exitpriority=0).cancel)
 
@@ -110,7 +114,10 @@ class SavedFiles:
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-            return
+            if get_worker_info() is not None:  # a loader's worker, whose caches are no results
+                return
+            self._process, self._run, self._numbers = os.getpid(), None, Counter()
+            self._finish_at_exit()
         moment = name_saved(name)
         try:
             groups = _digest_groups(value)
