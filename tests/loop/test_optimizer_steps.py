@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_d9m import DriftError, Recorder, compare, deterministic, read_ledger
 from lightning_d9m.engine.ledger.folder import list_fits
@@ -128,6 +129,25 @@ def test_backward_passes_that_change_nothing_are_no_steps(record):
     assert record(lambda: program(0), "none") == []
     (folder,) = record(lambda: program(2))
     assert [moment for moment, *_ in moments(folder)] == ["initial", "epoch", "epoch", "final"]
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        iter,
+        lambda roots: [*map(get_gradient_edge, roots)],
+        lambda roots: get_gradient_edge(*roots),
+    ],
+    ids=["iterator", "edges", "edge"],
+)
+def test_roots_of_any_kind_get_their_gradients(record, give):
+    weight = torch.ones(3, requires_grad=True)
+
+    def program():
+        torch.autograd.backward(give([(weight * 2).sum()]), [torch.ones(())])
+
+    assert record(program) == []
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_probes_see_the_first_steps_forward_pass(record):

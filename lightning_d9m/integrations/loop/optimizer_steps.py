@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -136,10 +137,11 @@ class UnknownOptimizer(Optimizer):
         super().__init__(tensors, {})
 
 
-def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
+def list_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the tensors in which a backward pass accumulates gradients, in the graph's order."""
     # A loop with a list: a graph is deeper than Python may recurse.
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    starts = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    nodes = [node for node in starts if node is not None]
     seen, leaves = set(nodes), []
     for node in nodes:  # which grows
         if node.name() == "torch::autograd::AccumulateGrad":
@@ -279,7 +281,9 @@ class OptimizerSteps:
 
         @wraps(backward)
         def note_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._before_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
+            if not isinstance(tensors, Tensor | GradientEdge):
+                tensors = (*tensors,)  # once: it may be an iterator
+            self._before_backward(tensors)
             backward(tensors, *args, **kwargs)
 
         patches = AttributePatches()
@@ -329,7 +333,7 @@ class OptimizerSteps:
             if not trained.isdisjoint(map(id, module.parameters())):
                 self._before_step(optimizers[0])
 
-    def _before_backward(self, roots: list[Tensor]) -> None:
+    def _before_backward(self, roots: Any) -> None:
         """End a step of code without an optimizer of torch, or find out whether there is any."""
         if not self._passes_left or self._is_idle():
             return
@@ -339,10 +343,11 @@ class OptimizerSteps:
             return
         self._passes_left -= 1
         trained = set(map(id, list_parameters(self._list_optimizers())))
-        leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
+        roots = roots if type(roots) is tuple else [roots]
         try:
+            leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
             digests = digest_many(leaves)
-        except D9mError:  # tensors without memory, such as those of a transform
+        except Exception:  # noqa: BLE001 - such as of tensors without memory, those of a transform
             return
         digested = zip(leaves, digests, strict=True)
         if any(self._reached.get(leaf, digest) != digest for leaf, digest in digested):
