@@ -193,6 +193,19 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
     assert moments(second)[-1] == ("final", 1, 3)
 
 
+def test_tensors_that_replace_those_of_an_optimizer_begin_a_ledger(record):
+    def program():
+        model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        fit(model, optimizer, steps=2)
+        optimizer.param_groups[0]["params"] = [*other.parameters()]
+        fit(other, optimizer, steps=3)
+
+    first, second = record(program)
+    assert moments(first)[-1] == ("final", 0, 2)
+    assert moments(second)[-1] == ("final", 1, 3)
+
+
 @pytest.mark.parametrize(
     ("most", "variables", "warning"),
     [

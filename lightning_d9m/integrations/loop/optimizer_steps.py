@@ -188,7 +188,7 @@ class StepRecorder(Recorder):
             raise SettingError(
                 f"The variable {EVERY} is {every}; allowed: a number of optimizer steps from 1."
             )
-        self._covered = set(map(_count, optimizers))
+        self._covered = set(map(_identify, optimizers))
         peers, self._world_size = find_ranks()
         self._ranks = Ranks(peers.rank)
         self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
@@ -219,7 +219,7 @@ class StepRecorder(Recorder):
 
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
-        if _count(optimizer) in self._covered:
+        if _identify(optimizer) in self._covered:
             return True
         if not set(map(id, list_parameters([optimizer]))) <= _list_ids(self._training.model):
             return False
@@ -229,7 +229,7 @@ class StepRecorder(Recorder):
             self._run.probes.unhook()
             self._batch -= 1
             self.start_batch()
-        self._covered.add(_count(optimizer))
+        self._covered.add(_identify(optimizer))
         return True
 
     def end_step(self) -> None:
@@ -427,9 +427,9 @@ class OptimizerSteps:
             )
 
 
-def _count(optimizer: Optimizer) -> tuple[int, int]:
-    """Return what tells an optimizer, and whether a group was added to it."""
-    return id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
+def _identify(optimizer: Optimizer) -> tuple[int, ...]:
+    """Return what tells an optimizer, and whether its tensors were replaced or others added."""
+    return id(optimizer), *map(id, list_parameters([optimizer]))
 
 
 def _make_folder(rank: int, size: int, number: int) -> Path:
