@@ -224,6 +224,12 @@ def test_a_program_goes_on_where_it_cannot_be_recorded(
         assert record(train, **variables) == []
 
 
+def test_sharded_parameters_need_a_recorder(record, monkeypatch):
+    monkeypatch.setattr(optimizer_steps, "is_sharded_dtensor", lambda _: True)
+    with pytest.warns(UserWarning, match=r"are sharded, .*\nAdd a Recorder to the loop"):
+        assert record(train) == []
+
+
 def test_a_recorder_takes_precedence(record, tmp_path):
     def program():
         model = nn.Linear(4, 1)

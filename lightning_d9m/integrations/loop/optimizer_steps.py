@@ -46,6 +46,7 @@ from lightning_d9m.engine.control.settings import (
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest_many
+from lightning_d9m.engine.hashing.shards import is_sharded_dtensor
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
@@ -178,6 +179,12 @@ class StepRecorder(Recorder):
 
     def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
         request = self.read_request(os.environ)
+        if any(map(is_sharded_dtensor, list_parameters(optimizers))):
+            raise SettingError(
+                "The optimizer's parameters are sharded, and this training has no "
+                "lightning_d9m.Recorder, so ranks do not join the shards.\nAdd a Recorder to the "
+                "loop; see docs/loops.md."
+            )
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
         self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
