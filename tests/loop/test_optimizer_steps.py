@@ -337,3 +337,22 @@ def test_a_forked_process_of_multiprocessing_is_recorded_to_its_end(run_program,
     _, child = list_fits(tmp_path)
     assert [step for _, _, step in moments(child)] == [0, 3, 4]
     assert read_ledger(child).outcome(0).end.status == "finished"
+
+
+CAUGHT = "try: 1 / 0\n    except ZeroDivisionError: sys.exit(1)"
+
+
+@pytest.mark.parametrize(
+    ("place", "end", "error"),
+    [
+        (0, "import sys; sys.exit('planted')", "SystemExit: planted"),
+        (0, "import sys; sys.exit(0)", None),
+        (0, "import sys; sys.last_value = NameError('of a cell')\noptimizer.step()", None),
+        (1, FORKED.format(end="raise ValueError('planted')"), "ValueError: planted"),
+        (1, FORKED.format(end=CAUGHT), "ZeroDivisionError: division by zero"),  # as torch spawns
+    ],
+)
+def test_the_end_names_the_error_that_no_step_followed(run_program, tmp_path, place, end, error):
+    run_program(end, LIGHTNING_D9M_LEDGER_DIR=str(tmp_path))
+    found = read_ledger(list_fits(tmp_path)[place]).outcome(0).end
+    assert (found.status, found.error) == ("failed" if error else "finished", error)

@@ -275,11 +275,20 @@ class OptimizerSteps:
         self._passes_left = _MOST_PASSES
         self._reached = torch.utils.weak.WeakTensorKeyDictionary()
         self._unknown: UnknownOptimizer | None = None
+        self._exit: SystemExit | None = None  # what the program called `sys.exit` with
+        self._known: set[int] = set()  # the errors, by `id`, that were there at the last step
         self._hooks = ExitStack()
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
-        original, backward = Optimizer.__init__, torch.autograd.backward
+        original, backward, leave = Optimizer.__init__, torch.autograd.backward, sys.exit
+
+        @wraps(leave)
+        def note_exit(status: Any = None, /) -> None:
+            # Python keeps this error nowhere until the process ends.
+            self._exit = SystemExit(status)
+            self._exit.__context__ = sys.exc_info()[1]
+            leave(status)
 
         @wraps(original)
         def note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -296,6 +305,7 @@ class OptimizerSteps:
         patches = AttributePatches()
         patches.replace(Optimizer, "__init__", note)
         patches.replace(torch.autograd, "backward", note_backward)
+        patches.replace(sys, "exit", note_exit)
         self._hooks.callback(patches.undo)
         # Hooks of all optimizers are public in torch, so that no method is replaced for a step.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -320,7 +330,25 @@ class OptimizerSteps:
         """Finish the ledger that is open, if this process opened it."""
         run, self._run = self._run, None
         if run is not None and self._process == os.getpid():
-            self._attempt(lambda: run.__exit__(None, getattr(sys, "last_value", None), None))
+            error = self._find_error()
+            self._attempt(lambda: run.__exit__(None, error, None))
+
+    def _list_errors(self) -> list[BaseException]:
+        """Return the errors that may end the program."""
+        # The first is there while it ends a process of multiprocessing, or a `with` block.
+        found = sys.exc_info()[1], self._exit, getattr(sys, "last_value", None)
+        return [error for error in found if error is not None]
+
+    def _find_error(self) -> BaseException | None:
+        """Return the error that ended the training: no step followed it."""
+        for error in self._list_errors():
+            if id(error) in self._known:
+                continue
+            if not isinstance(error, SystemExit):
+                return error
+            if error.code:  # a program may report an error so, as torch's spawned processes do
+                return error.__context__ or error
+        return None
 
     def _finish_process(self) -> None:
         """Finish the ledger at the end of the process; a difference there is its exit status."""
@@ -383,6 +411,8 @@ class OptimizerSteps:
     def _after_step(self, *_: object) -> None:
         if self._run is not None and not self._is_idle():
             with self._lock:
+                self._exit = None
+                self._known = set(map(id, self._list_errors()))
                 self._attempt(self._run.end_step)
 
     def _is_idle(self) -> bool:
