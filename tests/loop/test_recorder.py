@@ -23,6 +23,7 @@ from lightning_d9m import (
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.ledger.kinds import VALIDATION
 from lightning_d9m.engine.probes.evidence import read_evidence
+from lightning_d9m.engine.recording import run
 from lightning_d9m.errors import (
     CheckpointError,
     InexactResumeError,
@@ -373,3 +374,16 @@ def test_a_final_model_and_a_loop_without_a_loader(tmp_path):
     assert final.groups["weights"] == last.groups["weights"]
     assert final.scalars == {"accuracy": (0.5).hex()}
     assert compare(folder, folder).equal
+
+
+def test_a_final_model_has_no_backward_pass(tmp_path, monkeypatch):
+    """Rank 0 alone records it, so a pass of DDP would wait for the others."""
+    passes = []
+    monkeypatch.setattr(run, "settle_buckets", passes.append)
+    with deterministic(seed=1):
+        model = nn.Linear(2, 1)
+        record_final(model, ledger_dir=tmp_path)
+        assert passes == []
+        with Recorder(tmp_path, model) as recorder:
+            recorder.begin()
+        assert passes == [model]
