@@ -363,7 +363,7 @@ class Recorder:
             seed_all(derive_seed(loaders.seed, _STAGE, **moment))
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
-        samplers = {} if resumed is None else resumed["samplers"]
+        samplers = None if resumed is None else resumed["samplers"]
         batches = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
             # After the loader has begun, whose start draws in the main process.
@@ -383,12 +383,13 @@ class Recorder:
                 self.interruption.pass_step(self.global_step, self._save)
 
     def _start_loader(
-        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any]
+        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any] | None
     ) -> Any:
         """Return an iterator of an epoch's batches without the first ones.
 
         Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
-        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted.
+        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted; None in
+        an epoch that does not continue one.
         """
         loaders, epoch, skipped = self._loaders, self.next_epoch, self._batch
         if inner is None:
@@ -396,7 +397,8 @@ class Recorder:
             for _ in zip(range(skipped), batches, strict=False):
                 pass
             return batches
-        if skipped:
+        # Also at the start of an epoch: samplers and datasets may have changed in those before it.
+        if samplers is not None:
             loaders.resume_epoch(
                 _STAGE, epoch, batches=skipped, cycled=lambda: False, samplers=samplers
             )
