@@ -437,3 +437,17 @@ def test_a_final_model_has_no_backward_pass(tmp_path, monkeypatch):
         with Recorder(tmp_path, model) as recorder:
             recorder.begin()
         assert passes == [model]
+
+
+def test_a_recorder_records_one_training_whose_losses_are_numbers(tmp_path):
+    with deterministic(seed=1):
+        model = nn.Linear(2, 1)
+        with Recorder(tmp_path, model) as recorder:
+            recorder.begin()
+            loss = model(torch.ones(1, 2)).mean()
+            recorder.step(loss=loss, kl=loss * 2)
+            assert not recorder._scalars["kl"].requires_grad
+            with pytest.raises(SettingError, match=r"shape \(2,\); allowed: one number"):
+                recorder.step(loss=torch.ones(2))
+        with pytest.raises(SettingError, match="Make a new Recorder for each training"), recorder:
+            pass

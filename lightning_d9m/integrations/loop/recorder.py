@@ -258,6 +258,11 @@ class Recorder:
     def _check_setup(self) -> InterruptRequest:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
+        if self._run.folder is not None:
+            raise SettingError(
+                f"This Recorder has written the ledger {self._run.folder}, and the numbers of its "
+                "epochs and steps belong to that. Make a new Recorder for each training."
+            )
         self._run.prepare()
         request = read_request()
         if request.debugger is not None:
@@ -536,15 +541,27 @@ class Recorder:
         self._run.end_step(self.next_epoch, self.global_step)
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
-        """Keep a loss and numbers for the next record."""
+        """Keep a loss and numbers for the next record.
+
+        Raises:
+            SettingError: If the loss is a tensor of several numbers.
+        """
         if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise SettingError(
+                    f"The loss has the shape {tuple(loss.shape)}; allowed: one number. Give the "
+                    "mean or the sum that you differentiate, such as loss.mean()."
+                )
             # Without its graph, which would keep the activations of the step, and not read: that
             # would wait for the device in each step.
             self._run.loss = loss.detach()
         elif loss is not None:
             # A number of Python has 64 bits, which the record keeps.
             self._run.loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
-        self._scalars.update(scalars)
+        given: dict[str, Any] = scalars  # a tensor is kept without its graph, as above
+        for name, value in given.items():
+            given[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        self._scalars.update(given)
 
     def epoch(self, epoch: int | None = None, **scalars: float) -> None:
         """Record the end of an epoch; compare it with the reference and across ranks.
