@@ -1,6 +1,7 @@
 """Run a training several times and assert that the results are bit-identical."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_d9m.tools.launch.run import pair_fits
 from lightning_d9m.tools.output.comparison_text import format_comparison
 
 _PAIR = 2
+_CONTAINERS = dict, list, tuple
 
 
 def assert_bit_exact(
@@ -67,8 +69,8 @@ def assert_bit_exact(
             outcomes.append((digests, list_fits(ledgers) if ledgers.exists() else []))
             if not any(outcomes[-1]):
                 raise SettingError(
-                    f"{name} returned None and no fit in it left a ledger, so there is nothing to "
-                    "compare. Return the model or its weights, or train with "
+                    f"{name} returned nothing, and no fit in it left a ledger, so there is nothing "
+                    "to compare. Return the model or its weights, or train with "
                     "callbacks=[DeterminismCallback()]."
                 )
             # After each run and not at the end: the first difference spares the runs that follow.
@@ -143,10 +145,24 @@ def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | 
 def _digest_entries(result: object) -> dict[str, str]:
     """Return one digest for each entry of a result, by the entry's path."""
     entries: dict[str, str] = {}
-    for path, entry in [] if result is None else list_pytree_leaves(result):
+    leaves = list_pytree_leaves(result)
+    # A container without entries is equal in any two runs.
+    empty = (leaf is None or (isinstance(leaf, _CONTAINERS) and not leaf) for _, leaf in leaves)
+    if all(empty):
+        return entries
+    times = Counter[str]()
+    for path, entry in leaves:
         where = f"result.{path}" if path else "result"
+        times[where] += 1
+        if times[where] > 1:  # such as of the keys 1 and "1"
+            where += f"'{times[where]}"
         # Without an import of Lightning, which a plain training loop does not need.
         found = getattr(entry, "lightning_module", entry)  # of a Trainer, the module it trained
+        if found is None and entry is not None:
+            raise SettingError(
+                f"{where} is a {type(entry).__name__} that has trained no module, so there is "
+                "nothing to compare. Call its fit before you return it."
+            )
         if isinstance(found, torch.nn.Module):
             for group in take_partial_snapshot(found).groups.values():
                 entries |= {f"{where}.{name}": digest for name, digest in group.items()}

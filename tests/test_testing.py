@@ -83,6 +83,12 @@ def test_what_a_function_returns_is_compared_without_a_ledger():
         assert_bit_exact(build)
 
 
+def test_entries_of_one_name_are_all_compared():
+    drawn = np.random.default_rng()
+    with pytest.raises(NotBitExactError, match=r"1 of 2 returned entries differ"):
+        assert_bit_exact(lambda: {1: torch.tensor(drawn.random()), "1": torch.zeros(1)})
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(2)])
 def test_every_generator_is_seeded_for_each_run(draw):
     assert_bit_exact(draw)
@@ -92,6 +98,8 @@ def test_every_generator_is_seeded_for_each_run(draw):
     ("function", "runs", "error", "message"),
     [
         (lambda: None, 2, SettingError, "nothing to compare"),
+        (lambda: {"a": [], "b": None}, 2, SettingError, "left a ledger, so there is nothing"),
+        (lambda: lightning.Trainer(**QUIET), 2, SettingError, "Trainer that has trained no module"),
         *((dict, runs, SettingError, "whole number from 2") for runs in (1, True, 2.0)),
         (lambda: 1 / 0, 2, ZeroDivisionError, "division"),
     ],
