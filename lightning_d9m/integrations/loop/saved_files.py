@@ -58,6 +58,8 @@ class SavedFiles:
         self._is_segment = is_segment()
         self._run: Run | None = None
         self._numbers: Counter[str] = Counter()
+        # The last file, until its name is known: what is saved atomically is renamed afterwards.
+        self._last: tuple[Path, dict[str, dict[str, str]]] | None = None
         self._hooks = ExitStack()
 
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
@@ -103,13 +105,13 @@ class SavedFiles:
             name = getattr(file, "name", file)  # of an open file
             if not self._is_segment and isinstance(name, str | os.PathLike):
                 with self._lock, suppress(Exception):  # the program did not ask for a ledger
-                    self._record(value, Path(os.fspath(name)).name)
+                    self._record(value, Path(os.fspath(name)).absolute())
             return result
 
         save_and_record._records_saves = True  # type: ignore[attr-defined]  # noqa: SLF001 - of ours
         return save_and_record
 
-    def _record(self, value: Any, name: str) -> None:
+    def _record(self, value: Any, file: Path) -> None:
         # The variable tells before a process group exists.
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
@@ -117,14 +119,21 @@ class SavedFiles:
             if get_worker_info() is not None:  # a loader's worker, whose caches are no results
                 return
             self._process, self._run, self._numbers = os.getpid(), None, Counter()
+            self._last = None
             self._finish_at_exit()
-        moment = name_saved(name)
+        self._write_last()
         try:
             groups = _digest_groups(value)
         except Exception:  # noqa: BLE001 - of an object, or one that is nested too deep
             groups = {UNREAD: {"value": digest_value(type(value))}}
-        if not groups:  # an empty record would be equal to any other one
+        if groups:  # an empty record would be equal to any other one
+            self._last = file, groups
+
+    def _write_last(self) -> None:
+        if self._last is None:
             return
+        (file, groups), self._last = self._last, None
+        moment = name_saved(file.name, is_temporary=not file.exists())
         if self._run is None:  # after all that may fail: an empty ledger would prove nothing
             self._run = open_alone(torch.nn.Module(), state_folder(), SAVED)
             Run.open_runs.discard(self._run)  # it records no training
@@ -134,8 +143,12 @@ class SavedFiles:
         self._run.append(Digests(moment=moment, epoch=number, step=0, totals=totals, groups=groups))
 
     def _finish(self) -> None:
+        if self._process != os.getpid():
+            return
+        with self._lock, suppress(Exception):  # as where the program saves
+            self._write_last()
         run, self._run = self._run, None
-        if run is not None and self._process == os.getpid():
+        if run is not None:
             run.end(End(status="finished"))
 
 
