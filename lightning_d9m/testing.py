@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.engine.hashing.training_state import take_partial_snapshot
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, list_fits, read_ledger
 from lightning_d9m.errors import NotBitExactError, SettingError
+from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
 from lightning_d9m.text import describe_pair
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.run import pair_fits
@@ -93,7 +94,10 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
     with deterministic(settings, **overrides):
         os.environ[LEDGER_VARIABLE] = str(ledgers)
         try:
-            yield
+            with ExitStack() as stack:
+                for steps in OptimizerSteps.installed:  # with LIGHTNING_D9M=1
+                    stack.enter_context(steps.separated())
+                yield
         finally:
             if before is None:
                 del os.environ[LEDGER_VARIABLE]

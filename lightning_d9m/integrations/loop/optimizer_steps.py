@@ -18,15 +18,15 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.util import Finalize
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -177,7 +177,9 @@ class StepRecorder(Recorder):
         run: What writes the ledger.
     """
 
-    def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
+    def __init__(
+        self, session: Session, optimizers: list[Optimizer], number: int, fit: int
+    ) -> None:
         request = self.read_request(os.environ)
         if any(map(is_sharded_dtensor, list_parameters(optimizers))):
             raise SettingError(
@@ -188,7 +190,7 @@ class StepRecorder(Recorder):
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
         self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
-        self._run, self._session, self._fit = self.run, session, number
+        self._run, self._session, self._fit = self.run, session, fit
         every = read_variable(EVERY, os.environ, int)
         self._every = _EVERY if every is None else every
         if self._every < 1:
@@ -262,14 +264,20 @@ class StepRecorder(Recorder):
 
 
 class OptimizerSteps:
-    """The hooks of a process, and the ledger that they write now."""
+    """The hooks of a process, and the ledger that they write now.
+
+    Attributes:
+        installed: The hooks that are installed.
+    """
+
+    installed: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._made: list[weakref.ref[Optimizer]] = []
         self._run: StepRecorder | None = None
-        self._ledgers = 0
+        self._ledgers = self._first = 0
         self._stopped = False
         # Whether steps are sought in backward passes, and what was found there.
         self._passes_left = _MOST_PASSES
@@ -281,6 +289,7 @@ class OptimizerSteps:
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
+        self.installed.add(self)
         original, backward, leave = Optimizer.__init__, torch.autograd.backward, sys.exit
 
         @wraps(leave)
@@ -323,6 +332,7 @@ class OptimizerSteps:
 
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""
+        self.installed.discard(self)
         with self._hooks:
             self.finish()
 
@@ -332,6 +342,19 @@ class OptimizerSteps:
         if run is not None and self._process == os.getpid():
             error = self._find_error()
             self._attempt(lambda: run.__exit__(None, error, None))
+
+    @contextmanager
+    def separated(self) -> Iterator[None]:
+        """Record the steps of the body in ledgers without other steps, with numbers from 0."""
+        self.finish()
+        first, self._first = self._first, self._ledgers
+        # Those of earlier runs may exist until Python collects them.
+        made, self._made = self._made, []
+        try:
+            yield
+        finally:
+            self.finish()
+            self._first, self._made = first, [*made, *self._made]
 
     def _list_errors(self) -> list[BaseException]:
         """Return the errors that may end the program."""
@@ -400,7 +423,7 @@ class OptimizerSteps:
     def _open_or_continue(self, optimizer: Optimizer) -> None:
         with self._lock:
             if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-                self._process, self._run, self._ledgers = os.getpid(), None, 0
+                self._process, self._run, self._ledgers, self._first = os.getpid(), None, 0, 0
                 self._finish_at_exit()  # multiprocessing forgets the finalizers of the parent
             # Another model is trained now, and has a ledger to itself.
             if self._run is not None and not self._run.covers(optimizer):
@@ -436,7 +459,7 @@ class OptimizerSteps:
         if optimizer not in optimizers:  # it was unpickled
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
-        self._run = StepRecorder(session, optimizers, number)
+        self._run = StepRecorder(session, optimizers, number, number - self._first)
         self._run.begin()
         self._run.start_batch()
 
