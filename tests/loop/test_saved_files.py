@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,21 @@ def test_the_name_of_a_file_that_is_renamed_does_not_count(tmp_path, monkeypatch
         ledgers.append(tmp_path / str(number) / "saved-000")
     assert compare(*ledgers[:2]).equal
     assert compare(ledgers[0], ledgers[2]).first.where == "saved ck.#.tmp (file 2 of this name)"
+
+
+def test_a_forked_process_of_multiprocessing_has_its_own_ledger(tmp_path, monkeypatch):
+    monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / "runs"))
+    saved = SavedFiles()
+    saved.install(call_after_import)
+    try:
+        arguments = {"w": torch.ones(2)}, tmp_path / "child.pt"
+        child = get_context("fork").Process(target=torch.save, args=arguments)
+        child.start()
+        child.join()
+    finally:
+        saved.remove()
+    outcome = read_ledger(tmp_path / "runs" / "saved-000").outcome(0)
+    assert (outcome.last.moment, outcome.end.status) == ("saved child.pt", "finished")
 
 
 def test_arrays_of_objects_have_digests(save):

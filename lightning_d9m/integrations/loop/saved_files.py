@@ -116,7 +116,7 @@ class SavedFiles:
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-            if get_worker_info() is not None:  # a loader's worker, whose caches are no results
+            if get_worker_info() is not None:  # a loader's worker, which may write a cache
                 return
             self._process, self._run, self._numbers = os.getpid(), None, Counter()
             self._last = None
