@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MARKER = "deterministic"
 _VARIABLES: "pytest.StashKey[EarlyVariables]" = pytest.StashKey()
+_GOLDEN: "pytest.StashKey[dict[Path, str]]" = pytest.StashKey()  # the test of each, unless named
 _EARLIER = (
     "In pytest: set `d9m = true` in the configuration, so that the variables are set before any "
     "conftest.py is loaded."
@@ -65,6 +66,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker, and check the settings."""
+    config.stash[_GOLDEN] = {}
     config.addinivalue_line(
         "markers",
         f"{_MARKER}(**settings): run the test and its fixtures in a deterministic session; the "
@@ -145,11 +147,15 @@ def golden_ledger(
 
     ``with golden_ledger():`` runs its body in a deterministic session. The ledgers that fits with
     a ``DeterminismCallback`` leave in it are compared with those in ``golden/<module>/<test>``
-    beside the test's file. ``pytest --d9m-update`` writes these. Call it with a name, and with
-    settings such as ``seed=42``.
+    beside the test's file. ``pytest --d9m-update`` writes these. Call it with a name, which a
+    second one in a test needs, and with settings such as ``seed=42``, which add to those of the
+    marker ``deterministic``.
     """
     home = request.path.parent / "golden" / request.path.stem
     test = request.node.nodeid.partition("::")[2]
+    marker = request.node.get_closest_marker(_MARKER)
+    marked = {} if marker is None else marker.kwargs
+    used: set[Path] = set()  # by this test
 
     @contextmanager
     def compared(name: str | None = None, **settings: Any) -> Iterator[None]:
@@ -157,8 +163,16 @@ def golden_ledger(
 
         __tracebackhide__ = True  # a failure shows the line of the test
         golden = home / re.sub(r"[^\w.-]+", "-", name or test).strip("-.")
+        # Tests may share a ledger whose name they give; one test may run again.
+        owner = test if name else request.config.stash[_GOLDEN].setdefault(golden, test)
+        if golden in used or owner != test:
+            raise SettingError(
+                f"The golden ledger {golden} is already that of {owner}. Give each its name: "
+                "golden_ledger('name')."
+            )
+        used.add(golden)
         written = tmp_path / "d9m" / golden.name
-        with as_first_run(written, None, **settings):
+        with as_first_run(written, None, **{**marked, **settings}):
             yield
         _compare_with_golden(golden, written, request.config)
 

@@ -1,8 +1,9 @@
 """Run a training several times and assert that the results are bit-identical."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +17,14 @@ from lightning_d9m.engine.hashing.nested_values import list_pytree_leaves
 from lightning_d9m.engine.hashing.training_state import take_partial_snapshot
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, list_fits, read_ledger
 from lightning_d9m.errors import NotBitExactError, SettingError
+from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
 from lightning_d9m.text import describe_pair
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.run import pair_fits
 from lightning_d9m.tools.output.comparison_text import format_comparison
 
 _PAIR = 2
+_CONTAINERS = dict, list, tuple
 
 
 def assert_bit_exact(
@@ -67,8 +70,8 @@ def assert_bit_exact(
             outcomes.append((digests, list_fits(ledgers) if ledgers.exists() else []))
             if not any(outcomes[-1]):
                 raise SettingError(
-                    f"{name} returned None and no fit in it left a ledger, so there is nothing to "
-                    "compare. Return the model or its weights, or train with "
+                    f"{name} returned nothing, and no fit in it left a ledger, so there is nothing "
+                    "to compare. Return the model or its weights, or train with "
                     "callbacks=[DeterminismCallback()]."
                 )
             # After each run and not at the end: the first difference spares the runs that follow.
@@ -91,7 +94,10 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
     with deterministic(settings, **overrides):
         os.environ[LEDGER_VARIABLE] = str(ledgers)
         try:
-            yield
+            with ExitStack() as stack:
+                for steps in OptimizerSteps.installed:  # with LIGHTNING_D9M=1
+                    stack.enter_context(steps.separated())
+                yield
         finally:
             if before is None:
                 del os.environ[LEDGER_VARIABLE]
@@ -143,10 +149,24 @@ def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | 
 def _digest_entries(result: object) -> dict[str, str]:
     """Return one digest for each entry of a result, by the entry's path."""
     entries: dict[str, str] = {}
-    for path, entry in [] if result is None else list_pytree_leaves(result):
+    leaves = list_pytree_leaves(result)
+    # A container without entries is equal in any two runs.
+    empty = (leaf is None or (isinstance(leaf, _CONTAINERS) and not leaf) for _, leaf in leaves)
+    if all(empty):
+        return entries
+    times = Counter[str]()
+    for path, entry in leaves:
         where = f"result.{path}" if path else "result"
+        times[where] += 1
+        if times[where] > 1:  # such as of the keys 1 and "1"
+            where += f"'{times[where]}"
         # Without an import of Lightning, which a plain training loop does not need.
         found = getattr(entry, "lightning_module", entry)  # of a Trainer, the module it trained
+        if found is None and entry is not None:
+            raise SettingError(
+                f"{where} is a {type(entry).__name__} that has trained no module, so there is "
+                "nothing to compare. Call its fit before you return it."
+            )
         if isinstance(found, torch.nn.Module):
             for group in take_partial_snapshot(found).groups.values():
                 entries |= {f"{where}.{name}": digest for name, digest in group.items()}

@@ -223,3 +223,34 @@ def test_a_suite_that_does_not_use_it_loads_no_torch(pytester):
     # Plugins that only take time: each pytest imports them in a second.
     others = [f"-pno:{name}" for name in ("anyio", "hydra_pytest", "hypothesispytest", "randomly")]
     pytester.runpytest_subprocess(*others).assert_outcomes(passed=1)
+
+
+def test_each_golden_ledger_has_its_name_and_the_settings_of_the_marker(suite, pytester):
+    result = suite(
+        "--d9m-update",
+        test_it="""
+        import pytest
+        from lightning_d9m.engine.control.session import active_session
+        from training import train
+
+        @pytest.mark.parametrize("name", ["a+b", "a*b"])
+        def test_ids(golden_ledger, name):
+            with golden_ledger():
+                train()
+
+        def test_twice(golden_ledger):
+            with golden_ledger("one"):
+                train()
+            with golden_ledger("one"):
+                train()
+
+        @pytest.mark.deterministic(seed=42)
+        def test_marked(golden_ledger):
+            with golden_ledger(threads=1):
+                assert active_session().settings.seed == 42
+                train()
+        """,
+    )
+    result.assert_outcomes(passed=2, failed=2)
+    lines = ["*test_ids-a-b is already that of test_ids?a+b?. Give*", "*one is already that of*"]
+    result.stdout.fnmatch_lines(lines)

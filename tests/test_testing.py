@@ -12,8 +12,17 @@ from ledger_runs import Runs
 from torch import nn
 from trainings import QUIET, make_loader, make_model
 
-from lightning_d9m import DeterminismCallback, NotBitExactError, SettingError, assert_bit_exact
+from lightning_d9m import (
+    DeterminismCallback,
+    NotBitExactError,
+    SettingError,
+    assert_bit_exact,
+    deterministic,
+    read_ledger,
+)
 from lightning_d9m.engine.control.session import active_session, next_fit
+from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, list_fits
+from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
 from lightning_d9m.testing import compare_fits
 
 
@@ -34,6 +43,31 @@ def test_an_exact_training_passes_and_leaves_nothing(tmp_path, monkeypatch):
     assert next_fit() == before[2] + 1
     assert not list(tmp_path.iterdir())
     assert "LIGHTNING_D9M_LEDGER_DIR" not in os.environ
+
+
+def train_plain():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    return model
+
+
+def test_a_plain_loop_is_exact_whose_steps_are_recorded(tmp_path, monkeypatch):
+    """As with ``LIGHTNING_D9M=1``; the steps before and after it have their own ledgers."""
+    monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path))
+    steps = OptimizerSteps()
+    with deterministic(seed=1):
+        steps.install()
+        try:
+            train_plain()
+            assert_bit_exact(train_plain, runs=3)
+            train_plain()
+        finally:
+            steps.remove()
+    ledgers = list(map(read_ledger, list_fits(tmp_path)))
+    assert [ledger.outcome(0).end.status for ledger in ledgers] == ["finished"] * 2
 
 
 def test_the_first_epoch_that_differs_is_named():
@@ -83,6 +117,12 @@ def test_what_a_function_returns_is_compared_without_a_ledger():
         assert_bit_exact(build)
 
 
+def test_entries_of_one_name_are_all_compared():
+    drawn = np.random.default_rng()
+    with pytest.raises(NotBitExactError, match=r"1 of 2 returned entries differ"):
+        assert_bit_exact(lambda: {1: torch.tensor(drawn.random()), "1": torch.zeros(1)})
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(2)])
 def test_every_generator_is_seeded_for_each_run(draw):
     assert_bit_exact(draw)
@@ -92,6 +132,8 @@ def test_every_generator_is_seeded_for_each_run(draw):
     ("function", "runs", "error", "message"),
     [
         (lambda: None, 2, SettingError, "nothing to compare"),
+        (lambda: {"a": [], "b": None}, 2, SettingError, "left a ledger, so there is nothing"),
+        (lambda: lightning.Trainer(**QUIET), 2, SettingError, "Trainer that has trained no module"),
         *((dict, runs, SettingError, "whole number from 2") for runs in (1, True, 2.0)),
         (lambda: 1 / 0, 2, ZeroDivisionError, "division"),
     ],

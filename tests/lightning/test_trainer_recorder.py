@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,7 @@ from lightning_d9m import DeterminismCallback, LedgerError, deterministic
 from lightning_d9m.engine.ledger.folder import list_evaluations, list_fits, read_ledger
 from lightning_d9m.engine.ledger.format.records import Evaluation
 from lightning_d9m.integrations.lightning.callback import AddedCallback
+from lightning_d9m.integrations.lightning.trainer_recorder import log_digest
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 WEIGHTS = "d9m/weights"
@@ -344,3 +346,8 @@ def test_outputs_without_a_digest_are_said_and_stop_nothing(tmp_path):
     (record,) = evaluations(ledger)
     assert record["undigested"] == 6
     assert "Result" in record["problem"]
+
+
+def test_a_summary_that_is_a_method_gets_no_digest():
+    experiment = type("Experiment", (), {"summary": lambda self: "text"})()
+    log_digest([SimpleNamespace(experiment=experiment)], "00", 0)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_d9m import (
     DeterminismCallback,
@@ -201,6 +202,25 @@ def test_backward_passes_that_change_nothing_are_no_steps(record):
     assert [moment for moment, *_ in moments(folder)] == ["initial", "epoch", "epoch", "final"]
 
 
+@pytest.mark.parametrize(
+    "give",
+    [
+        iter,
+        lambda roots: [*map(get_gradient_edge, roots)],
+        lambda roots: get_gradient_edge(*roots),
+    ],
+    ids=["iterator", "edges", "edge"],
+)
+def test_roots_of_any_kind_get_their_gradients(record, give):
+    weight = torch.ones(3, requires_grad=True)
+
+    def program():
+        torch.autograd.backward(give([(weight * 2).sum()]), [torch.ones(())])
+
+    assert record(program) == []
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_probes_see_the_first_steps_forward_pass(record):
     (folder,) = record(train, PROBES="output,gradient,weight")
     records = [r for r in read_ledger(folder).records(0) if type(r).__name__ != "Digests"]
@@ -244,6 +264,19 @@ def test_an_optimizer_of_the_same_model_continues_the_ledger_and_another_model_b
     assert moments(second)[-1] == ("final", 1, 3)
 
 
+def test_tensors_that_replace_those_of_an_optimizer_begin_a_ledger(record):
+    def program():
+        model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        fit(model, optimizer, steps=2)
+        optimizer.param_groups[0]["params"] = [*other.parameters()]
+        fit(other, optimizer, steps=3)
+
+    first, second = record(program)
+    assert moments(first)[-1] == ("final", 0, 2)
+    assert moments(second)[-1] == ("final", 1, 3)
+
+
 @pytest.mark.parametrize(
     ("most", "variables", "warning"),
     [
@@ -260,6 +293,12 @@ def test_a_program_goes_on_where_it_cannot_be_recorded(
     monkeypatch.setattr(interruption._FaultState, "fits", 0)
     with pytest.warns(UserWarning, match=warning):
         assert record(train, **variables) == []
+
+
+def test_sharded_parameters_need_a_recorder(record, monkeypatch):
+    monkeypatch.setattr(optimizer_steps, "is_sharded_dtensor", lambda _: True)
+    with pytest.warns(UserWarning, match=r"are sharded, .*\nAdd a Recorder to the loop"):
+        assert record(train) == []
 
 
 def test_a_recorder_takes_precedence(record, tmp_path):
@@ -349,3 +388,42 @@ def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(run_prog
     end = read_ledger(parent).outcome(0).end
     assert (end.status, end.error) == ("failed", "ValueError: planted")
     assert read_ledger(child).outcome(0).end is None
+
+
+FORKED = """
+def train():
+    for step in range(4):
+        optimizer.step()
+    {end}
+import multiprocessing, sys
+process = multiprocessing.get_context("fork").Process(target=train)
+process.start()
+process.join()
+"""
+
+
+def test_a_forked_process_of_multiprocessing_is_recorded_to_its_end(run_program, tmp_path):
+    """Its parent's ledger is open, and multiprocessing forgets the parent's finalizers."""
+    run_program(FORKED.format(end=""), LIGHTNING_D9M_LEDGER_DIR=str(tmp_path))
+    _, child = list_fits(tmp_path)
+    assert [step for _, _, step in moments(child)] == [0, 3, 4]
+    assert read_ledger(child).outcome(0).end.status == "finished"
+
+
+CAUGHT = "try: 1 / 0\n    except ZeroDivisionError: sys.exit(1)"
+
+
+@pytest.mark.parametrize(
+    ("place", "end", "error"),
+    [
+        (0, "import sys; sys.exit('planted')", "SystemExit: planted"),
+        (0, "import sys; sys.exit(0)", None),
+        (0, "import sys; sys.last_value = NameError('of a cell')\noptimizer.step()", None),
+        (1, FORKED.format(end="raise ValueError('planted')"), "ValueError: planted"),
+        (1, FORKED.format(end=CAUGHT), "ZeroDivisionError: division by zero"),  # as torch spawns
+    ],
+)
+def test_the_end_names_the_error_that_no_step_followed(run_program, tmp_path, place, end, error):
+    run_program(end, LIGHTNING_D9M_LEDGER_DIR=str(tmp_path))
+    found = read_ledger(list_fits(tmp_path)[place]).outcome(0).end
+    assert (found.status, found.error) == ("failed" if error else "finished", error)

@@ -10,6 +10,7 @@ from interruptions import end_early, resume_points
 from ledger_runs import list_batches
 from recorded_loop import leave, make_parts, train
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 from trainings import NoisyDigits, make_loader
 
 from lightning_d9m import (
@@ -23,6 +24,7 @@ from lightning_d9m import (
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.ledger.kinds import VALIDATION
 from lightning_d9m.engine.probes.evidence import read_evidence
+from lightning_d9m.engine.recording import run
 from lightning_d9m.errors import (
     CheckpointError,
     InexactResumeError,
@@ -80,6 +82,55 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, prepare):
         comparison = compare(straight.ledger, resumed.ledger)
         assert comparison.verdict == "equal"
         assert [entry.step for entry in comparison.ranks[0].actual.breaks] == [stop]
+
+
+class CountingSampler(Sampler):
+    calls = 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        self.calls += 1
+        return iter([(number * self.calls) % 8 for number in range(8)])
+
+
+class CountingDataset(Dataset):
+    reads = 0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor([float(index), self.reads])
+
+
+def train_counted(folder, *, sampler, state=None, stop=None):
+    seen = []
+    with deterministic(seed=3):
+        model = nn.Linear(2, 1)
+        loader = DataLoader(CountingDataset(), 4, sampler=CountingSampler() if sampler else None)
+        with Recorder(folder, model) as run:
+            if state is not None:
+                run.load_state_dict(state)
+            for epoch in range(run.next_epoch, 3):
+                for batch in run.batches(loader):
+                    seen.append(batch.tolist())
+                    run.step()
+                run.epoch()
+                if epoch == stop:
+                    return run.state_dict()
+    return seen
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_what_samplers_and_datasets_count_is_restored_between_epochs(tmp_path, sampler):
+    straight = train_counted(tmp_path, sampler=sampler)
+    for stop in (0, 1):
+        state = train_counted(tmp_path, sampler=sampler, stop=stop)
+        resumed = train_counted(tmp_path, sampler=sampler, state=state)
+        assert resumed == straight[2 * stop + 2 :]
 
 
 def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path, monkeypatch):
@@ -373,3 +424,30 @@ def test_a_final_model_and_a_loop_without_a_loader(tmp_path):
     assert final.groups["weights"] == last.groups["weights"]
     assert final.scalars == {"accuracy": (0.5).hex()}
     assert compare(folder, folder).equal
+
+
+def test_a_final_model_has_no_backward_pass(tmp_path, monkeypatch):
+    """Rank 0 alone records it, so a pass of DDP would wait for the others."""
+    passes = []
+    monkeypatch.setattr(run, "settle_buckets", passes.append)
+    with deterministic(seed=1):
+        model = nn.Linear(2, 1)
+        record_final(model, ledger_dir=tmp_path)
+        assert passes == []
+        with Recorder(tmp_path, model) as recorder:
+            recorder.begin()
+        assert passes == [model]
+
+
+def test_a_recorder_records_one_training_whose_losses_are_numbers(tmp_path):
+    with deterministic(seed=1):
+        model = nn.Linear(2, 1)
+        with Recorder(tmp_path, model) as recorder:
+            recorder.begin()
+            loss = model(torch.ones(1, 2)).mean()
+            recorder.step(loss=loss, kl=loss * 2)
+            assert not recorder._scalars["kl"].requires_grad
+            with pytest.raises(SettingError, match=r"shape \(2,\); allowed: one number"):
+                recorder.step(loss=torch.ones(2))
+        with pytest.raises(SettingError, match="Make a new Recorder for each training"), recorder:
+            pass

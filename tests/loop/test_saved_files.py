@@ -1,8 +1,11 @@
 """The files that a program saves are digested by their tensors, and compared by order and name."""
 
 import io
+import os
 import sys
+import tempfile
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +62,41 @@ def test_tensors_are_compared_whatever_the_file_is_called(save):
     third = compare(one, save("run3", model, {"ema": average + 1}))
     assert (third.first.where, third.first.name) == ("saved run#-#.pt (file 2 of this name)", "ema")
     assert [own.count for own in third.divergences] == [1]
+
+
+def test_the_name_of_a_file_that_is_renamed_does_not_count(tmp_path, monkeypatch):
+    """Programs that save atomically draw the name to which they write first."""
+    ledgers = []
+    for number, scale in enumerate((1, 1, 2)):
+        monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / str(number)))
+        saved = SavedFiles()
+        saved.install(call_after_import)
+        try:
+            for step in range(2):
+                file, name = tempfile.mkstemp(dir=tmp_path, prefix="ck.", suffix=".tmp")
+                os.close(file)
+                torch.save({"w": torch.ones(2) * (1 + step * scale)}, name)
+                Path(name).replace(tmp_path / "ck.pt")
+        finally:
+            saved.remove()
+        ledgers.append(tmp_path / str(number) / "saved-000")
+    assert compare(*ledgers[:2]).equal
+    assert compare(ledgers[0], ledgers[2]).first.where == "saved ck.#.tmp (file 2 of this name)"
+
+
+def test_a_forked_process_of_multiprocessing_has_its_own_ledger(tmp_path, monkeypatch):
+    monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / "runs"))
+    saved = SavedFiles()
+    saved.install(call_after_import)
+    try:
+        arguments = {"w": torch.ones(2)}, tmp_path / "child.pt"
+        child = get_context("fork").Process(target=torch.save, args=arguments)
+        child.start()
+        child.join()
+    finally:
+        saved.remove()
+    outcome = read_ledger(tmp_path / "runs" / "saved-000").outcome(0)
+    assert (outcome.last.moment, outcome.end.status) == ("saved child.pt", "finished")
 
 
 def test_arrays_of_objects_have_digests(save):

@@ -1,5 +1,8 @@
 """Hugging Face's Trainer writes ledgers that repeat, detect, and continue after a resume."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from interruptions import resume_points
@@ -235,3 +238,17 @@ def test_what_cannot_be_resumed_is_refused(example, train, tmp_path, monkeypatch
     monkeypatch.setattr(example, "Trainer", Stubborn)
     with pytest.raises(SettingError, match=r"Call super\(\)\.train"):
         train(resume=tmp_path / "points/step-12.ckpt")
+
+
+def test_an_open_session_keeps_no_model_of_a_training_that_ended(tmp_path):
+    with deterministic(seed=1):
+        model = BertForSequenceClassification(BertConfig(**SMALL))
+        samples = [{"input_ids": torch.arange(6), "labels": torch.tensor(n % 2)} for n in range(4)]
+        callback = TransformersCallback(tmp_path)
+        arguments = TrainingArguments(tmp_path, **QUIET | {"eval_strategy": "no"})
+        trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])
+        trainer.train()
+        kept = weakref.ref(model)
+        del model, trainer, callback
+        gc.collect()
+        assert kept() is None

@@ -31,6 +31,7 @@ SAVED = "saved"
 # The group of what it holds that has no digest, with the digests of the types.
 UNREAD = "unread"
 _VARIES = re.compile(r"[0-9a-f]{6,}|\d+")
+_TEMPORARY = re.compile(r"[\w-]{8,}")  # as `tempfile` and `uuid4` make them
 # The groups of runs that commit to them: SHA-256 of all batches so far, of the weights, and of the
 # other state.
 DATA, WEIGHTS_HASH, STATE_HASH = COMMITTED = ("data", "weights_sha256", "state_sha256")
@@ -46,13 +47,16 @@ VALIDATION = 10**9
 FOLLOWED_STEPS = 3
 
 
-def name_saved(file: str) -> str:
+def name_saved(file: str, *, is_temporary: bool = False) -> str:
     """Return the moment of a saved file; digits do not count, by which runs number and date files.
 
-    >>> name_saved("epoch=3.pt")
-    'saved epoch=#.pt'
+    Of a temporary name, which another takes the place of, no long part counts, which may be random.
+
+    >>> name_saved("epoch=3.pt"), name_saved("ck.x_k2pqab.tmp", is_temporary=True)
+    ('saved epoch=#.pt', 'saved ck.#.tmp')
     """
-    return f"{SAVED} {_VARIES.sub('#', file)}"
+    name = _TEMPORARY.sub("#", file) if is_temporary else file
+    return f"{SAVED} {_VARIES.sub('#', name)}"
 
 
 def describe_batch(batch: int | None) -> str:

@@ -307,7 +307,8 @@ class Run:
             Watched.watch.begin(self.folder, ranks.rank)
         ranks.raise_on_all(lambda: self._open(header, facts, parent))
         # Before the probes hook the model: its backward pass is not one of the training.
-        if control_is_on():
+        # Without optimizers nothing is trained, and rank 0 alone records the last model.
+        if control_is_on() and training.list_optimizers is not tuple:
             settle_buckets(training.model if training.wrapped is None else training.wrapped)
         self._open_probes()
         return parent is None

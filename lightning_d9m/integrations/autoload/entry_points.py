@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from lightning_d9m.engine.control.session import Session
-
 _OFF = ("", "0")
 
 
 class _AutoloadState:
-    """The session of this process, or the error that prevented it."""
+    """Whether this process has opened a session, or the error that prevented it."""
 
     started = False
-    session: "Session | None" = None
     problem: Exception | None = None
     unsupported: str | None = None  # which package is too old; empty if none is
 
@@ -128,9 +125,9 @@ def _open_session() -> None:
 
     settings = read_settings(Settings, os.environ)
     if active_session() is None:  # else the program has called `enable` itself
-        _AutoloadState.session = enable(build_from_variables(Settings, settings))
+        session = enable(build_from_variables(Settings, settings))
         # `PL_GLOBAL_SEED` then takes precedence over the default, see `resolve_seed`.
-        _AutoloadState.session.seed_is_default = "seed" not in settings
+        session.seed_is_default = "seed" not in settings
     _AutoloadState.started = True
 
 
@@ -213,7 +210,7 @@ def call_after_import(name: str, func: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Finds one module, once, with the finders after it in ``sys.meta_path``."""
+    """Finds one module, until it was executed, with the other finders in ``sys.meta_path``."""
 
     def __init__(self, name: str, func: Callable[[], None]) -> None:
         self._name = name
@@ -224,16 +221,21 @@ class _Finder:
             return None
         # Before the search continues, or it would find this finder again.
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        try:
+            spec = find_spec(fullname)
+        finally:  # a program may only look whether the module exists
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             # On the module's own loader, which `inspect` and others use later.
             load = spec.loader.exec_module
 
             def load_and_call(module: "ModuleType") -> None:
                 # The loader is then as it was, even if the module raises.
-                del vars(spec.loader)["exec_module"]
+                vars(spec.loader).pop("exec_module", None)
                 load(module)
-                self._func()
+                if self in sys.meta_path:  # no other spec of it was executed before
+                    sys.meta_path.remove(self)
+                    self._func()
 
             vars(spec.loader)["exec_module"] = load_and_call
         return spec

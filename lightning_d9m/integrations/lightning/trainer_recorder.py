@@ -420,7 +420,7 @@ def log_digest(loggers: Iterable[Any], digest: str, step: int) -> None:
             experiment.add_text(_WEIGHTS, digest, step)
         elif hasattr(experiment, "set_tag"):
             experiment.set_tag(logger.run_id, _WEIGHTS, digest)
-        elif hasattr(experiment, "summary"):
+        elif hasattr(getattr(experiment, "summary", None), "__setitem__"):
             experiment.summary[_WEIGHTS] = digest
         elif hasattr(experiment, "log_hparams"):
             logger.log_hyperparams({_WEIGHTS: digest})

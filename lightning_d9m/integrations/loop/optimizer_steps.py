@@ -18,18 +18,19 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.util import Finalize
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -46,6 +47,7 @@ from lightning_d9m.engine.control.settings import (
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest_many
+from lightning_d9m.engine.hashing.shards import is_sharded_dtensor
 from lightning_d9m.engine.ledger.command import BEGINS
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
 from lightning_d9m.engine.probes.settings import ProbeSettings
@@ -138,10 +140,11 @@ class UnknownOptimizer(Optimizer):
         super().__init__(tensors, {})
 
 
-def list_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
+def list_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the tensors in which a backward pass accumulates gradients, in the graph's order."""
     # A loop with a list: a graph is deeper than Python may recurse.
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    starts = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    nodes = [node for node in starts if node is not None]
     seen, leaves = set(nodes), []
     for node in nodes:  # which grows
         if node.name() == "torch::autograd::AccumulateGrad":
@@ -164,6 +167,9 @@ _FOLDER_SECONDS = 60.0
 # A program whose tensors do not change between so many backward passes trains nothing.
 _MOST_PASSES = 100
 _FOLDER_KEY = "lightning_d9m/optimizer_steps"
+if hasattr(os, "register_at_fork"):
+    # A forked process writes none of its parent's ledgers, so they do not have its steps in them.
+    os.register_at_fork(after_in_child=Run.open_runs.clear)
 
 
 class StepRecorder(Recorder):
@@ -175,22 +181,30 @@ class StepRecorder(Recorder):
         run: What writes the ledger.
     """
 
-    def __init__(self, session: Session, optimizers: list[Optimizer], number: int) -> None:
+    def __init__(
+        self, session: Session, optimizers: list[Optimizer], number: int, fit: int
+    ) -> None:
         others = set(map(variable_of, OF_CALLBACK))
         mine = {name: text for name, text in os.environ.items() if name not in others}
         reject_unknown_variables(RunOptions, mine)
         request = self.read_request(os.environ)
+        if any(map(is_sharded_dtensor, list_parameters(optimizers))):
+            raise SettingError(
+                "The optimizer's parameters are sharded, and this training has no "
+                "lightning_d9m.Recorder, so ranks do not join the shards.\nAdd a Recorder to the "
+                "loop; see docs/loops.md."
+            )
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
         self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
-        self._run, self._session, self._fit = self.run, session, number
+        self._run, self._session, self._fit = self.run, session, fit
         every = read_variable(EVERY, os.environ, int)
         self._every = _EVERY if every is None else every
         if self._every < 1:
             raise SettingError(
                 f"The variable {EVERY} is {every}; allowed: a number of optimizer steps from 1."
             )
-        self._covered = set(map(_count, optimizers))
+        self._covered = set(map(_identify, optimizers))
         peers, self._world_size = find_ranks()
         self._ranks = Ranks(peers.rank)
         self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
@@ -224,7 +238,7 @@ class StepRecorder(Recorder):
 
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
-        if _count(optimizer) in self._covered:
+        if _identify(optimizer) in self._covered:
             return True
         if not set(map(id, list_parameters([optimizer]))) <= _list_ids(self._training.model):
             return False
@@ -234,7 +248,7 @@ class StepRecorder(Recorder):
             self._run.probes.unhook()
             self._batch -= 1
             self.start_batch()
-        self._covered.add(_count(optimizer))
+        self._covered.add(_identify(optimizer))
         return True
 
     def end_step(self) -> None:
@@ -260,24 +274,40 @@ class StepRecorder(Recorder):
 
 
 class OptimizerSteps:
-    """The hooks of a process, and the ledger that they write now."""
+    """The hooks of a process, and the ledger that they write now.
+
+    Attributes:
+        installed: The hooks that are installed.
+    """
+
+    installed: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._made: list[weakref.ref[Optimizer]] = []
         self._run: StepRecorder | None = None
-        self._ledgers = 0
+        self._ledgers = self._first = 0
         self._stopped = False
         # Whether steps are sought in backward passes, and what was found there.
         self._passes_left = _MOST_PASSES
         self._reached = torch.utils.weak.WeakTensorKeyDictionary()
         self._unknown: UnknownOptimizer | None = None
+        self._exit: SystemExit | None = None  # what the program called `sys.exit` with
+        self._known: set[int] = set()  # the errors, by `id`, that were there at the last step
         self._hooks = ExitStack()
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
-        original, backward = Optimizer.__init__, torch.autograd.backward
+        self.installed.add(self)
+        original, backward, leave = Optimizer.__init__, torch.autograd.backward, sys.exit
+
+        @wraps(leave)
+        def note_exit(status: Any = None, /) -> None:
+            # Python keeps this error nowhere until the process ends.
+            self._exit = SystemExit(status)
+            self._exit.__context__ = sys.exc_info()[1]
+            leave(status)
 
         @wraps(original)
         def note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -286,12 +316,15 @@ class OptimizerSteps:
 
         @wraps(backward)
         def note_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._before_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
+            if not isinstance(tensors, Tensor | GradientEdge):
+                tensors = (*tensors,)  # once: it may be an iterator
+            self._before_backward(tensors)
             backward(tensors, *args, **kwargs)
 
         patches = AttributePatches()
         patches.replace(Optimizer, "__init__", note)
         patches.replace(torch.autograd, "backward", note_backward)
+        patches.replace(sys, "exit", note_exit)
         self._hooks.callback(patches.undo)
         # Hooks of all optimizers are public in torch, so that no method is replaced for a step.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -300,12 +333,16 @@ class OptimizerSteps:
             # The first step's own forward pass is probed, too.
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._hooks.callback(register(self._before_forward).remove)
+        self._finish_at_exit()
+
+    def _finish_at_exit(self) -> None:
         # multiprocessing calls only those finalizers at exit that have a priority.
         # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
         self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
 
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""
+        self.installed.discard(self)
         with self._hooks:
             self.finish()
 
@@ -313,7 +350,38 @@ class OptimizerSteps:
         """Finish the ledger that is open, if this process opened it."""
         run, self._run = self._run, None
         if run is not None and self._process == os.getpid():
-            self._attempt(lambda: run.__exit__(None, getattr(sys, "last_value", None), None))
+            error = self._find_error()
+            self._attempt(lambda: run.__exit__(None, error, None))
+
+    @contextmanager
+    def separated(self) -> Iterator[None]:
+        """Record the steps of the body in ledgers without other steps, with numbers from 0."""
+        self.finish()
+        first, self._first = self._first, self._ledgers
+        # Those of earlier runs may exist until Python collects them.
+        made, self._made = self._made, []
+        try:
+            yield
+        finally:
+            self.finish()
+            self._first, self._made = first, [*made, *self._made]
+
+    def _list_errors(self) -> list[BaseException]:
+        """Return the errors that may end the program."""
+        # The first is there while it ends a process of multiprocessing, or a `with` block.
+        found = sys.exc_info()[1], self._exit, getattr(sys, "last_value", None)
+        return [error for error in found if error is not None]
+
+    def _find_error(self) -> BaseException | None:
+        """Return the error that ended the training: no step followed it."""
+        for error in self._list_errors():
+            if id(error) in self._known:
+                continue
+            if not isinstance(error, SystemExit):
+                return error
+            if error.code:  # a program may report an error so, as torch's spawned processes do
+                return error.__context__ or error
+        return None
 
     def _finish_process(self) -> None:
         """Finish the ledger at the end of the process; a difference there is its exit status."""
@@ -333,7 +401,7 @@ class OptimizerSteps:
             if not trained.isdisjoint(map(id, module.parameters())):
                 self._before_step(optimizers[0])
 
-    def _before_backward(self, roots: list[Tensor]) -> None:
+    def _before_backward(self, roots: Any) -> None:
         """End a step of code without an optimizer of torch, or find out whether there is any."""
         if not self._passes_left or self._is_idle():
             return
@@ -343,10 +411,11 @@ class OptimizerSteps:
             return
         self._passes_left -= 1
         trained = set(map(id, list_parameters(self._list_optimizers())))
-        leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
+        roots = roots if type(roots) is tuple else [roots]
         try:
+            leaves = [leaf for leaf in list_leaves(roots) if id(leaf) not in trained]
             digests = digest_many(leaves)
-        except D9mError:  # tensors without memory, such as those of a transform
+        except Exception:  # noqa: BLE001 - such as of tensors without memory, those of a transform
             return
         digested = zip(leaves, digests, strict=True)
         if any(self._reached.get(leaf, digest) != digest for leaf, digest in digested):
@@ -364,7 +433,8 @@ class OptimizerSteps:
     def _open_or_continue(self, optimizer: Optimizer) -> None:
         with self._lock:
             if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-                self._process, self._run, self._ledgers = os.getpid(), None, 0
+                self._process, self._run, self._ledgers, self._first = os.getpid(), None, 0, 0
+                self._finish_at_exit()  # multiprocessing forgets the finalizers of the parent
             # Another model is trained now, and has a ledger to itself.
             if self._run is not None and not self._run.covers(optimizer):
                 self.finish()
@@ -374,6 +444,8 @@ class OptimizerSteps:
     def _after_step(self, *_: object) -> None:
         if self._run is not None and not self._is_idle():
             with self._lock:
+                self._exit = None
+                self._known = set(map(id, self._list_errors()))
                 self._attempt(self._run.end_step)
 
     def _is_idle(self) -> bool:
@@ -397,7 +469,7 @@ class OptimizerSteps:
         if optimizer not in optimizers:  # it was unpickled
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
-        self._run = StepRecorder(session, optimizers, number)
+        self._run = StepRecorder(session, optimizers, number, number - self._first)
         self._run.begin()
         self._run.start_batch()
 
@@ -425,9 +497,9 @@ class OptimizerSteps:
             )
 
 
-def _count(optimizer: Optimizer) -> tuple[int, int]:
-    """Return what tells an optimizer, and whether a group was added to it."""
-    return id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
+def _identify(optimizer: Optimizer) -> tuple[int, ...]:
+    """Return what tells an optimizer, and whether its tensors were replaced or others added."""
+    return id(optimizer), *map(id, list_parameters([optimizer]))
 
 
 def _make_folder(rank: int, size: int, number: int) -> Path:

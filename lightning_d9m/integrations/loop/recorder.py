@@ -258,6 +258,11 @@ class Recorder:
     def _check_setup(self) -> InterruptRequest:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
+        if self._run.folder is not None:
+            raise SettingError(
+                f"This Recorder has written the ledger {self._run.folder}, and the numbers of its "
+                "epochs and steps belong to that. Make a new Recorder for each training."
+            )
         self._run.prepare()
         request = read_request()
         if request.debugger is not None:
@@ -363,7 +368,7 @@ class Recorder:
             seed_all(derive_seed(loaders.seed, _STAGE, **moment))
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
-        samplers = {} if resumed is None else resumed["samplers"]
+        samplers = None if resumed is None else resumed["samplers"]
         batches = self._start_loader(loader, inner, samplers)
         if resumed is not None and self._batch:
             # After the loader has begun, whose start draws in the main process.
@@ -383,12 +388,13 @@ class Recorder:
                 self.interruption.pass_step(self.global_step, self._save)
 
     def _start_loader(
-        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any]
+        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any] | None
     ) -> Any:
         """Return an iterator of an epoch's batches without the first ones.
 
         Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
-        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted.
+        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted; None in
+        an epoch that does not continue one.
         """
         loaders, epoch, skipped = self._loaders, self.next_epoch, self._batch
         if inner is None:
@@ -396,7 +402,8 @@ class Recorder:
             for _ in zip(range(skipped), batches, strict=False):
                 pass
             return batches
-        if skipped:
+        # Also at the start of an epoch: samplers and datasets may have changed in those before it.
+        if samplers is not None:
             loaders.resume_epoch(
                 _STAGE, epoch, batches=skipped, cycled=lambda: False, samplers=samplers
             )
@@ -534,15 +541,27 @@ class Recorder:
         self._run.end_step(self.next_epoch, self.global_step)
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
-        """Keep a loss and numbers for the next record."""
+        """Keep a loss and numbers for the next record.
+
+        Raises:
+            SettingError: If the loss is a tensor of several numbers.
+        """
         if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise SettingError(
+                    f"The loss has the shape {tuple(loss.shape)}; allowed: one number. Give the "
+                    "mean or the sum that you differentiate, such as loss.mean()."
+                )
             # Without its graph, which would keep the activations of the step, and not read: that
             # would wait for the device in each step.
             self._run.loss = loss.detach()
         elif loss is not None:
             # A number of Python has 64 bits, which the record keeps.
             self._run.loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
-        self._scalars.update(scalars)
+        given: dict[str, Any] = scalars  # a tensor is kept without its graph, as above
+        for name, value in given.items():
+            given[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        self._scalars.update(given)
 
     def epoch(self, epoch: int | None = None, **scalars: float) -> None:
         """Record the end of an epoch; compare it with the reference and across ranks.

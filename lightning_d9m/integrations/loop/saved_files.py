@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_value
@@ -57,6 +58,8 @@ class SavedFiles:
         self._is_segment = is_segment()
         self._run: Run | None = None
         self._numbers: Counter[str] = Counter()
+        # The last file, until its name is known: what is saved atomically is renamed afterwards.
+        self._last: tuple[Path, dict[str, dict[str, str]]] | None = None
         self._hooks = ExitStack()
 
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
@@ -74,6 +77,9 @@ class SavedFiles:
 
         for name in _SAFETENSORS:
             call_after_import(name, partial(wrap_later, name))
+        self._finish_at_exit()
+
+    def _finish_at_exit(self) -> None:
         # As for the ledger of optimizer steps, also at the end of a process of multiprocessing.
         self._hooks.callback(Finalize(None, self._finish, exitpriority=0).cancel)
 
@@ -99,25 +105,35 @@ class SavedFiles:
             name = getattr(file, "name", file)  # of an open file
             if not self._is_segment and isinstance(name, str | os.PathLike):
                 with self._lock, suppress(Exception):  # the program did not ask for a ledger
-                    self._record(value, Path(os.fspath(name)).name)
+                    self._record(value, Path(os.fspath(name)).absolute())
             return result
 
         save_and_record._records_saves = True  # type: ignore[attr-defined]  # noqa: SLF001 - of ours
         return save_and_record
 
-    def _record(self, value: Any, name: str) -> None:
+    def _record(self, value: Any, file: Path) -> None:
         # The variable tells before a process group exists.
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
         if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-            return
-        moment = name_saved(name)
+            if get_worker_info() is not None:  # a loader's worker, which may write a cache
+                return
+            self._process, self._run, self._numbers = os.getpid(), None, Counter()
+            self._last = None
+            self._finish_at_exit()
+        self._write_last()
         try:
             groups = _digest_groups(value)
         except Exception:  # noqa: BLE001 - of an object, or one that is nested too deep
             groups = {UNREAD: {"value": digest_value(type(value))}}
-        if not groups:  # an empty record would be equal to any other one
+        if groups:  # an empty record would be equal to any other one
+            self._last = file, groups
+
+    def _write_last(self) -> None:
+        if self._last is None:
             return
+        (file, groups), self._last = self._last, None
+        moment = name_saved(file.name, is_temporary=not file.exists())
         if self._run is None:  # after all that may fail: an empty ledger would prove nothing
             self._run = open_alone(torch.nn.Module(), state_folder(), SAVED)
             Run.open_runs.discard(self._run)  # it records no training
@@ -127,8 +143,12 @@ class SavedFiles:
         self._run.append(Digests(moment=moment, epoch=number, step=0, totals=totals, groups=groups))
 
     def _finish(self) -> None:
+        if self._process != os.getpid():
+            return
+        with self._lock, suppress(Exception):  # as where the program saves
+            self._write_last()
         run, self._run = self._run, None
-        if run is not None and self._process == os.getpid():
+        if run is not None:
             run.end(End(status="finished"))
 
 

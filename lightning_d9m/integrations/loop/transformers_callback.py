@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._options = options
         self.recorder: TransformersRecorder | None = None
         self._is_open = False
+        # What the session calls; empty after a training, whose model and optimizer it would keep.
+        self._closing = ExitStack()
         self._target: Path | None = None  # of the next checkpoint, or of a copy
         self._redirected: list[tuple[Any, str]] = []  # arguments, and their folder before
         self._loss: Tensor | None = None
@@ -149,7 +152,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         # transformers has no event for an exception.
         # An error in a training calls no callback, so that the ledger is closed with the session,
         # or by the next training.
-        find_session().call_on_close(self._give_up)
+        self._closing.callback(self._give_up)
+        find_session().call_on_close(self._closing.close)
         self._loss = None
         # The Trainer tells its callbacks only a mean over some steps.
         self._model_hooks = [
@@ -316,6 +320,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def _close(self, error: Exception | None) -> None:
         self._is_open = False
+        self._closing.pop_all()
         self._restore_folder()
         for hook in self._model_hooks:
             hook.remove()

@@ -285,6 +285,9 @@ class RepeatReport:
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         ended = self._describe_exceptions()
         found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
+        ledgers = [entry.ledger for entry in self._compared]
+        if any(own.outcome(rank).end is None for own in ledgers for rank in own.files):
+            found["A process ended without its last record, so its end was not compared."] = None
         verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
         return " ".join([verdict, *filter(None, found)])
 

@@ -213,6 +213,7 @@ def test_a_hook_acts_once_after_an_import_and_leaves_the_module_its_loader(tmp_p
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     seen, finders = [], list(sys.meta_path)
     call_after_import("hooked_module", lambda: seen.append(sys.modules["hooked_module"].value))
+    assert importlib.util.find_spec("hooked_module")  # as a program looks whether it exists
     loaded = importlib.import_module("hooked_module")
     importlib.reload(loaded)
     assert (seen, sys.meta_path) == ([1], finders)
