@@ -189,10 +189,16 @@ def test_a_cause_on_one_of_two_ranks(locate, cause, expected, index):
 
 @pytest.mark.alone
 def test_a_race_of_two_threads(locate):
-    """It is a different step in each pair, because the threads interleave differently."""
-    status, found = locate("index_put", WITHOUT, "--tries", "5")
-    assert status == 1
-    assert (found["cause"], found["kind"]) == ("op", "op")
+    """It is a different step in each pair, because the threads interleave differently.
+
+    On a busy machine it may not come back in the look that records operations.
+    """
+    for _ in range(4):
+        status, found = locate("index_put", WITHOUT, "--tries", "5")
+        assert status == 1
+        if found["kind"] == "op":
+            break
+    assert (found["cause"], found["kind"]) == ("op", "op"), "not in one of 4 searches"
     assert found["name"] == "pool::aten.index_put.default"
     assert found["op"]["inputs_equal"]
     assert "sums.index_put((places,), values, accumulate=True)" in found["op"]["source"]
