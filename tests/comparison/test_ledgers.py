@@ -182,6 +182,23 @@ def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss
     assert compare(*folders[::-1]).verdict == found.verdict
 
 
+@pytest.mark.parametrize("is_part", [True, False])
+def test_a_segment_whose_fit_ends_early_is_not_stopped(tmp_path, is_part):
+    """What the other run trains after it counts, whether that is a segment or not."""
+
+    def write(epochs, *, ends, part=True):
+        last = [make_weights("final", epochs - 1, {})] if ends else []
+        own = {"program": {SEGMENT: "until epoch 2"}} if part else {}
+        states = [make_weights("epoch", epoch, {"w": "0" * 32}) for epoch in range(epochs)]
+        return write_rank(create_ledger_folder(tmp_path), [make_facts(), *states, *last], **own)
+
+    longer = write(3, ends=not is_part, part=is_part)
+    for ends in (True, False):
+        shorter = write(1, ends=ends)
+        for runs in ((longer, shorter), (shorter, longer)):
+            assert compare(*runs).verdict == ("different" if ends else "equal")
+
+
 class TestOneSided:
     def test_one_stopped_early(self, runs):
         """Its final state is that of another epoch."""
