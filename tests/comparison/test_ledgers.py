@@ -10,6 +10,7 @@ from ledger_runs import Runs, make_facts, make_probes, make_weights, write_rank
 from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import Evaluation, LoaderFacts, StepDigests
+from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import list_one_sided, state_verdict
 
@@ -143,6 +144,20 @@ class TestDivergence:
         comparison = compare(runs.write(), fail("0x7f01"))
         assert comparison.verdict == "different"
         assert comparison.first.names == ("status",)
+
+    def test_an_end_has_the_place_of_the_run_that_ended_first(self, runs):
+        def fail(_, records):
+            records[-3:] = [
+                make_weights("exception", 2, {"w": "0" * 32}, step=50).as_record(),
+                {"kind": "end", "status": "failed", "error": "RuntimeError: no\nmemory"},
+            ]
+
+        one, other = runs.write(), runs.write(edit=fail)
+        for found in (compare(one, other), compare(other, one)):
+            assert (found.first.is_end, found.first.epoch, found.first.step) == (True, 2, 50)
+            cause = find_cause(found)
+            assert (cause.kind, cause.narrows) == ("failure", False)
+            assert "was ended by RuntimeError: no." in cause.text
 
 
 @pytest.mark.parametrize(("kind", "first"), [("weight", "batch"), ("loss", "step")])

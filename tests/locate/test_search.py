@@ -15,6 +15,7 @@ from lightning_d9m.tools.locate import search as search_module
 from lightning_d9m.tools.locate.cause_lines import find_cause_lines, find_program
 from lightning_d9m.tools.locate.op_evidence import find_patch
 from lightning_d9m.tools.locate.search import Search
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 
 def pair(
@@ -64,6 +65,23 @@ def search(*pairs, tries=1, varying=""):
     made = [SimpleNamespace(fits={"fit-000": ledger})]
     runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made)
     return Search(runner, tries).locate(), looks
+
+
+def search_between(*ledgers):
+    """Search in two ledgers; a run that is made fails the test."""
+    runner = SimpleNamespace(command=["true"], made=[])
+    return Search(runner, 1).locate(tuple(map(RecordedRun, ledgers)))
+
+
+def test_two_runs_of_which_one_failed_are_not_run_again(runs):
+    def fail(_, records):
+        del records[-3]  # it does not reach the end of its last epoch
+        records[-2] |= {"moment": "exception", "step": 50}
+        records[-1] |= {"status": "failed", "error": "RuntimeError: no memory"}
+
+    found = search_between(runs.write(), runs.write(edit=fail))
+    assert found.looks == ["the two runs: epoch 2, step 50, where a run ended: end status"]
+    assert "This run was ended by RuntimeError: no memory." in found.cause.text
 
 
 def test_runs_that_agree():

@@ -55,6 +55,8 @@ _MODULE_PROBES = f"{_STEPS},input,output,grad_output"
 _OP_PROBES = f"{_MODULE_PROBES},op"
 # Of each step and module, whatever the program selects.
 _EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
+# The kinds of causes of two runs that running a part of them again adds nothing to.
+_KNOWN = ("stack", "incomparable", "failure")
 # The likeliest are first; a longer list would hide them.
 _MOST_LINES = 5
 
@@ -169,6 +171,8 @@ def describe_place(found: Sequence[Divergence]) -> str:
         when += f", {describe_batch(first.batch)}"
     elif first.moment in ("initial", "final"):
         when = f"the {first.moment} state"
+    elif first.is_end:
+        when += ", where a run ended"
     call = f", call {first.call}" if first.call else ""
     return f"{when}: {escape(name_value(first.kind, first.name))}{call}"
 
@@ -248,7 +252,8 @@ class Search:
         found.cause = find_cause(found.pair.comparison)
         found.divergences = earliest_divergences(found.pair.comparison)
         found.looks.append(f"the two runs: {describe_place(found.divergences)}")
-        return bool(found.divergences) and found.cause.kind not in ("stack", "incomparable")
+        # What a failure shows is in its log: a step that runs again would only be equal.
+        return bool(found.divergences) and found.cause.kind not in _KNOWN
 
     def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
         """Run the segment in which two runs part again, and tell with which one that agrees."""
@@ -285,7 +290,8 @@ class Search:
             f"Of {pluralize(made, 'new run')} of steps {segment.first:,} to {stop:,}, "
             f"{counts[0]} agree with the reference and {counts[1]} with the other run."
         )
-        if pair is None and max(counts) == made:
+        # Two runs that agree with both show nothing of the difference.
+        if pair is None and max(counts) == made > min(counts):
             other = "the other run" if counts[0] == made else "the reference"
             found.agreement += (
                 f" So {other} is the one that parted from what the program computes here: by "
