@@ -49,7 +49,7 @@ def pair(
     )
 
 
-def search(*pairs, tries=1, varying=""):
+def search(*pairs, tries=1, varying="", failed=()):
     """Search in the given pairs; return the result, and (stage, settings) of each look."""
     looks = []
     remaining = iter(pairs)
@@ -63,13 +63,13 @@ def search(*pairs, tries=1, varying=""):
 
     ledger = SimpleNamespace(header=SimpleNamespace(settings={"varying_ops": varying}))
     made = [SimpleNamespace(fits={"fit-000": ledger})]
-    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made)
+    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made, failed=failed)
     return Search(runner, tries).locate(), looks
 
 
 def search_between(*ledgers):
     """Search in two ledgers; a run that is made fails the test."""
-    runner = SimpleNamespace(command=["true"], made=[])
+    runner = SimpleNamespace(command=["true"], made=[], failed=[])
     return Search(runner, 1).locate(tuple(map(RecordedRun, ledgers)))
 
 
@@ -85,10 +85,11 @@ def test_two_runs_of_which_one_failed_are_not_run_again(runs):
 
 
 def test_runs_that_agree():
-    found, looks = search(pair(), pair(), pair(), tries=2)
+    failed = ["whole run: a run failed"]
+    found, looks = search(pair(), pair(), pair(), tries=2, failed=failed)
     assert found.cause is None
     assert len(looks) == 3
-    assert found.looks == ["whole run: nothing differs in 4 runs"]
+    assert found.looks == [*failed, "whole run: nothing differs in 4 runs"]
     said = " ".join(describe(found, determinism=True))
     assert "no two runs differ. --tries 15 would show a difference in 10% of the runs" in said
 

@@ -217,6 +217,7 @@ class Search:
             by_signal = isinstance(error, KeyboardInterrupt | SystemExit)
             reason = "by a signal" if by_signal else f"{type(error).__name__}: {error}"
             found.looks.append(f"stopped: {reason}")
+        found.looks[:0] = self._runner.failed
         if found.cause is not None:
             found.lines = find_cause_lines(self._runner.command, found.explained)[:_MOST_LINES]
             self._find_outside()
