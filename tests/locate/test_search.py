@@ -84,6 +84,15 @@ def test_two_runs_of_which_one_failed_are_not_run_again(runs):
     assert "This run was ended by RuntimeError: no memory." in found.cause.text
 
 
+def test_all_runs_with_filled_memory_are_counted():
+    """A segment runs as often as time allows."""
+    looks = SimpleNamespace(run_pairs=lambda *_, **__: iter([pair()] * 49))
+    known = Search(looks, 2)
+    first = pair("op", "a").comparison.divergences[0]
+    known._explain_inputs(first, only_numbers=False)
+    assert known._found.looks == ["filled memory: nothing differs in 50 runs"]
+
+
 def test_runs_that_agree():
     failed = ["whole run: a run failed"]
     found, looks = search(pair(), pair(), pair(), tries=2, failed=failed)
