@@ -72,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
+    known = _read_runs(arguments)
+    # A part that runs again needs what the runs had, such as their hash seed.
+    variables |= {} if known is None else known[0].variables
     output = make_output(arguments.output)
     runs = Runs(command, output, arguments.timeout)
     runner = Runner(runs, variables, beside=not arguments.one_by_one)
@@ -83,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
         # Python keeps the output of a pipe until there is a block of it, and trainings take hours.
         print(flush=True)
-    found = Search(runner, arguments.tries).locate(_read_runs(arguments))
+    found = Search(runner, arguments.tries).locate(known)
     lines = list(
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
     )
