@@ -31,6 +31,7 @@ def pair(
         differs=kind is not None,
         rank_drift=None,
         comparison=SimpleNamespace(
+            verdict="equal" if kind is None else "different",
             ranks=ranks,
             divergences=[] if kind is None else [found],
             refusals=(),
@@ -82,6 +83,14 @@ def test_two_runs_of_which_one_failed_are_not_run_again(runs):
     found = search_between(runs.write(), runs.write(edit=fail))
     assert found.looks == ["the two runs: epoch 2, step 50, where a run ended: end status"]
     assert "This run was ended by RuntimeError: no memory." in found.cause.text
+
+
+def test_a_run_that_was_killed_is_not_called_different(runs):
+    found = search_between(
+        runs.write(), runs.write(edit=lambda _, own: own.__delitem__(slice(5, 9)))
+    )
+    assert (found.verdict, found.as_json()["verdict"]) == ("incomplete", "incomplete")
+    assert next(describe(found, determinism=True)).startswith("incomplete: length. One run cont")
 
 
 def test_all_runs_with_filled_memory_are_counted():
@@ -281,6 +290,7 @@ def test_records_that_only_one_run_has_are_reported():
     alone = RunSide(9, "epoch 2", complete=True)
     rank = RankComparison(0, expected=RunSide(complete=True), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
+    longer.comparison.verdict = "different"
     longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)

@@ -104,6 +104,14 @@ class SearchResult:
     tries: int = 1
 
     @property
+    def verdict(self) -> str:
+        """As ``Comparison.verdict``: ``"incomplete"`` if a run was cut off and nothing differs."""
+        if self.cause is None:
+            return "equal"
+        is_cut = self.pair is not None and self.pair.comparison.verdict == "incomplete"
+        return "incomplete" if is_cut else "different"
+
+    @property
     def explained(self) -> str:
         """The effect that lines may explain: the cause, or that the inputs of the model differ.
 
@@ -127,7 +135,7 @@ class SearchResult:
         """Return the result for ``--json``."""
         varying = {"varying_ops": self.varying_ops} if self.varying_ops else {}
         if self.cause is None:
-            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks} | varying
+            return {"verdict": self.verdict, "runs": 2 * self.tries, "looks": self.looks} | varying
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude
@@ -149,7 +157,7 @@ class SearchResult:
             "agreement": self.agreement or None,
         }
         return {
-            "verdict": "different",
+            "verdict": self.verdict,
             "looks": self.looks,
             "cause": self.cause.kind,
             "text": self.cause.text,
