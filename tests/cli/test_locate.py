@@ -254,6 +254,17 @@ def test_two_runs_that_exist(locate, tmp_path):
     assert locate("clock", pair[0], pair[0], run=run_once)[0] == 0
 
 
+def test_a_part_runs_with_the_hash_seed_of_the_runs(runs, monkeypatch, capsys):
+    def refuse(_, variables, **__):
+        raise CommandError(f"hash seed {variables['PYTHONHASHSEED']}")
+
+    monkeypatch.setattr(locate_module, "Runner", refuse)
+    ledgers = [str(runs.write(stack={"variable.PYTHONHASHSEED": "5"})) for _ in range(2)]
+    output = str(runs.parent / "out")
+    assert main(["locate", *ledgers, "-o", output, WITHOUT, "--", "train"]) == 3
+    assert "hash seed 5" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("equal", "said"),
     [(0, ""), (1, "; the fit before it agrees"), (2, "; the 2 fits before it agree")],

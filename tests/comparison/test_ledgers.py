@@ -10,6 +10,7 @@ from ledger_runs import Runs, make_facts, make_probes, make_weights, write_rank
 from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import Evaluation, LoaderFacts, StepDigests
+from lightning_d9m.tools.comparison.causes import find_cause
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import list_one_sided, state_verdict
 
@@ -144,6 +145,20 @@ class TestDivergence:
         assert comparison.verdict == "different"
         assert comparison.first.names == ("status",)
 
+    def test_an_end_has_the_place_of_the_run_that_ended_first(self, runs):
+        def fail(_, records):
+            records[-3:] = [
+                make_weights("exception", 2, {"w": "0" * 32}, step=50).as_record(),
+                {"kind": "end", "status": "failed", "error": "RuntimeError: no\nmemory"},
+            ]
+
+        one, other = runs.write(), runs.write(edit=fail)
+        for found in (compare(one, other), compare(other, one)):
+            assert (found.first.is_end, found.first.epoch, found.first.step) == (True, 2, 50)
+            cause = find_cause(found)
+            assert (cause.kind, cause.narrows) == ("failure", False)
+            assert "was ended by RuntimeError: no." in cause.text
+
 
 @pytest.mark.parametrize(("kind", "first"), [("weight", "batch"), ("loss", "step")])
 def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
@@ -180,6 +195,23 @@ def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss
     found = compare(*folders)
     assert found.verdict == ("equal" if loss == "0x1.0000000000000p+0" else "different"), found
     assert compare(*folders[::-1]).verdict == found.verdict
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_a_segment_whose_fit_ends_early_is_not_stopped(tmp_path, is_part):
+    """What the other run trains after it counts, whether that is a segment or not."""
+
+    def write(epochs, *, ends, part=True):
+        last = [make_weights("final", epochs - 1, {})] if ends else []
+        own = {"program": {SEGMENT: "until epoch 2"}} if part else {}
+        states = [make_weights("epoch", epoch, {"w": "0" * 32}) for epoch in range(epochs)]
+        return write_rank(create_ledger_folder(tmp_path), [make_facts(), *states, *last], **own)
+
+    longer = write(3, ends=not is_part, part=is_part)
+    for ends in (True, False):
+        shorter = write(1, ends=ends)
+        for runs in ((longer, shorter), (shorter, longer)):
+            assert compare(*runs).verdict == ("different" if ends else "equal")
 
 
 class TestOneSided:

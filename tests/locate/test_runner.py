@@ -45,8 +45,13 @@ def test_runs_follow_each_other_if_one_fails_beside_the_other(make, capsys):
     runner = make(LOCKED)
     (pair,) = runner.run_pairs(WHOLE, 1)
     assert (pair.differs, len(runner.made)) == (False, 2)
-    assert "a run failed beside the other: one after the other" in capsys.readouterr().err
-    assert sorted(path.name for path in Path("d9m-runs/000").iterdir()) == ["run-001", "run-002"]
+    errors = capsys.readouterr().err
+    assert "| busy\na run failed beside the other: one after the other" in errors
+    (failed,) = Path("d9m-runs/000").glob("failed-00[12]")
+    assert (failed / "output.log").read_text() == "busy\n"
+    (said,) = runner.failed
+    assert said.endswith(f"Log: {failed.absolute() / 'output.log'}. busy")
+    assert sorted(path.name for path in failed.parent.glob("run-*")) == ["run-001", "run-002"]
 
 
 def test_a_program_that_always_fails_does_not_run_again(make, capsys):

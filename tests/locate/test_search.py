@@ -15,6 +15,7 @@ from lightning_d9m.tools.locate import search as search_module
 from lightning_d9m.tools.locate.cause_lines import find_cause_lines, find_program
 from lightning_d9m.tools.locate.op_evidence import find_patch
 from lightning_d9m.tools.locate.search import Search
+from lightning_d9m.tools.segments.segment import RecordedRun
 
 
 def pair(
@@ -30,6 +31,7 @@ def pair(
         differs=kind is not None,
         rank_drift=None,
         comparison=SimpleNamespace(
+            verdict="equal" if kind is None else "different",
             ranks=ranks,
             divergences=[] if kind is None else [found],
             refusals=(),
@@ -48,7 +50,7 @@ def pair(
     )
 
 
-def search(*pairs, tries=1, varying=""):
+def search(*pairs, tries=1, varying="", failed=()):
     """Search in the given pairs; return the result, and (stage, settings) of each look."""
     looks = []
     remaining = iter(pairs)
@@ -62,15 +64,50 @@ def search(*pairs, tries=1, varying=""):
 
     ledger = SimpleNamespace(header=SimpleNamespace(settings={"varying_ops": varying}))
     made = [SimpleNamespace(fits={"fit-000": ledger})]
-    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made)
+    runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made, failed=failed)
     return Search(runner, tries).locate(), looks
 
 
+def search_between(*ledgers):
+    """Search in two ledgers; a run that is made fails the test."""
+    runner = SimpleNamespace(command=["true"], made=[], failed=[])
+    return Search(runner, 1).locate(tuple(map(RecordedRun, ledgers)))
+
+
+def test_two_runs_of_which_one_failed_are_not_run_again(runs):
+    def fail(_, records):
+        del records[-3]  # it does not reach the end of its last epoch
+        records[-2] |= {"moment": "exception", "step": 50}
+        records[-1] |= {"status": "failed", "error": "RuntimeError: no memory"}
+
+    found = search_between(runs.write(), runs.write(edit=fail))
+    assert found.looks == ["the two runs: epoch 2, step 50, where a run ended: end status"]
+    assert "This run was ended by RuntimeError: no memory." in found.cause.text
+
+
+def test_a_run_that_was_killed_is_not_called_different(runs):
+    found = search_between(
+        runs.write(), runs.write(edit=lambda _, own: own.__delitem__(slice(5, 9)))
+    )
+    assert (found.verdict, found.as_json()["verdict"]) == ("incomplete", "incomplete")
+    assert next(describe(found, determinism=True)).startswith("incomplete: length. One run cont")
+
+
+def test_all_runs_with_filled_memory_are_counted():
+    """A segment runs as often as time allows."""
+    looks = SimpleNamespace(run_pairs=lambda *_, **__: iter([pair()] * 49))
+    known = Search(looks, 2)
+    first = pair("op", "a").comparison.divergences[0]
+    known._explain_inputs(first, only_numbers=False)
+    assert known._found.looks == ["filled memory: nothing differs in 50 runs"]
+
+
 def test_runs_that_agree():
-    found, looks = search(pair(), pair(), pair(), tries=2)
+    failed = ["whole run: a run failed"]
+    found, looks = search(pair(), pair(), pair(), tries=2, failed=failed)
     assert found.cause is None
     assert len(looks) == 3
-    assert found.looks == ["whole run: nothing differs in 4 runs"]
+    assert found.looks == [*failed, "whole run: nothing differs in 4 runs"]
     said = " ".join(describe(found, determinism=True))
     assert "no two runs differ. --tries 15 would show a difference in 10% of the runs" in said
 
@@ -253,6 +290,7 @@ def test_records_that_only_one_run_has_are_reported():
     alone = RunSide(9, "epoch 2", complete=True)
     rank = RankComparison(0, expected=RunSide(complete=True), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
+    longer.comparison.verdict = "different"
     longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ledger_runs import chain_lines, make_facts, make_header
+from ledger_runs import chain_lines, make_facts, make_header, make_weights, write_rank
 
-from lightning_d9m.engine.ledger.folder import rank_path
+from lightning_d9m.engine.ledger.command import SEGMENT
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint,
     End,
@@ -23,6 +24,7 @@ from lightning_d9m.engine.ledger.format.records import (
     encode_record,
 )
 from lightning_d9m.errors import CommandError, LedgerError
+from lightning_d9m.tools.launch.run import Run
 from lightning_d9m.tools.segments.check import (
     CheckedSegment,
     CheckReport,
@@ -193,6 +195,24 @@ def test_what_ends_one_segment_is_its_result(monkeypatch, error):
     found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
     assert (found.number, found.verdict) == (3, "failed")
     assert found.reason == "No space left on device."
+
+
+def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, monkeypatch):
+    """Each of them ends before the run, and the first end is named."""
+
+    def write(epochs, **words):
+        states = [make_weights("epoch", epoch, {"w": "0" * 32}) for epoch in range(epochs)]
+        records = [make_facts(), *states, make_weights("final", epochs - 1, {"w": "0" * 32})]
+        return write_rank(create_ledger_folder(tmp_path), records, **words)
+
+    parts = (read_ledger(write(epochs, program={SEGMENT: "until 28"})) for epochs in (1, 2))
+    runs = (Run({"fit-000": part}) for part in parts)
+    name = "lightning_d9m.tools.segments.check.run_segment"
+    monkeypatch.setattr(name, lambda *_, **__: next(runs))
+    recorded, known = RecordedRun(write(3)), CheckedSegment(0, 0, 27)
+    found = check_segment(recorded, None, Segment(None, 28), known, 27, "segment 0")
+    assert found.where == "the program ends at step 9, and the run does not"
+    assert found.verdict == "program"
 
 
 def test_checkpoints_before_a_difference_are_kept_and_others_removed(tmp_path):

@@ -1,7 +1,7 @@
 """Two runs that are compared while they run are told to end at their first difference."""
 
 import pytest
-from ledger_runs import make_digests, make_facts, make_header
+from ledger_runs import make_digests, make_facts, make_header, make_probes
 
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
@@ -59,10 +59,11 @@ def test_what_runs_may_differ_in_does_not_count(pair):
 
 
 def test_an_exception_is_no_difference(pair):
-    """The failure of that run decides, and the other one may end."""
+    """The failure of that run decides, and the other one may end, also within a batch."""
     watch, one, other = pair
-    one.write(make_digests("epoch", 0), make_digests("epoch", 1))
-    other.write(make_digests("epoch", 0), make_digests("exception", 0, step=30))
+    one.write(make_digests("epoch", 0), *make_probes([("loss", "")], [(0,)]))
+    begun = make_probes([("loss", ""), ("rng", "torch")], [])
+    other.write(make_digests("epoch", 0), *begun, make_digests("exception", 0, step=30))
     assert not watch.differs()
 
 

@@ -18,7 +18,7 @@ from lightning_d9m.engine.ledger.differences import Divergence, describe_varying
 from lightning_d9m.engine.ledger.kinds import STATE
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape
-from lightning_d9m.tools.cli.arguments import COMMAND, get_command
+from lightning_d9m.tools.cli.arguments import COMMAND, STATUS, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON, list_source
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.lint.rules import Finding
@@ -64,7 +64,7 @@ SETTINGS = {"tries": {"default": 2}}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Locate; return 0 if no runs differ, 1 if something was found."""
+    """Locate; return 0 if no runs differ, 1 if something was found, 3 if a run was cut off."""
     command = get_command(arguments)
     # Files that the program saves are recorded, too, so that a difference in them is found; the
     # user may turn that off.
@@ -72,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
+    known = _read_runs(arguments)
+    # A part that runs again needs what the runs had, such as their hash seed.
+    variables |= {} if known is None else known[0].variables
     output = make_output(arguments.output)
     runs = Runs(command, output, arguments.timeout)
     runner = Runner(runs, variables, beside=not arguments.one_by_one)
@@ -83,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_lines(wrap(f"{one.location}: {one.code} ({one.reason})", "    ", "  "))
         # Python keeps the output of a pipe until there is a block of it, and trainings take hours.
         print(flush=True)
-    found = Search(runner, arguments.tries).locate(_read_runs(arguments))
+    found = Search(runner, arguments.tries).locate(known)
     lines = list(
         describe(found, determinism=not arguments.no_determinism, verbose=arguments.verbose)
     )
@@ -97,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     (output / LOCATE_JSON).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     shown = found.as_json() | {"output": str(output)}
     print_result(arguments.format, shown, [*lines, f"ledgers:  {output}"])
-    return 1 if found.cause is not None else 0
+    return STATUS[found.verdict]
 
 
 def _read_runs(arguments: argparse.Namespace) -> tuple[RecordedRun, RecordedRun] | None:
@@ -120,7 +123,7 @@ def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -
         if determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
     else:
-        yield from wrap(f"different: {found.cause.kind}. {found.cause.text}")
+        yield from wrap(f"{found.verdict}: {found.cause.kind}. {found.cause.text}")
         yield ""
         yield from _describe_moment(found)
         named = [finding for finding in found.lines if explains(finding.rule, found.explained)]

@@ -128,11 +128,11 @@ def advise(comparison: Comparison) -> str:
 
 def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     found = earliest_divergences(comparison)
-    if not found:
+    if not found or found[0].is_end:
         sides = [side for rank in comparison.ranks for side in (rank.expected, rank.actual)]
         longer = any(side.records for side in sides)
-        cause = _CAUSES["length" if longer else "unknown"]
-        return _add_text(cause, _describe_ends(comparison) if longer else "")
+        cause = _CAUSES["end" if found else "length" if longer else "unknown"]
+        return _add_text(cause, _describe_ends(comparison) if found or longer else "")
     name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
     if name == "weight" and comparison.begins_late:
         name = "forward"

@@ -80,7 +80,9 @@ class RunSide:
         truncated: Whether its last record is torn and was skipped.
         breaks: Where the run was interrupted and resumed.
         last_step: The global step of its last record.
+        last_epoch: The epoch of that record.
         reason: What ended it; empty if that is not known.
+        ended: Whether its fit has ended; a segment is usually stopped before.
     """
 
     records: int = 0
@@ -91,7 +93,9 @@ class RunSide:
     truncated: bool = False
     breaks: tuple[Break, ...] = ()
     last_step: int = 0
+    last_epoch: int = 0
     reason: str = ""
+    ended: bool = False
 
     def note_alone(self, items: list[Item]) -> None:
         """Count records that the other run does not have, and forget them."""
@@ -104,6 +108,8 @@ class RunSide:
     def note(self, item: Item | None) -> None:
         """Keep the last step, and what ended the run, of a record of this run."""
         self.last_step = max(self.last_step, getattr(item, "step", 0))
+        self.last_epoch = max(self.last_epoch, getattr(item, "epoch", 0))
+        self.ended |= getattr(item, "moment", "") in ENDS
         if isinstance(item, End):
             self.reason = item.reason or (item.error or "").partition("\n")[0]
 
@@ -487,7 +493,7 @@ class _RankPass:
     def compare_records(self) -> Iterator[tuple[Item | None, Item | None, Divergence | None]]:
         """Yield each record that counts, its counterpart and their difference."""
         # By run, what follows the last record of both. It does not count if the other is a
-        # segment, which ends before its run does.
+        # segment that was stopped before its fit ended.
         waiting: tuple[list[Item], list[Item]] = ([], [])
         expected, actual = self._runs
         rank = self.result.rank
@@ -516,13 +522,30 @@ class _RankPass:
                     for run, records in () if is_early else zip(self._sides, waiting, strict=True):
                         run.note_alone(records)
                 yield one, other, found
-        ends = zip(self._sides, (first, second), waiting, self._are_parts[::-1], strict=True)
-        for run, file, records, other_is_part in ends:
-            run.note_alone([] if other_is_part else records)
-            run.complete, run.truncated, run.breaks = file.complete, file.truncated, (*file.breaks,)
+        self._note_ends((first, second), waiting)
         if any(self._are_parts):
             last_step = self._sides[self._are_parts.index(True)].last_step
             self.result.segment = (start[2], last_step)
+
+    def _note_ends(
+        self, files: tuple[RankReader, RankReader], waiting: tuple[list[Item], list[Item]]
+    ) -> None:
+        """Note how both files end, and what waits there."""
+        stops = [
+            is_part and not side.ended
+            for is_part, side in zip(self._are_parts, self._sides, strict=True)
+        ]
+        ends = zip(self._sides, files, waiting, stops[::-1], strict=True)
+        for run, file, records, other_stops in ends:
+            run.note_alone([] if other_stops else records)
+            run.complete, run.truncated, run.breaks = file.complete, file.truncated, (*file.breaks,)
+        if (found := self.result.trained) is not None and found.is_end:
+            # Only now: the last state of one run alone may come after the ends, which are a pair.
+            side = min(self._sides, key=lambda side: side.last_step)
+            placed = replace(found, epoch=side.last_epoch, step=side.last_step)
+            if self.result.divergence == found:
+                self.result.divergence = placed
+            self.result.trained = placed
 
     def _list_counted(
         self, records: Iterable[RecordPair], start: LedgerPosition

@@ -80,6 +80,7 @@ class Runner:
     Attributes:
         command: The command.
         made: The runs, in order.
+        failed: A sentence on each run that failed beside another one, whose folder is kept.
     """
 
     def __init__(self, runs: Runs, variables: Mapping[str, str], *, beside: bool = True) -> None:
@@ -88,6 +89,7 @@ class Runner:
         self._variables = variables
         self._beside = beside
         self.made: list[Run] = []
+        self.failed: list[str] = []
         self._numbers = count(1)
         self._looks = 0
         self._seconds = 0.0  # that the first look took
@@ -178,12 +180,26 @@ class Runner:
                 print(hint, file=sys.stderr, flush=True)
             raise failures[0]
         # They may need a port, a device or memory that only one of them can have.
+        for folder, failure in zip(folders, failures, strict=True):
+            if failure is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                self._keep_failed(folder, failure)
         print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)
         self._numbers, self._runs.fits = count(1), {}
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
         words: dict[str, Any] = dict(settings)
         return [self.run(stage, **words), self.run(stage, watched=folders[0], **words)]
+
+    def _keep_failed(self, folder: Path, failure: Exception) -> None:
+        """Rename the folder of a run that failed, and say why; it may not fail again."""
+        kept = folder.with_name(folder.name.replace("run", "failed"))
+        folder.rename(kept)
+        said = str(failure).replace(str(folder), str(kept))
+        print(said, file=sys.stderr, flush=True)
+        # The last line of its log is most often the error.
+        first, *others = said.splitlines()
+        reason = " ".join([first, *(line.lstrip(" |") for line in others[-1:])])
+        self.failed.append(f"{WHOLE}: a run failed beside the other, and both ran again: {reason}")
 
     def run_pairs(
         self,

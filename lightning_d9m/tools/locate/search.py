@@ -55,6 +55,8 @@ _MODULE_PROBES = f"{_STEPS},input,output,grad_output"
 _OP_PROBES = f"{_MODULE_PROBES},op"
 # Of each step and module, whatever the program selects.
 _EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
+# The kinds of causes of two runs that running a part of them again adds nothing to.
+_KNOWN = ("stack", "incomparable", "failure")
 # The likeliest are first; a longer list would hide them.
 _MOST_LINES = 5
 
@@ -102,6 +104,14 @@ class SearchResult:
     tries: int = 1
 
     @property
+    def verdict(self) -> str:
+        """As ``Comparison.verdict``: ``"incomplete"`` if a run was cut off and nothing differs."""
+        if self.cause is None:
+            return "equal"
+        is_cut = self.pair is not None and self.pair.comparison.verdict == "incomplete"
+        return "incomplete" if is_cut else "different"
+
+    @property
     def explained(self) -> str:
         """The effect that lines may explain: the cause, or that the inputs of the model differ.
 
@@ -125,7 +135,7 @@ class SearchResult:
         """Return the result for ``--json``."""
         varying = {"varying_ops": self.varying_ops} if self.varying_ops else {}
         if self.cause is None:
-            return {"verdict": "equal", "runs": 2 * self.tries, "looks": self.looks} | varying
+            return {"verdict": self.verdict, "runs": 2 * self.tries, "looks": self.looks} | varying
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude
@@ -147,7 +157,7 @@ class SearchResult:
             "agreement": self.agreement or None,
         }
         return {
-            "verdict": "different",
+            "verdict": self.verdict,
             "looks": self.looks,
             "cause": self.cause.kind,
             "text": self.cause.text,
@@ -169,6 +179,8 @@ def describe_place(found: Sequence[Divergence]) -> str:
         when += f", {describe_batch(first.batch)}"
     elif first.moment in ("initial", "final"):
         when = f"the {first.moment} state"
+    elif first.is_end:
+        when += ", where a run ended"
     call = f", call {first.call}" if first.call else ""
     return f"{when}: {escape(name_value(first.kind, first.name))}{call}"
 
@@ -213,6 +225,7 @@ class Search:
             by_signal = isinstance(error, KeyboardInterrupt | SystemExit)
             reason = "by a signal" if by_signal else f"{type(error).__name__}: {error}"
             found.looks.append(f"stopped: {reason}")
+        found.looks[:0] = self._runner.failed
         if found.cause is not None:
             found.lines = find_cause_lines(self._runner.command, found.explained)[:_MOST_LINES]
             self._find_outside()
@@ -248,7 +261,8 @@ class Search:
         found.cause = find_cause(found.pair.comparison)
         found.divergences = earliest_divergences(found.pair.comparison)
         found.looks.append(f"the two runs: {describe_place(found.divergences)}")
-        return bool(found.divergences) and found.cause.kind not in ("stack", "incomparable")
+        # What a failure shows is in its log: a step that runs again would only be equal.
+        return bool(found.divergences) and found.cause.kind not in _KNOWN
 
     def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
         """Run the segment in which two runs part again, and tell with which one that agrees."""
@@ -285,7 +299,8 @@ class Search:
             f"Of {pluralize(made, 'new run')} of steps {segment.first:,} to {stop:,}, "
             f"{counts[0]} agree with the reference and {counts[1]} with the other run."
         )
-        if pair is None and max(counts) == made:
+        # Two runs that agree with both show nothing of the difference.
+        if pair is None and max(counts) == made > min(counts):
             other = "the other run" if counts[0] == made else "the reference"
             found.agreement += (
                 f" So {other} is the one that parted from what the program computes here: by "
@@ -414,8 +429,12 @@ class Search:
         pairs = self._runner.run_pairs(
             "filled memory", self._tries, segment=self._choose_segment(first), filled=True
         )
-        differ = any(pair.differs for pair in pairs)
-        runs = f"nothing differs in {2 * self._tries} runs"
+        differ, made = False, 1  # run; each pair has one more
+        for pair in pairs:
+            differ, made = pair.differs, made + 1
+            if differ:
+                break
+        runs = f"nothing differs in {made} runs"
         found.looks.append(f"filled memory: {'the runs still differ' if differ else runs}")
         found.cause = OUTSIDE if differ else UNINITIALIZED
 

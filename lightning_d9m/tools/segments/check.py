@@ -340,7 +340,7 @@ class _States:
 
     sees_end: bool
     until: dict[int, int] = field(default_factory=dict)
-    alone: list[str] = field(default_factory=list)
+    alone: list[tuple[int, str]] = field(default_factory=list)
     differing: set[int] = field(default_factory=set)
 
     def watch(
@@ -356,7 +356,8 @@ class _States:
             self.until[rank] = state.step
         elif getattr(state, "moment", "") in ENDS and (other is not None or self.sees_end):
             ends, trains = ("run", "program") if other is None else ("program", "run")
-            self.alone.append(f"the {ends} ends at step {state.step:,}, and the {trains} does not")
+            said = f"the {ends} ends at step {state.step:,}, and the {trains} does not"
+            self.alone.append((state.step, said))
 
 
 def _compare(
@@ -382,7 +383,8 @@ def _compare(
         return checked.explain("refused", "", "; ".join(named)), None
     first = comparison.first
     equal_until = min(states.until.get(rank, segment.first) for rank in ledger.files)
-    problems = states.alone if first is None else [first.where]
+    # The end with the lowest step is first: both may have one.
+    problems = [said for _, said in sorted(states.alone)] if first is None else [first.where]
     if equal_until < due:
         problems.append(f"nothing is compared after step {equal_until:,}")
     if not (problems or comparison.equal):

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import find_difference
 from lightning_d9m.engine.ledger.format.reader import RankReader
-from lightning_d9m.engine.ledger.format.records import End, Resume, RunFacts, StepDigests
+from lightning_d9m.engine.ledger.format.records import (
+    End,
+    ProbeLayout,
+    Resume,
+    RunFacts,
+    StepDigests,
+)
 from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.errors import LedgerError
@@ -86,9 +92,10 @@ def _counts(item: Item) -> bool:
     """Return whether the other run should have a record, too.
 
     Two runs need not save at the same steps, and end for their own reasons; of an exception that
-    ended a run, its failure decides.
+    ended a run, its failure decides. It may end a run within a batch, whose probes then have a
+    different layout: a layout is compared as part of the probes that name it.
     """
-    is_own = isinstance(item, StepDigests | Resume | End)
+    is_own = isinstance(item, StepDigests | Resume | End | ProbeLayout)
     return not is_own and getattr(item, "moment", "") != EXCEPTION
 
 
