@@ -156,6 +156,18 @@ def test_linked_data_is_found_from_a_folder_below_the_top_and_the_commit_is_prin
     assert (folder / "data/n").read_text() == "7"
 
 
+def test_a_signal_leaves_what_the_trainings_have_shown(tmp_path, monkeypatch, d9m):
+    ending = "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nsignal.pause()"
+    names = make_repository(tmp_path / "project", [SAME, ending, OTHER])
+    monkeypatch.chdir(tmp_path / "project")
+    status, out, _ = d9m("bisect", "HEAD~2..HEAD", "--", sys.executable, "train.py")
+    assert status == 143
+    assert out.startswith("incomplete: the search was ended before it found the commit.")
+    good, bad = names[0][:10], names[2][:10]
+    assert f"  {good} equal\n  {good} equal\n  {bad} different\n" in out
+    assert "trained: 3 times for 2 commits" in out
+
+
 RACING = "import os\nVALUES = [*os.urandom(3)]"
 
 

@@ -202,9 +202,10 @@ class Bisection:
 
     @property
     def guilty(self) -> Trial | None:
-        """The training of the commit that was found; None if there are several candidates."""
-        found = [trial for trial in self.trials if trial.commit.sha == self.candidates[0].sha]
-        return found[-1] if found and len(self.candidates) == 1 else None
+        """The training of the commit that was found; None unless there is one candidate."""
+        shas = [commit.sha for commit in self.candidates]
+        found = [trial for trial in self.trials if [trial.commit.sha] == shas]
+        return found[-1] if found else None
 
     def search(self, good: Commit, bad: Commit) -> None:
         """Find the first commit after ``good`` that differs from it.
