@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from ledger_program import PROGRAM
+from rank_processes import has_ended
 
 TRAIN = f"""{PROGRAM}
 from values import VALUES
@@ -166,6 +167,17 @@ def test_a_signal_leaves_what_the_trainings_have_shown(tmp_path, monkeypatch, d9
     good, bad = names[0][:10], names[2][:10]
     assert f"  {good} equal\n  {good} equal\n  {bad} different\n" in out
     assert "trained: 3 times for 2 commits" in out
+
+
+def test_a_signal_ends_a_hook_of_git_and_leaves_no_worktree(tmp_path, bisect):
+    make_repository(tmp_path / "project", [SAME, OTHER])
+    hook = tmp_path / "project/.git/hooks/post-checkout"
+    pid = tmp_path / "pid"
+    hook.write_text(f"#!/bin/sh\necho $$ > '{pid}'\nkill {os.getpid()}\nexec sleep 60\n")
+    hook.chmod(0o755)
+    assert bisect("HEAD~1..HEAD")[0] == 143
+    assert has_ended(int(pid.read_text()), seconds=0)
+    assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
 
 
 RACING = "import os\nVALUES = [*os.urandom(3)]"
