@@ -184,6 +184,18 @@ def test_a_failing_run_leaves_its_log_and_its_ledger(repeat, tmp_path):
     assert list(tmp_path.glob("d9m-runs/000/run-002/fit-000/rank-0.jsonl"))
 
 
+@pytest.mark.parametrize("end", ["sys.exit('boom')", "os.kill(os.getppid(), 15); time.sleep(60)"])
+@pytest.mark.parametrize(("value", "status"), [("run", 1), ("7", 3)])
+def test_what_runs_have_shown_is_said_when_a_later_one_does_not_end(repeat, end, value, status):
+    """Either it fails, or the command gets SIGTERM."""
+    found, out, err = repeat(f"if run == 3: {end}\ntrain({value})", "-n", "4")
+    is_failure = "boom" in end
+    assert found == (status if is_failure else 143)
+    assert ("error: In run 3 of 4 (run 2 succeeded)" in err) == is_failure
+    said = "different: 1 of 2 runs differs" if status == 1 else "incomplete: the fits of 2 runs"
+    assert out.startswith(said)
+
+
 @pytest.mark.parametrize(("given", "expected"), [("random", "0"), ("5", "5")])
 def test_runs_start_with_a_fixed_hash_seed(repeat, tmp_path, monkeypatch, given, expected):
     monkeypatch.setenv("PYTHONHASHSEED", given)

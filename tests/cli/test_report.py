@@ -154,6 +154,18 @@ def test_all_runs_of_a_repeat_are_shown(tmp_path, report):
     assert "run-003/fit-000" in words
 
 
+def test_evaluations_of_a_repeat_are_compared(tmp_path, report):
+    """What a program saved differs, and its fits are equal."""
+    for number in (1, 2):
+        for kind, digit in (("fit", "0"), ("saved", str(number))):
+            folder = tmp_path / f"run-{number:03d}" / f"{kind}-000"
+            folder.mkdir(parents=True)
+            write_losses(tmp_path, [1.0], digit=digit, folder=folder)
+    words = Page(report(tmp_path)).words
+    assert "Different: 1 of 2 runs differs from run 1. Run 2, " in words
+    assert "run-002/saved-000" in words
+
+
 def test_names_are_escaped_and_nothing_is_loaded(tmp_path, report):
     """The page has the tags and attributes of one with harmless names; its policy forbids loads."""
     tame = [

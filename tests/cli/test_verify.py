@@ -99,6 +99,26 @@ def test_without_a_seal_the_ledger_decides(saved, verify, tmp_path):
     assert (status, "nothing to check it by" in text) == (2, True)
 
 
+ALL = "layers.0.weight, layers.0.bias, layers.1.weight and 3 more, but "
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        (lambda name: f"module.{name}", f"{ALL}module.layers.0.weight"),
+        (lambda name: name.removeprefix("layers."), f"{ALL}0.weight"),
+        (lambda name: name.replace("4.bias", "4.offset"), "layers.4.bias"),
+    ],
+)
+def test_a_tensor_that_a_file_lacks_does_not_differ(saved, verify, tmp_path, rename, said):
+    ledger, checkpoint = saved["epoch"]
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    torch.save({rename(name): own for name, own in weights.items()}, tmp_path / "weights.pt")
+    status, text = verify(tmp_path / "weights.pt", ledger)
+    assert status == 1
+    assert text.splitlines()[0].endswith(f"/weights.pt; it has no tensor named {said}")
+
+
 def test_json_holds_the_facts(saved, verify):
     ledger, checkpoint = saved["epoch"]
     found = json.loads(verify("--json", checkpoint)[1])

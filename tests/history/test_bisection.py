@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from ledger_program import PROGRAM
+from rank_processes import has_ended
 
 TRAIN = f"""{PROGRAM}
 from values import VALUES
@@ -154,6 +155,29 @@ def test_linked_data_is_found_from_a_folder_below_the_top_and_the_commit_is_prin
     assert "Rank 0, epoch 0" in text
     assert "trained: 4 times for 2 commits" in text
     assert (folder / "data/n").read_text() == "7"
+
+
+def test_a_signal_leaves_what_the_trainings_have_shown(tmp_path, monkeypatch, d9m):
+    ending = "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nsignal.pause()"
+    names = make_repository(tmp_path / "project", [SAME, ending, OTHER])
+    monkeypatch.chdir(tmp_path / "project")
+    status, out, _ = d9m("bisect", "HEAD~2..HEAD", "--", sys.executable, "train.py")
+    assert status == 143
+    assert out.startswith("incomplete: the search was ended before it found the commit.")
+    good, bad = names[0][:10], names[2][:10]
+    assert f"  {good} equal\n  {good} equal\n  {bad} different\n" in out
+    assert "trained: 3 times for 2 commits" in out
+
+
+def test_a_signal_ends_a_hook_of_git_and_leaves_no_worktree(tmp_path, bisect):
+    make_repository(tmp_path / "project", [SAME, OTHER])
+    hook = tmp_path / "project/.git/hooks/post-checkout"
+    pid = tmp_path / "pid"
+    hook.write_text(f"#!/bin/sh\necho $$ > '{pid}'\nkill {os.getpid()}\nexec sleep 60\n")
+    hook.chmod(0o755)
+    assert bisect("HEAD~1..HEAD")[0] == 143
+    assert has_ended(int(pid.read_text()), seconds=0)
+    assert len(git(tmp_path / "project", "worktree", "list").splitlines()) == 1
 
 
 RACING = "import os\nVALUES = [*os.urandom(3)]"

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from ledger_runs import make_digests, make_facts, make_probes, write_rank
 
+from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Resume
 from lightning_d9m.tools.cli import locate as locate_module
@@ -179,20 +180,38 @@ def test_no_secret_is_in_any_file(located, unpacked, monkeypatch):
     assert {"weights": {"key": "0" * 32}} in groups
 
 
-def test_a_resumed_run_becomes_one_ledger(here, runs, unpacked):
-    whole = runs.write(3)
-    first = runs.write(1, edit=lambda _, records: records.pop())
-    check = json.loads((first / "rank-0.jsonl").read_text().splitlines()[3])["check"]
-    resume = Resume(parent=f"../{first.name}", parent_check=check, epoch=1, step=23, batch=0)
+@pytest.fixture
+def resumed(here, runs):
+    """Return a function that writes a run, and one that resumes after its first epoch."""
 
-    def continue_run(_, records):
-        del records[2:4]  # the initial state and epoch 0
-        records.insert(1, resume.as_record())
+    def write(**header):
+        whole = runs.write(3)
+        first = runs.write(1, edit=lambda _, records: records.pop())
+        check = json.loads((first / "rank-0.jsonl").read_text().splitlines()[3])["check"]
+        resume = Resume(parent=f"../{first.name}", parent_check=check, epoch=1, step=23, batch=0)
 
-    resumed = runs.write(3, edit=continue_run)
-    assert compare_ledgers(*map(read_ledger, (whole, resumed))).equal
-    folder, _ = unpacked(str(whole), str(resumed))
+        def continue_run(_, records):
+            del records[2:4]  # the initial state and epoch 0
+            records.insert(1, resume.as_record())
+
+        return str(whole), str(runs.write(3, edit=continue_run, **header))
+
+    return write
+
+
+def test_a_resumed_run_becomes_one_ledger(resumed, unpacked):
+    both = resumed()
+    assert compare_ledgers(*map(read_ledger, both)).equal
+    folder, _ = unpacked(*both)
     assert compare_ledgers(*(read_ledger(folder / side) for side in SIDES)).equal
+
+
+def test_a_segment_claims_no_more_than_it_has_computed(resumed, unpacked):
+    both = resumed(program={SEGMENT: "until 69"})
+    folder, _ = unpacked(*both)
+    ledgers = (both, [folder / side for side in SIDES])
+    compared = [compare_ledgers(*map(read_ledger, pair)).ranks[0] for pair in ledgers]
+    assert [(own.segment, own.records, own.epochs) for own in compared] == [((23, 69), 4, 2)] * 2
 
 
 @pytest.mark.parametrize(

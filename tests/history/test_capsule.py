@@ -19,6 +19,7 @@ from lightning_d9m.engine.ledger.stack import capture_stack
 from lightning_d9m.engine.probes.step_tape import StepTape
 from lightning_d9m.engine.recording.interruption import STEP_FILE
 from lightning_d9m.errors import CommandError, SettingError
+from lightning_d9m.tools.cli import bundle as bundle_module
 from lightning_d9m.tools.history.capsule import (
     CAPSULE_FACTS,
     CapsuleFacts,
@@ -72,6 +73,7 @@ def test_a_step_runs_again_in_another_place(capsule, what, d9m, tmp_path, monkey
     # Of the model of 8 x 4, the batch of 8 x 8 and its classes.
     assert found["sizes"]["state"] >= 4 * (8 * 4 + 4)
     assert found["sizes"]["data"] >= 4 * 8 * 8 + 8 * 8
+    assert [own.name for own in path.parent.rglob("d9m-runs/*")] == [".gitignore"]
     monkeypatch.chdir(tmp_path)
     status, out, errors = d9m("bundle", "open", path)
     assert status == 0, errors
@@ -80,6 +82,23 @@ def test_a_step_runs_again_in_another_place(capsule, what, d9m, tmp_path, monkey
     assert any("cross_entropy" in str(entry["source"]) and entry["backward"] for entry in ops)
     with zipfile.ZipFile(path) as archive:
         assert "def fingerprint" in archive.read("source/0-goto_training.py").decode()
+
+
+def test_an_error_leaves_the_log_and_not_the_batch(tmp_path, monkeypatch, d9m):
+    def fail(_, __, runs, **___):
+        folder = runs.output / "trace/segment"
+        folder.mkdir(parents=True)
+        (folder / STEP_FILE).write_text("the batch")
+        (runs.output / "trace/output.log").write_text("boom")
+        raise CommandError("boom")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bundle_module, "trace_step", fail)
+    monkeypatch.setattr(bundle_module, "RecordedRun", lambda _: None)
+    monkeypatch.setattr("lightning_d9m.tools.history.capsule.find_step", lambda *_: None)
+    assert d9m("bundle", "run", "--step", "1", "--", "true")[0] == 3
+    left = [own.name for own in (tmp_path / "d9m-runs/000").rglob("*")]
+    assert left == ["trace", "output.log"]
 
 
 def gates(layer, x):  # of a GRU are parts of one tensor, each written in place

@@ -185,6 +185,20 @@ def test_no_step_is_left_out_if_a_checkpoint_cannot_be_linked(tmp_path, monkeypa
     assert found == [(0, 16), (15, 46), (45, 46)]
 
 
+def test_the_last_segment_of_a_killed_run_is_checked_too(tmp_path):
+    (tmp_path / "fit-000").mkdir()
+    records = [make_header(), make_facts(), StepDigests(epoch=0, step=9, totals={}, entries={})]
+    rank_path(tmp_path / "fit-000", 0).write_bytes(chain_lines(map(encode_record, records)))
+    found = []
+
+    def check(_, segment):
+        found.append((segment.first, segment.stop))
+        return CheckedSegment(segment.number, 0, 0)
+
+    follow_run(tmp_path / "fit-000", tmp_path / "links", check, 0.01)
+    assert found == [(0, 9)]
+
+
 @pytest.mark.parametrize("error", [CommandError, LedgerError])
 def test_what_ends_one_segment_is_its_result(monkeypatch, error):
     def fail(*_, **__):
@@ -229,6 +243,13 @@ def test_checkpoints_before_a_difference_are_kept_and_others_removed(tmp_path):
             pass
         assert [path.name for path in folder.glob("*")] == left
     assert not folder.exists()
+
+
+def test_a_check_that_ends_before_its_first_segment_is_shown(tmp_path):
+    report, shown = CheckReport(str(tmp_path)), []
+    with pytest.raises(KeyboardInterrupt), report.kept(tmp_path / "links", lambda: shown.append(1)):
+        raise KeyboardInterrupt
+    assert (shown, report.verdict) == ([1], "incomplete")
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

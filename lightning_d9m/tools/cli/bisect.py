@@ -34,11 +34,20 @@ def run(arguments: argparse.Namespace) -> int:
     good, bad = _find_commits(repository, arguments.commits)
     runs = Runs(command, make_output(arguments.output), arguments.timeout)
     search = Bisection(repository, runs, arguments.until, arguments.link)
-    search.search(good, bad)
-    facts = _list_facts(search) | {"output": str(runs.output)}
-    lines = format_bisection(search, verbose=arguments.verbose)
-    print_result(arguments.format, facts, [*lines, "", f"ledgers: {runs.output}"])
+    try:
+        search.search(good, bad)
+    except (KeyboardInterrupt, SystemExit):  # a signal
+        _print_out(search, arguments)
+        raise
+    _print_out(search, arguments)
     return 1
+
+
+def _print_out(search: Bisection, arguments: argparse.Namespace) -> None:
+    output = search.runs.output
+    facts = _list_facts(search) | {"output": str(output)}
+    lines = format_bisection(search, verbose=arguments.verbose)
+    print_result(arguments.format, facts, [*lines, "", f"ledgers: {output}"])
 
 
 def _find_commits(repository: Repository, commits: str) -> tuple[Commit, Commit]:
@@ -77,8 +86,12 @@ def _list_facts(found: Bisection) -> dict[str, object]:
 def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:
     """Return the lines of the result: the commit, and what differs first."""
     candidates = [f"{own.short} {escape(own.title, 200)}" for own in found.candidates]
-    lines = wrap(f"first commit that differs: {candidates[0]}")
-    if candidates[1:]:
+    if not candidates:
+        lines = ["incomplete: the search was ended before it found the commit."]
+        lines += [f"  {own.commit.short} {own.verdict}" for own in found.trials]
+    elif not candidates[1:]:
+        lines = wrap(f"first commit that differs: {candidates[0]}")
+    else:
         lines = wrap(
             f"The first commit that differs is one of these {len(candidates)}; the others in "
             "between did not train:"

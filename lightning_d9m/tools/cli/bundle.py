@@ -92,14 +92,17 @@ def _write_capsule(arguments: argparse.Namespace, paths: list[Path], output: Pat
     recorded = RecordedRun(paths[0])
     segment = capsule.find_step(recorded, arguments.step)
     runs = Runs(command, make_output(None), arguments.timeout)
-    ledger = trace_step(recorded, segment, runs, probes=capsule.STATE)
-    comparison = compare_ledgers(recorded.ledger, ledger)
-    content = runs.output / "trace/segment" / STEP_FILE
-    differs = "" if comparison.equal else state_verdict(comparison)
-    words = {"with_data": arguments.with_data, "differs": differs}
-    capsule.write_capsule(output, arguments.step, ledger, content, **words)
-    # It holds the values of the batch, which the capsule may leave out for good reason.
-    shutil.rmtree(runs.output / "trace")
+    try:
+        ledger = trace_step(recorded, segment, runs, probes=capsule.STATE)
+        comparison = compare_ledgers(recorded.ledger, ledger)
+        content = runs.output / "trace/segment" / STEP_FILE
+        differs = "" if comparison.equal else state_verdict(comparison)
+        words = {"with_data": arguments.with_data, "differs": differs}
+        capsule.write_capsule(output, arguments.step, ledger, content, **words)
+    finally:
+        # It holds the values of the batch, which the capsule may leave out for good reason.
+        shutil.rmtree(runs.output / "trace/segment", ignore_errors=True)
+    shutil.rmtree(runs.output)  # an error names the log in it
     # Without its data a capsule is as it should be if what runs of it is equal.
     return _run_capsule(arguments, output, may_lack_data=not arguments.with_data, is_written=True)
 

@@ -20,9 +20,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from lightning_d9m.errors import CommandError, D9mError
-from lightning_d9m.text import printable
 from lightning_d9m.tools.cli.arguments import declare_command
-from lightning_d9m.tools.output.terminal import wrap
+from lightning_d9m.tools.output.terminal import print_error
 from lightning_d9m.version import __version__
 
 _MAX_WIDTH = 100  # as of tables: longer lines are hard to read
@@ -135,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen is not None and chosen not in COMMANDS:
         alike = get_close_matches(chosen, COMMANDS, n=1)
         hint = "".join(f"Did you mean `d9m {name}`? " for name in alike)
-        _print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
+        print_error(f"{chosen!r} is not a command. {hint}Commands: {', '.join(COMMANDS)}.")
         return _ERROR
     # argparse would take the first word of a training for an argument that may be left out.
     trains = chosen and _TRAINING in _import(chosen).ARGUMENTS
@@ -187,7 +186,7 @@ def _run(arguments: argparse.Namespace) -> int:
         # Flush here, where a closed pipe can be handled, and not when the interpreter exits.
         sys.stdout.flush()
     except D9mError as error:
-        _print_error(str(error))
+        print_error(str(error))
         return _FAILED if isinstance(error, CommandError) else _ERROR
     except KeyboardInterrupt:
         print("d9m: interrupted.", file=sys.stderr)
@@ -206,7 +205,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "lightning_d9m ...`."
         )
         is_file = isinstance(error, OSError)
-        _print_error(
+        print_error(
             f"{text}. Check the disk and the permissions."
             if is_file
             else f"{type(error).__name__}: {text}. {advice}"
@@ -217,15 +216,3 @@ def _run(arguments: argparse.Namespace) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _ERROR
     return status
-
-
-def _print_error(text: str) -> None:
-    """Print an error; on a terminal, wrapped between words."""
-    # It may hold untrusted text: the name of a folder, a field of a ledger, a line of a log.
-    lines = [printable(line) for line in f"d9m: error: {text}".splitlines()]
-    if sys.stderr.isatty():
-        # Indented lines are laid out already: the end of a log, two values to be compared.
-        lines = [
-            part for line in lines for part in ([line] if line[:1] in ("", " ") else wrap(line))
-        ]
-    print("\n".join(lines), file=sys.stderr)

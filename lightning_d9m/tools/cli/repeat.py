@@ -40,6 +40,7 @@ from lightning_d9m.tools.launch.processes import count_threads
 from lightning_d9m.tools.launch.run import Run, Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.repeat_text import RepeatReport
+from lightning_d9m.tools.output.terminal import print_error
 from lightning_d9m.tools.segments.check import CheckedSegment, CheckReport, check_segment
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and print the comparison.
 
     Returns:
-        0 if all runs are equal, 1 if some differ, 3 if none differs but some failed.
+        0 if all runs are equal, 1 if some differ, 3 if none differs but one failed.
     """
     argv = get_command(arguments)
     if not arguments.interrupt:
@@ -114,19 +115,26 @@ def run(arguments: argparse.Namespace) -> int:
         return STATUS[_interrupt_and_resume(runs, arguments).verdict]
     watch = FileWatch(argv, output)
     made: dict[int, Run] = {}
-    plan = list(_plan_runs(argv, arguments))
-    for number, (title, count, options) in enumerate(plan, start=1):
-        try:
+    report: RepeatReport | None = None
+    failure, plan = "", list(_plan_runs(argv, arguments))
+    try:
+        for number, (title, count, options) in enumerate(plan, start=1):
             done = runs.run(f"run-{number:03d}", title, later=len(plan) - number, **options)
             made[number] = replace(done, processes=count)
             watch.note_run()
-        except CommandError as error:
-            before = f" (run {number - 1} succeeded)" if made else ""
-            raise CommandError(f"In {title}{before}: {error}") from error
-    printed = "" if arguments.processes else compare_printed(output)
-    report = RepeatReport(made, output, argv, printed=printed, left=watch)
-    report.print_out(arguments.format, verbose=arguments.verbose)
-    return STATUS[report.verdict]
+    except CommandError as error:
+        before = f" (run {number - 1} succeeded)" if made else ""
+        failure = f"In {title}{before}: {error}"
+    finally:  # a signal may end it, too
+        if len(made) >= _FEWEST_RUNS:
+            is_whole = len(made) == len(plan)
+            printed = compare_printed(output) if is_whole and not arguments.processes else ""
+            words: dict[str, Any] = {"printed": printed, "left": watch, "is_whole": is_whole}
+            report = RepeatReport(made, output, argv, **words)
+            report.print_out(arguments.format, verbose=arguments.verbose)
+    if failure:
+        print_error(failure)
+    return STATUS["incomplete" if report is None else report.verdict]
 
 
 def _plan_runs(

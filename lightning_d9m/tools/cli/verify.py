@@ -9,7 +9,7 @@ records before it.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION
 from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
-from lightning_d9m.text import describe_moment, describe_names, pluralize
+from lightning_d9m.text import describe_moment, describe_names, escape, pluralize
 from lightning_d9m.tools.cli.arguments import SIGNER, refuse_options, whole_number
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.terminal import wrap_on_terminal
@@ -157,15 +157,14 @@ def _search(
         # All weights of the record, and the buffers that both have.
         buffers = record.groups.get("buffers", {})
         expected = {**record.groups["weights"]} | {n: buffers[n] for n in buffers if n in digests}
-        differing = [name for name, value in expected.items() if digests.get(name) != value]
+        differing = [name for name in expected if digests.get(name) != expected[name]]
         where = describe_moment(record.moment, record.epoch, record.step)
         if not differing:
             # An exception may come after a record of the same weights, which says more.
             records += [where] if record.moment != EXCEPTION or not records else []
         # At another step most weights differ, which says nothing of the cause.
         elif isinstance(state, str) or record.step == state.position.step:
-            named = describe_names(differing[:4], len(differing))
-            nearest.append((len(differing), f"; of {where} differ {named}"))
+            nearest.append((len(differing), _describe_differing(differing, digests, where)))
     last = None  # the record that was the last one when the checkpoint was saved
     if not isinstance(state, str) and state.position.phase != "epoch" and rank < len(state.ranks):
         last = state.ranks[rank].ledger
@@ -182,3 +181,18 @@ def _search(
         verdict = "not found"
         said = f"none of the {count} records holds the weights of {path}{differ}"
     return {"verdict": verdict, "records": records, "said": said}
+
+
+def _describe_differing(names: Sequence[str], digests: Mapping[str, Any], where: str) -> str:
+    """Say which tensors of a record differ, and apart from them which ones the file lacks."""
+    lacking = [name for name in names if name not in digests]
+    said = ""
+    if differing := [name for name in names if name in digests]:
+        said = f"; of {where} differ {describe_names(differing[:4], len(differing))}"
+    if lacking:
+        said += f"; it has no tensor named {describe_names(lacking[:4], len(lacking))}"
+        # A module that wraps another one, as that of DDP does, puts a prefix before its names.
+        first = f".{lacking[0]}"
+        alike = [n for n in digests if f".{n}".endswith(first) or first.endswith(f".{n}")]
+        said += "".join(f", but {escape(name)}" for name in alike[:1])
+    return said

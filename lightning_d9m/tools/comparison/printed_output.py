@@ -12,7 +12,9 @@ _MOST_PRINTED, _MOST_SHOWN, _MOST_COMMON = 2**20, 60, 20
 _MOST_LINES = 2000
 # Times, sizes, addresses, progress, and numbers that a line says are measured.
 _VARIES = re.compile(
-    r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|%|\b[Pp][Ii][Dd]\b"
+    r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|\b[Pp][Ii][Dd]\b"
+    # A percentage beside a bar is progress, and another one may be a result.
+    r"|%\||%\s*\[[=#> .-]{3}|(?:[=#━█╸]{3}|[=#> .-]{3}\])\s*\d+(?:\.\d+)?\s?%"
     r"|(?i:\b(?:time|took|elapsed|sec(?:ond)?s?|duration|eta|throughput|speed|latency)\b.*\d)"
 )
 # A library says so of what an earlier run left, such as a folder of checkpoints.

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -17,12 +17,14 @@ from typing import Any, Literal, TypeAlias
 from lightning_d9m.engine.ledger.command import make_git_environment
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
+from lightning_d9m.tools.launch.processes import running_processes
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.segment import Segment, run_segment
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
 # A commit may change packages: its bits decide.
 _ON_STACK = "LIGHTNING_D9M_ON_STACK_DIFFERENCE"
+_POLL_SECONDS = 0.1  # for a signal; git's end is noticed at once
 # The full name, then the subject, the author and the day.
 _FORMAT = "%H %s (%an, %as)"
 
@@ -127,36 +129,45 @@ class Repository:
 
             # A worktree shares the objects of the user's repository, and has its own index and
             # HEAD: nothing of the user's changes, and no clone is made.
-            run_git(self.root, "worktree", "add", "--detach", "--quiet", str(top), "HEAD")
             try:
+                run_git(self.root, "worktree", "add", "--detach", "--quiet", str(top), "HEAD")
                 yield check_out
             finally:
-                # The training has left files, for which git refuses without --force.
-                run_git(self.root, "worktree", "remove", "--force", str(top))
+                # It is not there if git could not add it. The training has left files, for which
+                # git refuses without --force, and without a second one if adding it was ended.
+                with suppress(CommandError):
+                    run_git(self.root, "worktree", "remove", "--force", "--force", str(top))
 
 
 def run_git(folder: Path, *words: str) -> str:
-    """Run git in a folder and return what it printed.
+    """Run git in a folder and return what it printed; a signal ends it with its hooks.
 
     Raises:
         CommandError: If it fails.
     """
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            # An error that is shown is in English, whatever the user's language is.
-            env={**make_git_environment(), "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except OSError as error:
-        raise CommandError(f"git cannot be started: {error.strerror}. Install git.") from error
-    if done.returncode:
-        raise CommandError(f"The git command `git {' '.join(words)}` failed: {done.stderr.strip()}")
-    return done.stdout
+    printed, error = "", ""
+    with ExitStack() as streams, running_processes() as tree:
+        try:
+            process = subprocess.Popen(
+                ["git", "-C", str(folder), *words],
+                # An error that is shown is in English, whatever the user's language is.
+                env={**make_git_environment(), "LC_ALL": "C"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        except OSError as cause:
+            raise CommandError(f"git cannot be started: {cause.strerror}. Install git.") from cause
+        git = streams.enter_context(process)
+        while not tree.received:
+            with suppress(subprocess.TimeoutExpired):
+                printed, error = git.communicate(timeout=_POLL_SECONDS)
+                break
+    if git.returncode:
+        raise CommandError(f"The git command `git {' '.join(words)}` failed: {error.strip()}")
+    return printed
 
 
 @dataclass(frozen=True)
@@ -202,9 +213,10 @@ class Bisection:
 
     @property
     def guilty(self) -> Trial | None:
-        """The training of the commit that was found; None if there are several candidates."""
-        found = [trial for trial in self.trials if trial.commit.sha == self.candidates[0].sha]
-        return found[-1] if found and len(self.candidates) == 1 else None
+        """The training of the commit that was found; None unless there is one candidate."""
+        shas = [commit.sha for commit in self.candidates]
+        found = [trial for trial in self.trials if [trial.commit.sha] == shas]
+        return found[-1] if found else None
 
     def search(self, good: Commit, bad: Commit) -> None:
         """Find the first commit after ``good`` that differs from it.

@@ -3,7 +3,8 @@
 An archive holds the two ledgers and the result of ``d9m locate``, as its folder does, so that any
 command reads them when it is unpacked; ``zip`` adds other files to it. Ledgers are written again
 record by record, so that a resumed run becomes one ledger, and what is removed from a record leaves
-the chain of hashes whole. Secrets are removed from texts: tokens in URLs, options and variables.
+the chain of hashes whole. A segment has the records that it has computed itself. Secrets are
+removed from texts: tokens in URLs, options and variables.
 """
 
 import os
@@ -16,7 +17,9 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import msgspec
 
+from lightning_d9m.engine.ledger.command import SEGMENT
 from lightning_d9m.engine.ledger.folder import Ledger, rank_path
+from lightning_d9m.engine.ledger.format.reader import RankReader
 from lightning_d9m.engine.ledger.format.records import Batch, ProbeKey, ProbeLayout, ProbesRecord
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError, file_errors, written_whole
@@ -181,9 +184,13 @@ def write_bundle(
 def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) -> None:
     """Write the records of one rank again, without secrets."""
     numbers: dict[tuple[ProbeKey, ...], int] = {}
-    with LedgerWriter(path) as writer:
-        writer.write(secrets.clean_values(ledger.headers[rank].as_record()))
-        for record in ledger.records(rank):
+    header = ledger.headers[rank]
+    # The file of a segment names the place at which it begins; what it continues is another run's.
+    is_part = SEGMENT in header.program
+    reader = RankReader(ledger.files[rank]) if is_part else ledger.open(rank)
+    with reader, LedgerWriter(path) as writer:
+        writer.write(secrets.clean_values(header.as_record()))
+        for record in reader.records():
             # A batch that was read has its layout, and a line of a ledger has the number of one.
             if isinstance(record, Batch):
                 fields = {name: getattr(record, name) for name in ("epoch", "step", "batch")}

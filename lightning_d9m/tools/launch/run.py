@@ -180,11 +180,8 @@ class Runs:
     ) -> Run:
         """Return the ledgers that a run has left in its folder."""
         try:
-            # An evaluation outside of a fit has a ledger of the same form.
-            paths = [*list_fits(folder), *list_evaluations(folder)]
-            if was_killed or failure is not None:  # maybe before the header was written
-                paths = [path for path in paths if _has_headers(path)]
-            fits = {path.name: read_ledger(path) for path in paths}
+            # The header may be missing where a command has ended early.
+            fits = _read_fits(folder, are_whole=not was_killed and failure is None)
             # The first run names the fits, and later ones are paired with it.
             paired = pair_fits(self.fits or fits, fits)
         except LedgerError as error:
@@ -206,6 +203,15 @@ class Runs:
         return Run(paired, seconds=seconds, failure=failure)
 
 
+def _read_fits(folder: Path, *, are_whole: bool = True) -> dict[str, Ledger]:
+    """Return the ledgers of a run by name, without those that lack a header unless ``are_whole``.
+
+    An evaluation outside of a fit has a ledger of the same form.
+    """
+    paths = (*list_fits(folder), *list_evaluations(folder))
+    return {path.name: read_ledger(path) for path in paths if are_whole or _has_headers(path)}
+
+
 def _has_headers(ledger: Path) -> bool:
     """Return whether each rank that has begun to write a ledger has written its header."""
     files = list(ledger.glob("rank-*.jsonl"))
@@ -224,8 +230,7 @@ def read_runs(output: Path) -> dict[int, Run]:
     """
     runs: dict[int, Run] = {}
     for folder in sorted(output.glob("run-[0-9][0-9][0-9]")):
-        fits = {path.name: read_ledger(path) for path in list_fits(folder)}
-        if fits:
+        if fits := _read_fits(folder):
             fits = pair_fits(runs[1].fits, fits) if 1 in runs else fits
             runs[int(folder.name[4:])] = Run(fits)
     return runs if 1 in runs else {}

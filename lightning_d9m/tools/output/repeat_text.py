@@ -163,6 +163,7 @@ class RepeatReport:
         printed: The first line of the output in which a run differs from run 1, with its
             counterpart.
         left: The files that the runs wrote.
+        is_whole: Whether all runs were made; they end early at a failure or a signal.
 
     Attributes:
         rows: The rows of the table, one for each fit of each run.
@@ -176,9 +177,10 @@ class RepeatReport:
         *,
         printed: str = "",
         left: FileWatch | None = None,
+        is_whole: bool = True,
     ) -> None:
         self._runs, self._command, self._output = runs, command, output
-        self._printed, self._left = printed, left
+        self._printed, self._left, self._is_whole = printed, left, is_whole
         self._counts = [run.processes for run in runs.values() if run.processes is not None]
         # Fits are matched by name, so that a missing fit does not shift the others.
         names = list(dict.fromkeys(name for run in runs.values() for name in run.fits))
@@ -211,10 +213,10 @@ class RepeatReport:
 
     @property
     def verdict(self) -> Literal["equal", "different", "incomplete"]:
-        """``"equal"`` if all runs have the same fits and agree."""
+        """``"equal"`` if all runs were made, have the same fits and agree."""
         if self._differing or self._unmatched:
             return "different"
-        return "incomplete" if self._partial else "equal"
+        return "equal" if self._is_whole and not self._partial else "incomplete"
 
     @property
     def shown(self) -> FitOutcome | None:

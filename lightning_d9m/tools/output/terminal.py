@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lightning_d9m.text import printable
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -69,6 +71,18 @@ def print_lines(lines: Sequence[str]) -> None:
     if verdict in _STYLES and sys.stdout.isatty():  # rich is loaded only where colors show
         lines = [f"{paint(verdict, verdict)}{colon}{rest}", *lines[1:]]
     print("\n".join(lines))
+
+
+def print_error(text: str) -> None:
+    """Print an error; on a terminal, wrapped between words."""
+    # It may hold untrusted text: the name of a folder, a field of a ledger, a line of a log.
+    lines = [printable(line) for line in f"d9m: error: {text}".splitlines()]
+    if sys.stderr.isatty():
+        # Indented lines are laid out already: the end of a log, two values to be compared.
+        lines = [
+            part for line in lines for part in ([line] if line[:1] in ("", " ") else wrap(line))
+        ]
+    print("\n".join(lines), file=sys.stderr)
 
 
 def wrap_on_terminal(lines: Sequence[str]) -> Sequence[str]:

@@ -203,8 +203,7 @@ class CheckReport:
             # Whole: where ranks of a cluster share the file, a check of segments waits for it.
             with file_errors(LedgerError, f"{file} cannot be written"), written_whole(file) as part:
                 part.write_text(json.dumps(self.as_json(), indent=2), encoding="utf-8")
-            if self.checked or self.problems:
-                show()
+            show()
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON types."""
@@ -425,22 +424,24 @@ def follow_run(
             target = folder / f"{point.step}-{point.path.name}"
             if point.is_there and point.step not in kept and _link(point.path, target, limit):
                 kept[point.step] = target
-        segments = recorded.list_segments()
-        if recorded.end is None:  # the last segment is not complete
-            segments.pop()
-        if new := [own for own in segments if own.number not in done]:
-            done.add(new[0].number)
-            # A link keeps the file on the disk when the run removes it, so that of each segment
-            # goes as soon as nothing needs it: a long run would fill the disk.
-            if check(recorded, new[0]).verdict == "equal" and new[0].start is not None:
-                _remove(new[0].start.path)
-            continue
         if recorded.last_step != last:
             grown, last = time.monotonic(), recorded.last_step
         is_late = patience is not None and time.monotonic() - grown > patience
-        if recorded.end is not None or is_late:
+        is_over = recorded.end is not None or is_late
+        segments = recorded.list_segments()
+        if not is_over:  # the last segment is not complete
+            segments.pop()
+        new = [own for own in segments if own.number not in done]
+        for segment in new if is_over else new[:1]:
+            done.add(segment.number)
+            # A link keeps the file on the disk when the run removes it, so that of each segment
+            # goes as soon as nothing needs it: a long run would fill the disk.
+            if check(recorded, segment).verdict == "equal" and segment.start is not None:
+                _remove(segment.start.path)
+        if is_over:
             return recorded
-        time.sleep(_FOLLOW_SECONDS)
+        if not new:
+            time.sleep(_FOLLOW_SECONDS)
 
 
 def _remove(path: Path) -> None:
