@@ -333,7 +333,11 @@ class LogicalSteps:
     def _end(self, stage: str) -> None:
         self._leave()
         # The logged values travel with the changes, so that a step needs one exchange of values.
-        self.logged.add(self._sandbox.finish(stage, self.logged.take()))
+        # If a step ends the training, such as at a NaN, all processes must leave the loop together.
+        extra = self.logged.take(), bool(self._trainer.should_stop)
+        logged, stops = zip(*self._sandbox.finish(stage, extra), strict=True)
+        self._trainer.should_stop = any(stops)
+        self.logged.add(list(logged))
         # Otherwise a hook would continue the stream of the last logical rank of this process, which
         # depends on the number of processes.
         self._seeds.start(*self._place, _BETWEEN_STEPS)
