@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import SumMetric
 
 
 def load(data):
@@ -64,3 +65,20 @@ def test_a_batch_of_several_loaders_has_a_part_of_each_for_every_logical_rank(fi
             expected += expected if mode == "max_size_cycle" else [None] * 4
         for part, one in zip(parts, expected, strict=mode != "min_size"):
             assert part is one is None or torch.equal(part, one)
+
+
+def test_a_metric_is_computed_of_all_logical_ranks_after_the_run(fit):
+    def count(model, batch):
+        model.seen.update(len(batch))
+        return model(batch).sum()
+
+    model = make_model(count, seen=SumMetric())
+    fit(model, load(DATA))
+    assert model.seen.compute() == model.seen.compute() == 16
+    fit(model, load(DATA))
+    assert model.seen.compute() == 32
+    model.seen.reset()
+    model.seen.update(5)
+    assert model.seen.compute() == 5
+    fit(model, load(DATA))
+    assert model.seen.compute() == 4 * 5 + 16
