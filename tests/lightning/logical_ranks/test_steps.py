@@ -1,7 +1,12 @@
 """A single logical rank, and batches of several loaders."""
 
+import copy
+import io
+
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from logical_refusals import DATA, make_model
 from torch import nn
@@ -9,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import SumMetric
+
+from lightning_d9m import DeterminismCallback
 
 
 def load(data):
@@ -82,3 +89,32 @@ def test_a_metric_is_computed_of_all_logical_ranks_after_the_run(fit):
     assert model.seen.compute() == 5
     fit(model, load(DATA))
     assert model.seen.compute() == 4 * 5 + 16
+
+
+class Hooked(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.batches = SumMetric(), []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches.append(batch_idx)
+
+
+def test_a_copy_or_file_of_the_model_during_a_run_has_its_own_methods(fit):
+    """As callbacks make them that average weights."""
+    found, file = [], io.BytesIO()
+
+    def keep(trainer, model):
+        found.append(copy.deepcopy(model))
+        torch.save(model, file)
+
+    model = Hooked()
+    callbacks = [DeterminismCallback(), LambdaCallback(on_train_start=keep)]
+    fit(model, load(DATA), callbacks=callbacks)
+    found.append(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+    for each in found:
+        each.on_train_batch_end(None, None, 7)
+        each.seen.update(3)
+        assert each.on_before_batch_transfer("batch", 0) == "batch"
+        assert (each.batches, each.seen.compute()) == ([7], 3)
+    assert model.batches == [0, 1]

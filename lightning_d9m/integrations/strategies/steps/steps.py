@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, Replacement
 from lightning_d9m.engine.control.data.resumable_sampler import MicroBatches
 from lightning_d9m.engine.control.seeding import derive_seed, seed_micro_batch
 from lightning_d9m.engine.state.parts import (
@@ -151,7 +151,8 @@ class LogicalSteps:
         """Take part in the Trainer's run, until the patches are undone."""
         # Lightning calls the hook for a whole batch. It may draw, so it must run when the
         # generators have the seed of a micro-batch.
-        patches.replace(self._module, BEFORE_BATCH_TRANSFER, self._before_transfer_later)
+        later = Replacement(self._before_transfer, self._before_transfer_later)
+        patches.replace(self._module, BEFORE_BATCH_TRANSFER, later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         for part in (self.logged, self.metrics, self.hooks):
@@ -368,7 +369,7 @@ class BatchHooks:
                     # Hooks of Lightning's own classes do not look at outputs; to gather for them
                     # would cost an exchange in each batch.
                     if hook is not None and not is_of_lightning(hook):
-                        patches.replace(owner, name, wraps(hook)(partial(call, hook)))
+                        patches.replace(owner, name, Replacement(hook, partial(call, hook)))
 
     def _call_evaluated(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a hook, which gets outputs and batch, and maybe Trainer and module before."""

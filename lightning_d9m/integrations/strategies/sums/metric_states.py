@@ -1,7 +1,7 @@
 """States of torchmetrics metrics by logical rank."""
 
 from collections.abc import Callable
-from copy import copy, deepcopy
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, Replacement
 from lightning_d9m.engine.state.plain_data import (
     decode_plain,
     encode_plain,
@@ -75,7 +75,7 @@ class MetricStates:
             # By `vars`, because a metric is a module whose `__setattr__` looks at every value.
             vars(metric)[_KEPT] = (_read(metric), states)
             call = partial(self._compute_kept, metric, metric.compute)
-            vars(metric)["compute"] = _Replacement(metric.compute, call)
+            vars(metric)["compute"] = Replacement(metric.compute, call)
 
     def _compute_kept(
         self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any
@@ -104,7 +104,7 @@ class MetricStates:
         # The program has reset or updated the metric between the runs, so what was kept is stale.
         if _differs(live, before):
             states = {}
-        if isinstance(metric.compute, _Replacement):
+        if isinstance(metric.compute, Replacement):
             metric.compute = metric.compute.replaced
         for rank in self._block if live[_COUNT] else ():
             self._states[id(metric), rank] = states.get(rank) or {
@@ -120,7 +120,7 @@ class MetricStates:
             ("update", partial(self._update, metric, metric.update)),
             ("forward", partial(self._update, metric, metric.forward)),
         ):
-            self._patches.replace(metric, name, _Replacement(getattr(metric, name), call))
+            self._patches.replace(metric, name, Replacement(getattr(metric, name), call))
 
     def add(self, path: str, value: Any) -> bool:
         """Add a metric that is in a container of the module; return whether it is a metric."""
@@ -213,19 +213,6 @@ class MetricStates:
         states = [by_rank[rank] for rank in sorted(by_rank)]
         for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
             setattr(metric, name, _reduce([state[name] for state in states], reduction))
-
-
-class _Replacement:
-    """Stands for a method of one metric; a copy of the metric, as in a tracker, gets the method."""
-
-    def __init__(self, replaced: Any, call: Callable[..., Any]) -> None:
-        self.replaced, self._call = replaced, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self.replaced, memo)
 
 
 def _read(metric: Any) -> dict[str, Any]:
