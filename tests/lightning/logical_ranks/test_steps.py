@@ -118,3 +118,8 @@ def test_a_copy_or_file_of_the_model_during_a_run_has_its_own_methods(fit):
         assert each.on_before_batch_transfer("batch", 0) == "batch"
         assert (each.batches, each.seen.compute()) == ([7], 3)
     assert model.batches == [0, 1]
+
+
+def test_the_class_of_a_model_needs_no_registered_module(fit, monkeypatch):
+    monkeypatch.setattr(Hooked, "__module__", "a_file_that_the_program_loads")
+    assert fit(Hooked()).global_step == 2

@@ -453,7 +453,8 @@ class MicroBatchSeeds:
             if is_of_program(module.__class__) or module is trainer.lightning_module:
                 # A generator may also be a global of the module that defines the class.
                 source = type(module).__module__
-                variables = vars(sys.modules[source]).items()
+                # A file that the program has loaded itself need not be among the modules.
+                variables = getattr(sys.modules.get(source), "__dict__", {}).items()
                 owners[source] = {n: own for n, own in variables if find_kind(own) is GENERATOR}
         owners |= name_callbacks(trainer.callbacks)
         self._generators: dict[str, Any] = find_generators(owners)
