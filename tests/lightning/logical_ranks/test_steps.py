@@ -91,6 +91,24 @@ def test_a_metric_is_computed_of_all_logical_ranks_after_the_run(fit):
     assert model.seen.compute() == 4 * 5 + 16
 
 
+class Evaluated(BoringModel):
+    def validation_step(self, batch, batch_idx):
+        return batch
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.found = outputs, batch
+
+
+def test_a_hook_of_an_evaluation_gets_the_batches_of_several_loaders(fit):
+    model = Evaluated()
+    trainer = fit(model, load(DATA))
+    trainer.validate(model, CombinedLoader({"one": load(DATA)}, "max_size"), verbose=False)
+    outputs, batches = model.found
+    assert len(batches) == len(outputs) == 4
+    for output, batch in zip(outputs, batches, strict=True):
+        assert torch.equal(output["one"], batch["one"])
+
+
 class Hooked(BoringModel):
     def __init__(self):
         super().__init__()

@@ -307,7 +307,7 @@ class LogicalSteps:
                 "ranks cannot split them: take batch and batch_idx, or train without logical_ranks."
             )
         for place, rank in enumerate(self.block[: len(parts[0])]):  # predictions may end earlier
-            yield rank, tree_map(lambda part, place=place: _select(part, place), batches)
+            yield rank, _select_all(batches, place)
 
     def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
         self._leave()
@@ -384,12 +384,11 @@ class BatchHooks:
     def _call_trained(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *own, batch, number = args
         if holds_micro_batches(batch):
-            first = tree_map(lambda part: _select(part, 0), batch)
-            batch = move_tensors(first, self._trainer.lightning_module)
+            batch = move_tensors(_select_all(batch, 0), self._trainer.lightning_module)
         return hook(*own, batch, number, **kwargs)
 
     def _gather_all(self, outputs: MicroBatches, batch: Any) -> list[Any]:
-        plain = [list(outputs), list(batch)]
+        plain = [list(outputs), [_select_all(batch, place) for place in range(len(outputs))]]
         try:
             # Tensors can always be sent, and to encode them would copy them only to find that out.
             encode_plain(tree_map_only(Tensor, lambda _: None, plain))
@@ -408,8 +407,9 @@ def holds_micro_batches(batch: Any) -> bool:
     return any(isinstance(part, MicroBatches) for part in tree_leaves(batch))
 
 
-def _select(part: Any, place: int) -> Any:
-    return part[place] if isinstance(part, MicroBatches) else part
+def _select_all(batch: Any, place: int) -> Any:
+    """Return the micro-batch of one logical rank, of one or several loaders."""
+    return tree_map(lambda part: part[place] if isinstance(part, MicroBatches) else part, batch)
 
 
 def refuse_accumulation(count: int) -> None:
