@@ -1,6 +1,8 @@
 """Temporary replacement of attributes of the user's objects."""
 
+import copy
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -67,6 +69,25 @@ class AttributePatches:
                     delete(owner, name)
             else:
                 set_(owner, name, original)
+
+
+class Replacement:
+    """Stands for a method of one object; a copy of the object, or a file of it, gets the method."""
+
+    def __init__(self, replaced: Any, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, replaced)  # Lightning reads signatures
+        self.replaced, self._call = replaced, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands for the method."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.replaced, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Returns the method, and needs no function of this package when the file is read.
+        return operator.itemgetter(0), ((self.replaced,),)
 
 
 def _find_accessors(owner: Any) -> tuple[Callable[..., None], Callable[..., None]]:

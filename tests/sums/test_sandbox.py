@@ -1,6 +1,6 @@
 """Long tables that steps change are put back, whenever they change first."""
 
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,6 +118,33 @@ def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step)
     found = step(change, weights=np.zeros(3), by_sample=by_sample)
     assert found.weights.tolist() == [5, 0, 6]
     assert found.by_sample == {0: 5, 1: 6, "seen": 1}
+
+
+def test_what_all_add_under_one_new_key_is_merged(step):
+    def change(module, rank):
+        names = module.found.setdefault("names", {"rows": [], "ids": set(), "alike": 3})
+        names["rows"].append(rank)
+        names["ids"].update({0, rank})
+        names[rank] = deque([rank], maxlen=1)
+        module.found.setdefault("last", deque(maxlen=2)).extend([rank, rank])
+
+    found = step(change, ranks=3, stage="validate", found={}).found
+    last = {0: deque([0]), 1: deque([1]), 2: deque([2])}
+    assert found["names"] == {"rows": [0, 1, 2], "ids": {0, 1, 2}, "alike": 3, **last}
+    assert [*found["last"]] == [2, 2]
+
+
+@pytest.mark.parametrize(("kind", "counting"), [(dict, (1, 2, 2)), (Counter, (0, 1, 1))])
+def test_numbers_that_count_under_one_new_key_are_refused(step, kind, counting):
+    def change(module, rank):
+        module.counts["all"] = 1
+        if counting[rank]:
+            module.counts["seen"] = counting[rank]
+
+    with pytest.raises(SettingError, match=r"changes 'counts'.* would count only some of them"):
+        step(change, ranks=3, stage="validate", counts=kind())
+    with pytest.warns(UserWarning, match="changes 'counts' .* logical rank 0 is kept"):
+        assert step(change, ranks=3, counts=kind()).counts == {"all": 1, "seen": 1}
 
 
 @pytest.mark.parametrize("changing", [(1, 2), (0, 1, 3)])

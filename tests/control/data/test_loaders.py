@@ -435,6 +435,16 @@ def test_workers_that_are_spawned_draw_the_same_and_call_the_users_function(
     assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
 
 
+def mark_by_sample(worker):
+    dataset = get_worker_info().dataset
+    dataset.mark = dataset[3][0]
+
+
+def test_a_function_for_workers_may_read_a_sample():
+    loader = make(Marked(), worker_init_fn=mark_by_sample, num_workers=1)
+    assert {row[4] for row in epochs(loader, count=1)[0]} == {3.0}
+
+
 class Collated:
     def __call__(self, samples):
         return [*map(list, zip(*samples, strict=True)), [random.random()] * len(samples)]

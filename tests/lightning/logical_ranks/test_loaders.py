@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.integrations.strategies.steps.loaders import BlockBatchSampler
+from lightning_d9m.integrations.strategies.steps.loaders import BlockBatchSampler, group_loader
+from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
 
 @given(
@@ -78,3 +79,13 @@ def test_what_a_batch_sampler_draws_does_not_depend_on_the_number_of_processes(p
                 assert found.setdefault(rank, batches) == batches
     assert found[0] != sorted(found[0])
     assert lengths == {4} if padded else {3, 4}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sampler_for_any_number_of_processes_keeps_drop_last(replicas, drop_last):
+    """Of 10 samples, 4 logical ranks drop 2 or repeat 2."""
+    sampler = DistributedSampler(range(10), replicas, 0, drop_last=drop_last)
+    loader = DataLoader(range(10), batch_size=1, sampler=sampler)
+    grouped = group_loader(loader, Blocks(4, replicas), 0, padded=True)
+    assert len(grouped.batch_sampler) == (2 if drop_last else 3)

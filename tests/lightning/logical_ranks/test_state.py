@@ -281,6 +281,15 @@ class Steered(Base):
         return loss
 
 
+class Stopping(Base):
+    """Ends the training in the step of one logical rank, which only one process computes."""
+
+    def training_step(self, batch, batch_idx):
+        if (batch[0] == TRAIN[15]).all(1).any():
+            self.trainer.should_stop = True
+        return self.loss(batch[0])
+
+
 class Failing(Base):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and RANK == PROCESSES - 1:
@@ -329,7 +338,9 @@ def find_error():
 def train_all():
     if PROCESSES == 4:  # each process of plain DDP would train another
         return {"Keeping": train(Keeping())}
-    return {"error": find_error(), "Steered": train(Steered()), "Keeping": train(Keeping())}
+    error = find_error()
+    programs = {kind.__name__: train(kind()) for kind in (Steered, Keeping, Stopping)}
+    return {"error": error, **programs}
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +349,7 @@ def found():
     return {(count, rank): own for count in ranks for rank, own in enumerate(ranks[count])}
 
 
-@pytest.mark.parametrize("program", ["Keeping", "Steered"])
+@pytest.mark.parametrize("program", ["Keeping", "Steered", "Stopping"])
 def test_every_number_of_processes_has_the_same_bits(found, program):
     for rank in range(3):
         state, logged, *rest = found[3, rank][program]

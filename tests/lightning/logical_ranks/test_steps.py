@@ -1,13 +1,21 @@
 """A single logical rank, and batches of several loaders."""
 
+import copy
+import io
+
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from logical_refusals import DATA, make_model
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import SumMetric
+
+from lightning_d9m import DeterminismCallback
 
 
 def load(data):
@@ -64,3 +72,72 @@ def test_a_batch_of_several_loaders_has_a_part_of_each_for_every_logical_rank(fi
             expected += expected if mode == "max_size_cycle" else [None] * 4
         for part, one in zip(parts, expected, strict=mode != "min_size"):
             assert part is one is None or torch.equal(part, one)
+
+
+def test_a_metric_is_computed_of_all_logical_ranks_after_the_run(fit):
+    def count(model, batch):
+        model.seen.update(len(batch))
+        return model(batch).sum()
+
+    model = make_model(count, seen=SumMetric())
+    fit(model, load(DATA))
+    assert model.seen.compute() == model.seen.compute() == 16
+    fit(model, load(DATA))
+    assert model.seen.compute() == 32
+    model.seen.reset()
+    model.seen.update(5)
+    assert model.seen.compute() == 5
+    fit(model, load(DATA))
+    assert model.seen.compute() == 4 * 5 + 16
+
+
+class Evaluated(BoringModel):
+    def validation_step(self, batch, batch_idx):
+        return batch
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.found = outputs, batch
+
+
+def test_a_hook_of_an_evaluation_gets_the_batches_of_several_loaders(fit):
+    model = Evaluated()
+    trainer = fit(model, load(DATA))
+    trainer.validate(model, CombinedLoader({"one": load(DATA)}, "max_size"), verbose=False)
+    outputs, batches = model.found
+    assert len(batches) == len(outputs) == 4
+    for output, batch in zip(outputs, batches, strict=True):
+        assert torch.equal(output["one"], batch["one"])
+
+
+class Hooked(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.batches = SumMetric(), []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches.append(batch_idx)
+
+
+def test_a_copy_or_file_of_the_model_during_a_run_has_its_own_methods(fit):
+    """As callbacks make them that average weights."""
+    found, file = [], io.BytesIO()
+
+    def keep(trainer, model):
+        found.append(copy.deepcopy(model))
+        torch.save(model, file)
+
+    model = Hooked()
+    callbacks = [DeterminismCallback(), LambdaCallback(on_train_start=keep)]
+    fit(model, load(DATA), callbacks=callbacks)
+    found.append(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+    for each in found:
+        each.on_train_batch_end(None, None, 7)
+        each.seen.update(3)
+        assert each.on_before_batch_transfer("batch", 0) == "batch"
+        assert (each.batches, each.seen.compute()) == ([7], 3)
+    assert model.batches == [0, 1]
+
+
+def test_the_class_of_a_model_needs_no_registered_module(fit, monkeypatch):
+    monkeypatch.setattr(Hooked, "__module__", "a_file_that_the_program_loads")
+    assert fit(Hooked()).global_step == 2

@@ -130,8 +130,10 @@ class SeededDataset:
             vars(self)["_watch"] = WorkerWatch(owners, self._stream.report_change)
         return self._watch  # type: ignore[no-any-return]
 
-    def __getitem__(self, request: SeededIndex) -> Any:
+    def __getitem__(self, request: Any) -> Any:
         """Return what a loader gives for one index, if it does not batch."""
+        if not isinstance(request, SeededIndex):
+            return self._dataset[request]  # the program reads a sample, as in `worker_init_fn`
         return self._load(request, self._fetch_sample)
 
     def __getitems__(self, request: SeededIndex | list[SeededIndex]) -> Any:

@@ -62,7 +62,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
 def _find_order(sampler: Any) -> tuple[Any, bool]:
     """Return a sampler of all samples, and whether the last ones are dropped."""
     if sampler.num_replicas == 1:
-        return sampler, False
+        return sampler, sampler.drop_last
     # The program has made it for the number of processes. One of torch is made again for all
     # samples, from the same seed; nobody knows how to do so for another class.
     if type(sampler) is not DistributedSampler:

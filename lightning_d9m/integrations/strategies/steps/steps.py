@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, Replacement
 from lightning_d9m.engine.control.data.resumable_sampler import MicroBatches
 from lightning_d9m.engine.control.seeding import derive_seed, seed_micro_batch
 from lightning_d9m.engine.state.parts import (
@@ -151,7 +151,8 @@ class LogicalSteps:
         """Take part in the Trainer's run, until the patches are undone."""
         # Lightning calls the hook for a whole batch. It may draw, so it must run when the
         # generators have the seed of a micro-batch.
-        patches.replace(self._module, BEFORE_BATCH_TRANSFER, self._before_transfer_later)
+        later = Replacement(self._before_transfer, self._before_transfer_later)
+        patches.replace(self._module, BEFORE_BATCH_TRANSFER, later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         for part in (self.logged, self.metrics, self.hooks):
@@ -306,7 +307,7 @@ class LogicalSteps:
                 "ranks cannot split them: take batch and batch_idx, or train without logical_ranks."
             )
         for place, rank in enumerate(self.block[: len(parts[0])]):  # predictions may end earlier
-            yield rank, tree_map(lambda part, place=place: _select(part, place), batches)
+            yield rank, _select_all(batches, place)
 
     def _run(self, step: Step, rank: int, batch: Any, args: tuple[Any, ...]) -> Any:
         self._leave()
@@ -333,7 +334,11 @@ class LogicalSteps:
     def _end(self, stage: str) -> None:
         self._leave()
         # The logged values travel with the changes, so that a step needs one exchange of values.
-        self.logged.add(self._sandbox.finish(stage, self.logged.take()))
+        # If a step ends the training, such as at a NaN, all processes must leave the loop together.
+        extra = self.logged.take(), bool(self._trainer.should_stop)
+        logged, stops = zip(*self._sandbox.finish(stage, extra), strict=True)
+        self._trainer.should_stop = any(stops)
+        self.logged.add(list(logged))
         # Otherwise a hook would continue the stream of the last logical rank of this process, which
         # depends on the number of processes.
         self._seeds.start(*self._place, _BETWEEN_STEPS)
@@ -364,7 +369,7 @@ class BatchHooks:
                     # Hooks of Lightning's own classes do not look at outputs; to gather for them
                     # would cost an exchange in each batch.
                     if hook is not None and not is_of_lightning(hook):
-                        patches.replace(owner, name, wraps(hook)(partial(call, hook)))
+                        patches.replace(owner, name, Replacement(hook, partial(call, hook)))
 
     def _call_evaluated(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a hook, which gets outputs and batch, and maybe Trainer and module before."""
@@ -379,12 +384,11 @@ class BatchHooks:
     def _call_trained(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *own, batch, number = args
         if holds_micro_batches(batch):
-            first = tree_map(lambda part: _select(part, 0), batch)
-            batch = move_tensors(first, self._trainer.lightning_module)
+            batch = move_tensors(_select_all(batch, 0), self._trainer.lightning_module)
         return hook(*own, batch, number, **kwargs)
 
     def _gather_all(self, outputs: MicroBatches, batch: Any) -> list[Any]:
-        plain = [list(outputs), list(batch)]
+        plain = [list(outputs), [_select_all(batch, place) for place in range(len(outputs))]]
         try:
             # Tensors can always be sent, and to encode them would copy them only to find that out.
             encode_plain(tree_map_only(Tensor, lambda _: None, plain))
@@ -403,8 +407,9 @@ def holds_micro_batches(batch: Any) -> bool:
     return any(isinstance(part, MicroBatches) for part in tree_leaves(batch))
 
 
-def _select(part: Any, place: int) -> Any:
-    return part[place] if isinstance(part, MicroBatches) else part
+def _select_all(batch: Any, place: int) -> Any:
+    """Return the micro-batch of one logical rank, of one or several loaders."""
+    return tree_map(lambda part: part[place] if isinstance(part, MicroBatches) else part, batch)
 
 
 def refuse_accumulation(count: int) -> None:
@@ -448,7 +453,8 @@ class MicroBatchSeeds:
             if is_of_program(module.__class__) or module is trainer.lightning_module:
                 # A generator may also be a global of the module that defines the class.
                 source = type(module).__module__
-                variables = vars(sys.modules[source]).items()
+                # A file that the program has loaded itself need not be among the modules.
+                variables = getattr(sys.modules.get(source), "__dict__", {}).items()
                 owners[source] = {n: own for n, own in variables if find_kind(own) is GENERATOR}
         owners |= name_callbacks(trainer.callbacks)
         self._generators: dict[str, Any] = find_generators(owners)

@@ -1,7 +1,7 @@
 """States of torchmetrics metrics by logical rank."""
 
 from collections.abc import Callable
-from copy import copy, deepcopy
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, Replacement
 from lightning_d9m.engine.state.plain_data import (
     decode_plain,
     encode_plain,
@@ -74,6 +74,25 @@ class MetricStates:
             states = {rank: self._get(metric, rank) for rank in self._block}
             # By `vars`, because a metric is a module whose `__setattr__` looks at every value.
             vars(metric)[_KEPT] = (_read(metric), states)
+            call = partial(self._compute_kept, metric, metric.compute)
+            vars(metric)["compute"] = Replacement(metric.compute, call)
+
+    def _compute_kept(
+        self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute after the run: of all logical ranks, until the program updates the metric."""
+        live, syncs = _read(metric), metric._to_sync  # noqa: SLF001 - of torchmetrics
+        before = vars(metric).get(_KEPT, ({}, {}))[0]
+        # It is called on all processes, as torchmetrics needs it in DDP, or has the result already.
+        if metric._computed is not None or not syncs or _differs(live, before):  # noqa: SLF001
+            return compute(*args, **kwargs)
+        try:
+            self._synchronize(metric)
+            metric._to_sync = False  # noqa: SLF001
+            return compute(*args, **kwargs)
+        finally:
+            for name, value in {**live, "_to_sync": syncs}.items():
+                setattr(metric, name, value)
 
     def _get(self, metric: Any, rank: int) -> dict[str, Any]:
         return self._states.get((id(metric), rank)) or _make_default(metric)
@@ -83,8 +102,10 @@ class MetricStates:
         live = _read(metric)
         before, states = vars(metric).pop(_KEPT, ({}, {}))
         # The program has reset or updated the metric between the runs, so what was kept is stale.
-        if any(live[name] is not before.get(name) for name in live):
+        if _differs(live, before):
             states = {}
+        if isinstance(metric.compute, Replacement):
+            metric.compute = metric.compute.replaced
         for rank in self._block if live[_COUNT] else ():
             self._states[id(metric), rank] = states.get(rank) or {
                 name: value.clone() if isinstance(value, Tensor) else copy(value)
@@ -99,7 +120,7 @@ class MetricStates:
             ("update", partial(self._update, metric, metric.update)),
             ("forward", partial(self._update, metric, metric.forward)),
         ):
-            self._patches.replace(metric, name, _Replacement(getattr(metric, name), call))
+            self._patches.replace(metric, name, Replacement(getattr(metric, name), call))
 
     def add(self, path: str, value: Any) -> bool:
         """Add a metric that is in a container of the module; return whether it is a metric."""
@@ -194,22 +215,14 @@ class MetricStates:
             setattr(metric, name, _reduce([state[name] for state in states], reduction))
 
 
-class _Replacement:
-    """Stands for a method of one metric; a copy of the metric, as in a tracker, gets the method."""
-
-    def __init__(self, replaced: Any, call: Callable[..., Any]) -> None:
-        self._replaced, self._call = replaced, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self._replaced, memo)
-
-
 def _read(metric: Any) -> dict[str, Any]:
     names = [*metric._defaults, _COUNT]  # noqa: SLF001 - of torchmetrics
     return {name: getattr(metric, name) for name in names}
+
+
+def _differs(live: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether the program has reset or updated a metric; an update counts."""
+    return any(live[name] is not before.get(name) for name in live)
 
 
 def _make_default(metric: Any) -> dict[str, Any]:

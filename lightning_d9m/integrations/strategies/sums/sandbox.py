@@ -1,7 +1,7 @@
 """Changes by the step of a logical rank: put back before the next one, merged at the end."""
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -357,7 +357,7 @@ class Sandbox:
             # Their tokens have no digest, so buffers that differ were not found above.
             send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
-            self._add_all(path, by_rank)
+            self._add_all(path, by_rank, stage)
 
     def _settle(
         self, records: dict[int, _Record], paths: list[str], single: set[str], stage: str
@@ -398,7 +398,7 @@ class Sandbox:
                 )
             else:
                 if change is None or not change.token.startswith("buffer"):
-                    self._report(path, change, stage)
+                    self._report(path, None if change is None else change.value, stage)
                 if first[0] == "written":
                     self._write(path, {0: first})
                 elif first[0] and self._block.start:
@@ -437,8 +437,7 @@ class Sandbox:
             merged[places], taken[places] = values, True
         node.kind.write(node.owner, merged.reshape(node.content.shape))
 
-    def _report(self, path: str, change: _Change | None, stage: str) -> None:
-        value = None if change is None else change.value
+    def _report(self, path: str, value: Any, stage: str) -> None:
         single = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)
         if stage != "train" and single:
             raise SettingError(
@@ -455,7 +454,7 @@ class Sandbox:
                 stacklevel=2,
             )
 
-    def _add_all(self, path: str, by_rank: dict[int, list[Any]]) -> None:
+    def _add_all(self, path: str, by_rank: dict[int, list[Any]], stage: str) -> None:
         node = self._watch.paths[path]
         moved = move_tensors(by_rank, self._module)
         items = [item for rank in sorted(by_rank) for item in moved[rank]]
@@ -464,12 +463,33 @@ class Sandbox:
         elif node.kind is ITEMS:
             node.owner.extend(items)
         else:
-            for key, value in items:
-                if isinstance(value, list) and isinstance(node.owner.get(key), list):
-                    node.owner[key].extend(value)
-                else:
-                    # In the order of ranks, so the first one that has added a key decides.
-                    node.owner.setdefault(key, value)
+            self._add_entries(path, node.owner, items, stage)
+
+    def _add_entries(self, path: str, owner: dict[Any, Any], items: list[Any], stage: str) -> None:
+        """Add keys and values to a dict, and merge what several logical ranks add under one."""
+        by_key: dict[Any, list[Any]] = {}
+        for key, value in items:
+            by_key.setdefault(key, []).append(value)
+        for key, values in by_key.items():
+            # In the order of ranks, so the first one that has added a key decides.
+            first, *others = values
+            owner.setdefault(key, first)
+            if not others:
+                continue
+            if all(isinstance(value, list | deque) for value in values):
+                for other in others:
+                    first.extend(other)
+            elif all(isinstance(value, set) for value in values):
+                first.update(*others)
+            elif all(isinstance(value, dict) for value in values):
+                entries = [entry for value in values for entry in value.items()]
+                first.clear()
+                self._add_entries(path, first, entries, stage)
+            # In a dict that counts, equal values are of several additions, unless all count alike.
+            elif len({digest_saved(value) or type(value) for value in values}) > 1 or (
+                isinstance(owner, Counter | defaultdict) and len(values) < self._ranks
+            ):
+                self._report(path, first, stage)
 
 
 def _offer(change: _Change, *, first: bool, single: bool) -> list[Any]:
