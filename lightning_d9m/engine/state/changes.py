@@ -370,7 +370,7 @@ class Changes:
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
     def _is_left_out(self, change: Change) -> bool:
-        """Return whether what holds a change is no state, as a library says where it pickles."""
+        """Return whether a library says, where it pickles, that what holds a change is not state."""
         path = change.node.path
         while path:
             path, _, name = path.rpartition(".")
