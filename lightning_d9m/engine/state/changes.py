@@ -370,7 +370,7 @@ class Changes:
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
     def _is_left_out(self, change: Change) -> bool:
-        """Return whether a library says, where it pickles, that what holds a change is not state."""
+        """Return whether the holder of a change says, where it pickles, that it is not state."""
         path = change.node.path
         while path:
             path, _, name = path.rpartition(".")
