@@ -137,7 +137,7 @@ torch.distributed.pipelining.stage
     _PipelineStageBase | compare ranks
 torchmetrics.metric:Metric
     _update_count _forward_cache _computed | resume
-    _reductions _defaults _sync_dist | keep a state of a metric for each logical rank
+    _reductions _defaults _sync_dist _to_sync | keep a state of a metric for each logical rank
     distributed_available_fn reset update forward | keep a state of a metric for each logical rank
 torchmetrics.collections:MetricCollection
     _enable_compute_groups _groups_checked _groups | keep a state of a metric for each logical rank

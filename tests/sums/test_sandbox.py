@@ -107,6 +107,20 @@ def test_a_deque_gets_what_all_append(step, most):
     assert [*recent] == [1, 2, 3, 0, 1, 10, 11][-most:]
 
 
+def test_a_full_deque_whose_appended_items_may_not_show_is_named(step):
+    def append(module, rank):
+        if module.added[rank] is not None:
+            module.recent.append(module.added[rank])
+
+    for start, added in (([1] * 3, [0, 1]), ([1], [0, 1])):
+        with pytest.warns(UserWarning, match="changes 'recent' .* logical rank 0 is kept"):
+            found = step(append, recent=deque(start, len(start)), added=added).recent
+        assert [*found] == [*start[1:], 0]
+    for start, added, right in (([1] * 3, [0, 2], [1, 0, 2]), ([1, 2], [3, None], [2, 3])):
+        found = step(append, recent=deque(start, len(start)), added=added).recent
+        assert [*found] == right
+
+
 def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step):
     def change(module, rank):
         module.weights[2 * rank] = module.by_sample[rank] = 5 + rank

@@ -456,6 +456,10 @@ class Sandbox:
 
     def _add_all(self, path: str, by_rank: dict[int, list[Any]], stage: str) -> None:
         node = self._watch.paths[path]
+        counts = {len(items) for items in by_rank.values()}
+        if (len(by_rank) < self._ranks or len(counts) > 1) and _hides_added(node):
+            self._report(path, node.owner, stage)
+            by_rank = {0: by_rank.get(0, [])}
         moved = move_tensors(by_rank, self._module)
         items = [item for rank in sorted(by_rank) for item in moved[rank]]
         if node.kind is SET:
@@ -565,3 +569,17 @@ def _find_added(node: Node) -> list[Any] | None:
         if len(now) > len(kept) and are_same(now[: len(kept)], kept):
             return list(now[len(kept) :])
     return None
+
+
+def _hides_added(node: Node) -> bool:
+    """Return whether a full deque can look the same after items were appended, as one of zeros."""
+    before = node.content
+    if node.kind is not ITEMS or getattr(node.owner, "maxlen", None) != len(before):
+        return False
+    for dropped in range(1, max(len(before), 2)):
+        first = before[dropped : dropped + 1]
+        kept = len(before) - dropped
+        # The first item alone first, as above.
+        if are_same(first, before[: len(first)]) and are_same(before[dropped:], before[:kept]):
+            return True
+    return False
