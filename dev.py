@@ -295,7 +295,8 @@ def test_oldest_lightning(arguments: list[str]) -> None:
     run(PYTHON, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     (shared,) = ENVIRONMENT.glob("lib/python*/site-packages")
-    (site / "shared.pth").write_text(f"{shared}\n")
+    # Not the path alone: the package itself is installed there by another such file.
+    (site / "shared.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
     python = folder / "bin" / "python"
     packages = [f"{name}=={OLDEST_LIGHTNING}" for name in ("lightning", "pytorch-lightning")]
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", f"--python={python}")

@@ -234,12 +234,19 @@ def find_missing(hooks: Iterable[Hook], load: Callable[[str], Any] = import_modu
             has_it = has_name(owner, hook.name)
         except (ImportError, KeyError, AttributeError):
             has_it = False
-        # A library that is older than the row need not have the name: `compatibility.py` says what
-        # does not work there. One that does not say its version counts as new.
-        release = () if has_it else parse_release(_read_version(hook.library)) or (sys.maxsize,)
-        if release and release >= parse_release(hook.since):
+        if not has_it and has_release(hook):
             missing.append(hook)
     return missing
+
+
+def has_release(hook: Hook) -> bool:
+    """Return whether the installed release should have the name of a row.
+
+    A library that is older than the row need not: ``compatibility.py`` says what does not work
+    there. One that does not say its version counts as new.
+    """
+    release = parse_release(_read_version(hook.library)) or (sys.maxsize,)
+    return release >= parse_release(hook.since)
 
 
 def has_name(owner: Any, name: str) -> bool:
