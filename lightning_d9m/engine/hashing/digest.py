@@ -79,9 +79,10 @@ def _flatten_quantized(tensor: torch.Tensor) -> list[Piece]:
 
 def _can_be_read_in_place(tensor: torch.Tensor) -> bool:
     """Return whether the elements are in row-major order in memory, at an address to read from."""
-    is_ordered = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     # torch.func.jvp makes zeros that have a size and no memory: their address is 0.
-    is_ordered = is_ordered and not tensor._is_zerotensor()  # noqa: SLF001 - torch has no public test
+    if tensor._is_zerotensor():  # noqa: SLF001 - torch has no public test
+        return False
+    is_ordered = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     # The kernel of CUDA reads 16 bytes at once, and a device faults at other addresses.
     return is_ordered and (tensor.is_cpu or tensor.data_ptr() % 16 == 0)
 

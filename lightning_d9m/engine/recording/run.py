@@ -472,10 +472,9 @@ class Run:
         gradients: dict[str, dict[str, str]] = {}
         if training.records_gradients:  # those that the program has not cleared yet
             named = training.model.named_parameters()
-            gradients["gradients"] = {
-                plain_name(name): digest_value(p.grad) for name, p in named if p.grad is not None
-            }
-            gradients = {group: found for group, found in gradients.items() if found}
+            found = {plain_name(name): p.grad for name, p in named if p.grad is not None}
+            if found:
+                gradients["gradients"] = {name: digest_value(grad) for name, grad in found.items()}
         return Digests(
             moment=moment,
             epoch=epoch,

@@ -29,7 +29,7 @@ _OFF = ("", "0")
 
 
 class _AutoloadState:
-    """Whether this process has opened a session, or the error that prevented it."""
+    """The state of this process: it has opened a session, or an error has prevented that."""
 
     started = False
     problem: Exception | None = None
