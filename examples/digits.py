@@ -89,6 +89,7 @@ def main() -> None:
     """Train, and leave a ledger beside the logs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--accelerator", default="cpu", help="cpu, gpu or auto")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--workers", type=int, default=0)
     arguments = parser.parse_args()
@@ -97,7 +98,7 @@ def main() -> None:
     model = DigitsNet()
     trainer = L.Trainer(
         max_epochs=arguments.epochs,
-        accelerator="cpu",
+        accelerator=arguments.accelerator,
         callbacks=[DeterminismCallback()],
         log_every_n_steps=10,
     )

@@ -38,10 +38,10 @@ ROOT = BENCHMARKS.parent
 TESTS = ROOT / "tests"
 VENDOR = ROOT / "vendor"
 NEEDED = ("triton", "lightning", "pytest")  # beside the dependencies of the package
-# The most seconds of each part in a call: the first nine fit into one.
+# The most seconds of each part in a call. Most take far less, and the first call ends among them.
 FIRST = {
-    "machine": 90, "doctor": 60, "example": 120, "tests": 100, "sizes": 90, "smoke": 90,
-    "scans": 40, "steps": 90, "determinism": 300,
+    "machine": 90, "doctor": 60, "example": 120, "training": 90, "race": 90, "tests": 100,
+    "resume": 120, "sizes": 90, "smoke": 90, "scans": 40, "steps": 90, "determinism": 300,
 }  # fmt: skip
 SECOND = ("speed", "graphs", "digest", "portable", "facts")
 COMMANDS = ("probes", "audit")
@@ -113,6 +113,7 @@ def list_commands(work: Path, *, dry: bool) -> dict[str, Command]:
             ],
             needs=60,
         ),
+        **list_trainings(work, dry=dry),
         "tests": Command(
             [python, "-m", "pytest", *tests, *markers, *plugins, *CUDA_TESTS], 30, True
         ),
@@ -126,6 +127,33 @@ def list_commands(work: Path, *, dry: bool) -> dict[str, Command]:
             continues=True,
         ),
     }
+
+
+def list_trainings(work: Path, *, dry: bool) -> dict[str, Command]:
+    """Return trainings of the examples on the device."""
+    where, differs = ("--accelerator cpu", 0) if dry else ("--accelerator gpu", 1)
+    d9m = f"{sys.executable} -m lightning_d9m"
+    digits = f"{sys.executable} examples/digits.py --epochs 1"
+    scenes = f"{sys.executable} examples/segmentation.py --epochs 1 --scenes 64"
+    portable = "export LIGHTNING_D9M_PORTABLE=1; LIGHTNING_D9M_LEDGER_DIR"
+    return {
+        # One digest on the CPU and on the device.
+        "training": shell(
+            f"{portable}={work}/cpu {digits}",
+            f"{portable}={work}/device {digits} {where}",
+            f"{d9m} compare {work}/cpu {work}/device",
+        ),
+        # Gradients that race without the settings: the runs differ, and the command finds where.
+        "race": shell(
+            f"{d9m} locate --no-determinism -o {work}/race -- {scenes} {where}; test $? = {differs}"
+        ),
+        "resume": shell(f"{d9m} repeat --interrupt -o {work}/resume -- {digits} {where}"),
+    }
+
+
+def shell(*commands: str) -> Command:
+    """Return a part that ends with the first of some commands of the shell that fails."""
+    return Command(["bash", "-c", " && ".join(commands)], needs=60)
 
 
 class Suite:
