@@ -118,6 +118,14 @@ def test_what_one_run_lacks_is_said(tmp_path, compare):
     assert "Only this run has a file of rank 1." in output
 
 
+@pytest.mark.parametrize("command", ["compare", "report", "bundle"])
+def test_a_ledger_that_was_cut_off_has_its_own_status(tmp_path, d9m, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    folders = write(tmp_path), write(tmp_path, epochs=1, end=False)
+    status, out, err = d9m(command, *folders)
+    assert (status, out.partition(":")[0], err) == (3, "incomplete", "")
+
+
 def test_nothing_was_proven(tmp_path, compare):
     """Two runs that were killed before the first digest are not called equal."""
     folders = [write(tmp_path, epochs=-1, end=False) for _ in range(2)]
