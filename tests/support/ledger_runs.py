@@ -90,7 +90,7 @@ def make_records(epochs=3, *, status="finished", **header):
         make_digests("initial", 0),
         *(make_digests("epoch", epoch) for epoch in range(epochs)),
         make_digests("final", last),
-        End(status=status),
+        End(status=status, epoch=last, step=23 * epochs),
     ]
 
 
@@ -127,12 +127,19 @@ def list_batches(ledger, rank=0):
     return batches
 
 
-def write_rank(folder, records, *, rank=0, end=True, **header):
-    """Write one rank's file: a header, records, typed or not, and the end; return the folder."""
-    header = {"stack": {}, "settings": {}} | header
+def write_rank(folder, records, *, rank=0, end="finished", **header):
+    """Write one rank's file: a header, records, typed or not, and the end; return the folder.
+
+    The end has the place of the last state, and no end is written without its status.
+    """
+    header, records = {"stack": {}, "settings": {}} | header, [*records]
+    states = [record for record in records if hasattr(record, "totals")]
+    place = {name: getattr(states[-1], name) if states else 0 for name in ("epoch", "step")}
     with LedgerWriter(rank_path(folder, rank)) as writer:
-        for record in (make_header(rank=rank, **header), *records, *[End(status="finished")] * end):
+        for record in (make_header(rank=rank, **header), *records):
             writer.write(record)
+        if end:
+            writer.write(End(status=end, **place))
     return folder
 
 

@@ -174,6 +174,8 @@ class Run:
         self._problem: LedgerError | None = None
         self._reference: Reference | None = None
         self._agreement: RankAgreement | None = None
+        # The epoch and step of the last state, which are those of the end.
+        self._reached = (0, 0)
         # How many steps are still digested since the last save or resume, which was after a step.
         self._due = self._saved_step = 0
         # In a resumed run, until a difference was reported or no rank has more to compare.
@@ -291,6 +293,8 @@ class Run:
         if parent is None:
             self.loss, self.data = None, ""
             self.held.clear()
+        else:
+            self._reached = parent.epoch, parent.step
         self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
         if self.stop is not None:
@@ -433,7 +437,10 @@ class Run:
         Ranks do not communicate, because some may be lost: a state that they share out is not
         recorded. A difference from the reference is a warning, and no error hides the exception.
         """
-        if self._header is None or SHARDED_PARAMETERS in self._header.stack:
+        if self._header is None:
+            return
+        self._reached = epoch, step
+        if SHARDED_PARAMETERS in self._header.stack:
             return
         with suppress(Exception):
             self.probes.flush()
@@ -468,7 +475,7 @@ class Run:
         scalars: Mapping[str, str] = MappingProxyType({}),
     ) -> Digests:
         training, totals = self._training, snapshot.total()
-        self.digest = totals["weights"]
+        self.digest, self._reached = totals["weights"], (epoch, step)
         gradients: dict[str, dict[str, str]] = {}
         if training.records_gradients:  # those that the program has not cleared yet
             named = training.model.named_parameters()
@@ -572,6 +579,8 @@ class Run:
         follows = (self._due > 0 and step > self._saved_step) or stops
         wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
         kept = agreement if agreement is not None and wanted and agreement.wants(step) else None
+        if stops:
+            self._reached = epoch, step
         if not follows and kept is None:
             return
         groups: dict[str, dict[str, str]] = {}
@@ -640,7 +649,9 @@ class Run:
             self._problem = error
 
     def end(self, end: End) -> None:
-        """Write the last record, close the ledger, and warn of records that were not compared.
+        """Write the last record, with the place of the last state, and close the ledger.
+
+        Warn of records that were not compared.
 
         If the training failed, errors of this do not hide that error.
         """
@@ -660,6 +671,7 @@ class Run:
                     self.append(self._commitment.find_sources(self._sources))
         finally:
             writer, reference = self._writer, self._reference
+            end = replace(end, epoch=self._reached[0], step=self._reached[1])
             if self._check is not None:
                 self._check.close()
             # Forgotten before the last record is written: if that fails, the run is closed anyway.

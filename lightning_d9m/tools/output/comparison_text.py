@@ -175,7 +175,7 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
             )
             for reason in found_break.inexact:
                 yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
-        if not side.complete:
+        if not side.end:
             torn = "; its torn last record was left out" if side.truncated else ""
             # A segment may be compared while it runs.
             ended = "was ended before it" if rank.segment is None else "has not"
