@@ -213,6 +213,11 @@ class RankComparison:
         return EVALUATED.issuperset(self.groups)
 
     @property
+    def is_open(self) -> bool:
+        """True if neither of two whole runs says that it ended."""
+        return not (self.segment or self.expected.end or self.actual.end)
+
+    @property
     def cut_off(self) -> bool:
         """True if one file is the beginning of the other, and does not say that its run ended."""
         sides = (self.expected, self.actual)

@@ -194,7 +194,7 @@ def _state_verdict(comparison: Comparison) -> str:
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
             f"equal: {_describe_segment(comparison)}{count_compared(comparison)} bit for bit the "
-            f"same ({digests:,} of digests; {epochs}; {ranks})."
+            f"same ({digests:,} of digests; {epochs}; {ranks}){describe_missing_end(comparison)}."
             f"{describe_exception(comparison, ' Each run')}"
         )
     # The text must not say more than what was compared.
@@ -230,7 +230,15 @@ def _describe_segment(comparison: Comparison) -> str:
     return f"steps {first.segment[0]:,} to {first.segment[1]:,} of 0 to {end:,}, "
 
 
+_PAIR = 2
 _CUT = "; one was ended before it finished its ledger."
+
+
+def describe_missing_end(*comparisons: Comparison, runs: int = 2) -> str:
+    """Return words for a verdict if nothing says that runs ended, as for killed ones; else none."""
+    if not any(rank.is_open for own in comparisons for rank in own.ranks):
+        return ""
+    return f", as far as they go; {'neither' if runs == _PAIR else 'no'} run says that it ended"
 
 
 def describe_exception(comparison: Comparison, subject: str) -> str:
