@@ -70,7 +70,7 @@ def test_any_changes_are_named_where_they_are(tmp_path_factory, changes):
     (rank,) = compare(runs.write(), runs.write(edit=edit)).ranks
     assert rank.differing == len({epoch for epoch, _ in changes})
     if not changes:
-        assert rank.equal
+        assert rank.verdict == "equal"
         return
     first = min(epoch for epoch, _ in changes)
     named = [key for epoch, key in changes if epoch == first]
@@ -110,7 +110,7 @@ class TestDivergence:
         drift = in_epoch(0, flip)
         assert compare(one, logical_run(runs, 2, edit=drift)).verdict == "different"
         (rank,) = compare(one, other).ranks
-        assert not rank.equal
+        assert rank.verdict == "different"
         assert (rank.batches, rank.uncompared_batches) == (3, 0)
 
     @pytest.mark.parametrize("numbers", [(4, 8), (4, None), (None, None)])
@@ -252,7 +252,7 @@ class TestOneSided:
         assert (rank.expected.records, rank.actual.records) == (3, 1)
         assert rank.expected.first_record == "epoch 3 (step 92)"
         assert rank.actual.first_record == "the final state (epoch 2, step 69)"
-        assert not rank.equal
+        assert rank.verdict == "different"
 
     @pytest.mark.parametrize("torn", [False, True])
     def test_one_was_killed(self, runs, torn):

@@ -365,9 +365,9 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
             places.append(PlaceDifference(len(places), group, name, 0, before, after))
     if not places:
         return None
-    shown = actual
-    if isinstance(expected, End) and isinstance(actual, End):
-        shown = min(expected, actual, key=lambda end: end.step)  # the other run was still equal
+    steps = (getattr(expected, "step", 0), getattr(actual, "step", 0))
+    # Of two ends the first, up to which both runs were equal.
+    shown = expected if isinstance(actual, End) and steps[0] < steps[1] else actual
     return Divergence(
         where=describe_record(shown),
         moment=STEP if isinstance(actual, StepDigests) else getattr(actual, "moment", ""),
@@ -377,7 +377,7 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
         count=len(places),
         compared=compared,
         by_kind=by_kind,
-        steps=(getattr(expected, "step", 0), getattr(actual, "step", 0)),
+        steps=steps,
     )
 
 

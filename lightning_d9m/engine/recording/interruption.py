@@ -244,8 +244,7 @@ class Interruption:
         """
         if not self.is_segment:
             return
-        end = End(status="stopped", reason=reason) if reason else End(status="finished")
-        self._before_stop(end)
+        self._before_stop(End(status="stopped" if reason else "finished", reason=reason or None))
         # Every rank is killed, after what started them could see that the end was reached: it may
         # end all when one has died. The first wait is for the ledgers of all ranks, the second for
         # the mark.

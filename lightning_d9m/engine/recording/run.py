@@ -162,6 +162,7 @@ class Run:
         self.digest: str | None = None
         self.folder: Path | None = None
         self.stop: int | None = None
+        self._reached = (0, 0)  # the epoch and step of the last state, which the end has, too
         self.held: list[Record] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
@@ -174,8 +175,6 @@ class Run:
         self._problem: LedgerError | None = None
         self._reference: Reference | None = None
         self._agreement: RankAgreement | None = None
-        # The epoch and step of the last state, which are those of the end.
-        self._reached = (0, 0)
         # How many steps are still digested since the last save or resume, which was after a step.
         self._due = self._saved_step = 0
         # In a resumed run, until a difference was reported or no rank has more to compare.
@@ -290,11 +289,10 @@ class Run:
         """
         parent, self._parent = self._parent, None
         self.digest = None
+        self._reached = (0, 0) if parent is None else (parent.epoch, parent.step)
         if parent is None:
             self.loss, self.data = None, ""
             self.held.clear()
-        else:
-            self._reached = parent.epoch, parent.step
         self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
         if self.stop is not None:
@@ -437,10 +435,8 @@ class Run:
         Ranks do not communicate, because some may be lost: a state that they share out is not
         recorded. A difference from the reference is a warning, and no error hides the exception.
         """
-        if self._header is None:
-            return
         self._reached = epoch, step
-        if SHARDED_PARAMETERS in self._header.stack:
+        if self._header is None or SHARDED_PARAMETERS in self._header.stack:
             return
         with suppress(Exception):
             self.probes.flush()

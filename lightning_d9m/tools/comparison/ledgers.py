@@ -11,6 +11,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from msgspec import to_builtins
+
 from lightning_d9m.engine.ledger.command import BEGINS, SEEDED, SEGMENT
 from lightning_d9m.engine.ledger.differences import (
     KIND_OF_GROUP,
@@ -24,7 +26,7 @@ from lightning_d9m.engine.ledger.differences import (
     run_refusals,
 )
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
-from lightning_d9m.engine.ledger.format.reader import Break, RankReader
+from lightning_d9m.engine.ledger.format.reader import RankReader, read_resume
 from lightning_d9m.engine.ledger.format.records import (
     Batch,
     Digests,
@@ -33,6 +35,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Header,
     ProbeLayout,
     RankDrift,
+    Resume,
     RunFacts,
     StepDigests,
 )
@@ -80,7 +83,9 @@ class RunSide:
         end: The status with which it ended; empty for a run that was killed or still trains.
         reason: What ended it; empty if that is not known.
         truncated: Whether its last record is torn and was skipped.
-        breaks: Where the run was interrupted and resumed.
+        breaks: Where the run was interrupted and resumed, in order; a later one without a parent
+            only adds reasons why a resume was inexact.
+        problem: Why what the first of them continues is not read; empty if it is.
         last_step: The global step of its last record.
     """
 
@@ -92,15 +97,18 @@ class RunSide:
     end: str = ""
     reason: str = ""
     truncated: bool = False
-    breaks: tuple[Break, ...] = ()
+    breaks: tuple[Resume, ...] = ()
+    problem: str = ""
     last_step: int = 0
 
     def note(self, item: Item | None) -> None:
-        """Keep the last step, and what ended the run, of a record of this run."""
+        """Keep the last step, the breaks, and what ended the run, of a record of this run."""
         self.last_step = max(self.last_step, getattr(item, "step", 0))
         if isinstance(item, End):
             self.end = item.status
             self.reason = item.reason or (item.error or "").partition("\n")[0]
+        if isinstance(item, Resume):
+            self.breaks += (item,)
 
     def note_alone(self, item: Item) -> None:
         """Count a record that the other run does not have."""
@@ -204,7 +212,7 @@ class RankComparison:
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
         found = {"divergence": self.divergence, "trained": self.trained}
-        facts = asdict(replace(self, divergence=None, trained=None))
+        facts: dict[str, object] = to_builtins(replace(self, divergence=None, trained=None))
         return facts | {name: own and own.as_json() for name, own in found.items()}
 
     @property
@@ -218,18 +226,14 @@ class RankComparison:
         return not (self.segment or self.expected.end or self.actual.end)
 
     @property
-    def cut_off(self) -> bool:
-        """True if one file is the beginning of the other, and does not say that its run ended."""
-        sides = (self.expected, self.actual)
-        shorter, longer = sorted(sides, key=lambda side: side.alone)
-        goes_on = longer.records == longer.beyond and not (shorter.alone or shorter.end)
-        return goes_on and not (self.differing or self.differing_places)
-
-    @property
-    def equal(self) -> bool:
-        """True if both files have the same contents."""
-        differing = self.differing or self.differing_places
-        return not (differing or self.expected.alone or self.actual.alone)
+    def verdict(self) -> Literal["equal", "different", "incomplete"]:
+        """That on this rank; see ``Comparison.verdict``."""
+        shorter, longer = sorted((self.expected, self.actual), key=lambda side: side.alone)
+        # One file may be the beginning of the other, and not say that its run ended.
+        is_cut = longer.alone and longer.records == longer.beyond and not shorter.end
+        if self.divergence or shorter.alone or (longer.alone and not is_cut):
+            return "different"
+        return "incomplete" if is_cut or (self.error and not self.sees_end) else "equal"
 
 
 def _is_earlier(found: Divergence, known: Divergence | None) -> bool:
@@ -297,15 +301,14 @@ class Comparison:
         """
         if self.refusals or not self.ranks:
             return "not comparable"
+        verdicts = {rank.verdict for rank in self.ranks}
         # A missing rank is a difference, whatever the other ranks say.
-        whole = not (self.ranks_only_expected or self.ranks_only_actual)
-        if not whole or not all(rank.equal or rank.cut_off for rank in self.ranks):
+        if self.ranks_only_expected or self.ranks_only_actual or "different" in verdicts:
             return "different"
         # Without digests to compare, nothing is proven.
         if not all(rank.digests or rank.places for rank in self.ranks):
             return "not comparable"
-        whole = all(rank.equal and (rank.sees_end or not rank.error) for rank in self.ranks)
-        return "equal" if whole else "incomplete"
+        return "incomplete" if "incomplete" in verdicts else "equal"
 
     @property
     def extent(self) -> Literal["logged values", "evaluations", "training"]:
@@ -523,7 +526,7 @@ class _RankPass:
                 yield one, other, found
         files = zip(self._sides, (first, second), self._are_parts, self._sides[::-1], strict=True)
         for side, file, is_part, longer in files:
-            side.truncated, side.breaks = file.truncated, (*file.breaks,)
+            side.truncated, side.problem = file.truncated, file.problem
             if is_part and side.end in ("", "stopped"):  # it says nothing of what follows
                 longer.forget_beyond()
         if any(self._are_parts):
@@ -555,7 +558,8 @@ class _RankPass:
                 first = min(ends, key=lambda end: (end.step, end.status != "stopped"))
                 counts = first.status != "stopped"
             else:
-                counts = isinstance(item, RunFacts) or place >= start
+                is_break = isinstance(item, Resume)
+                counts = isinstance(item, RunFacts) or (place >= start and not is_break)
             if counts:
                 yield item, one, other
 
@@ -569,11 +573,11 @@ class _RankPass:
 
 def _find_start(file: RankReader, is_part: bool) -> LedgerPosition:
     """Return the place at which a segment begins; the beginning of any other run."""
-    if not (is_part and file.breaks):
+    resumed = read_resume(file.path) if is_part else None
+    if resumed is None:
         return LEDGER_START
-    last = file.breaks[-1]
     # Phase 1 of an epoch has its batches, as in `record_place`.
-    return (last.epoch, 1 if last.batch else 0, last.step)
+    return (resumed.epoch, 1 if resumed.batch else 0, resumed.step)
 
 
 def find_rank_drift(ledger: Ledger) -> Divergence | None:

@@ -165,15 +165,16 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
                 f"only {name} has {pluralize(found, 'probe')} in batches of both, "
                 f"the first {side.first_place}."
             )
-        for found_break in side.breaks:
-            # A sentence of the ledger becomes a part of this one.
-            problem = (found_break.problem or "").removesuffix(".")
-            problem = f"; {escape(problem, _LONGEST)}" if problem else ""
-            yield (
-                f"{name} was interrupted and resumed at epoch {found_break.epoch}, batch "
-                f"{found_break.batch} (step {found_break.step}){problem}."
-            )
-            for reason in found_break.inexact:
+        # A sentence of the ledger becomes a part of another one.
+        problem = escape(side.problem.removesuffix("."), _LONGEST)
+        for resumed in side.breaks:
+            if resumed.parent or resumed is side.breaks[0]:
+                yield (
+                    f"{name} was interrupted and resumed at epoch {resumed.epoch}, batch "
+                    f"{resumed.batch} (step {resumed.step}){'; ' if problem else ''}{problem}."
+                )
+                problem = ""  # it is that of the first
+            for reason in resumed.inexact:
                 yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
         if not side.end:
             torn = "; its torn last record was left out" if side.truncated else ""
