@@ -33,6 +33,7 @@ from lightning_d9m.integrations.strategies.sums.metric_states import MetricState
 from lightning_d9m.integrations.strategies.sums.sandbox import Sandbox
 from lightning_d9m.integrations.trainer.lightning_private import (
     BEFORE_BATCH_TRANSFER,
+    is_validation_due,
     set_logged_batch,
     skips_backward,
 )
@@ -52,6 +53,7 @@ _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
 # The draws between two steps, such as those of callbacks, are of no logical rank.
 _BETWEEN_STEPS = -1
 _TRAINED = ("on_train_batch_start", "on_train_batch_end")
+_AFTER_STEPS = ("on_before_optimizer_step", "optimizer_step", "on_train_batch_end")
 
 
 class LogicalSteps:
@@ -82,7 +84,7 @@ class LogicalSteps:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
         self.block = block = processes.block  # of the strategy
-        gather = processes.gather_values
+        self._gather = gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
         metrics = find_metrics(trainer)
         self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
@@ -157,6 +159,26 @@ class LogicalSteps:
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
+        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
+            end = partial(self._end_advance, loop, loop.on_advance_end)
+            patches.replace(loop, "on_advance_end", end)
+
+    def _end_advance(self, loop: Any, end: Callable[..., None], *args: Any) -> None:
+        """Run the end of a batch or an epoch, after which a loop may stop, on all processes alike.
+
+        A hook of the program may have set ``should_stop`` on its process alone.
+        """
+        is_batch = loop is not self._trainer.fit_loop
+        # An exchange takes about a millisecond, which most programs need not spend on each batch.
+        if is_batch and self.hooks.ends_steps:
+            self._agree_to_stop()
+        validates = is_batch and is_validation_due(self._trainer)
+        end(*args)
+        if validates or not is_batch:
+            self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        self._trainer.should_stop = any(self._gather(bool(self._trainer.should_stop)))
 
     def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""
@@ -353,9 +375,13 @@ class BatchHooks:
       process 0 those of logical rank 0.
 
     ``gather`` returns the plain values of every process.
+
+    Attributes:
+        ends_steps: Whether a hook of the program runs after a step of the training.
     """
 
     def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+        self.ends_steps = False
         self._trainer = trainer
         self._gather = gather
         self._last: tuple[Any, list[Any]] = (None, [])
@@ -363,6 +389,8 @@ class BatchHooks:
     def attach(self, patches: AttributePatches) -> None:
         """Wrap the hooks."""
         for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
+            hooks = [getattr(owner, name, None) for name in _AFTER_STEPS]
+            self.ends_steps |= any(hook and not is_of_lightning(hook) for hook in hooks)
             for names, call in ((_EVALUATED, self._call_evaluated), (_TRAINED, self._call_trained)):
                 for name in names:
                     hook = getattr(owner, name, None)
