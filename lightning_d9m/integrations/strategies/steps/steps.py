@@ -106,7 +106,7 @@ class LogicalSteps:
         self._sandbox = Sandbox(
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
-        self._ran = False
+        self._ran = self._ends_steps = False
         self._place = ("train", 0, 0)
         self.losses: list[Tensor] = []
         self._output: Any = None
@@ -157,6 +157,9 @@ class LogicalSteps:
         patches.replace(self._module, BEFORE_BATCH_TRANSFER, later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
+        owners = (self._module, *self._trainer.callbacks)
+        hooks = [getattr(owner, name, None) for owner in owners for name in _AFTER_STEPS]
+        self._ends_steps = any(hook and not is_of_lightning(hook) for hook in hooks)
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
         for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
@@ -168,13 +171,12 @@ class LogicalSteps:
 
         A hook of the program may have set ``should_stop`` on its process alone.
         """
-        is_batch = loop is not self._trainer.fit_loop
         # An exchange takes about a millisecond, which most programs need not spend on each batch.
-        if is_batch and self.hooks.ends_steps:
+        if self._ends_steps:
             self._agree_to_stop()
-        validates = is_batch and is_validation_due(self._trainer)
+        is_rare = loop is self._trainer.fit_loop or is_validation_due(self._trainer)
         end(*args)
-        if validates or not is_batch:
+        if is_rare:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
@@ -375,13 +377,9 @@ class BatchHooks:
       process 0 those of logical rank 0.
 
     ``gather`` returns the plain values of every process.
-
-    Attributes:
-        ends_steps: Whether a hook of the program runs after a step of the training.
     """
 
     def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
-        self.ends_steps = False
         self._trainer = trainer
         self._gather = gather
         self._last: tuple[Any, list[Any]] = (None, [])
@@ -389,8 +387,6 @@ class BatchHooks:
     def attach(self, patches: AttributePatches) -> None:
         """Wrap the hooks."""
         for owner in (self._trainer.lightning_module, *self._trainer.callbacks):
-            hooks = [getattr(owner, name, None) for name in _AFTER_STEPS]
-            self.ends_steps |= any(hook and not is_of_lightning(hook) for hook in hooks)
             for names, call in ((_EVALUATED, self._call_evaluated), (_TRAINED, self._call_trained)):
                 for name in names:
                     hook = getattr(owner, name, None)

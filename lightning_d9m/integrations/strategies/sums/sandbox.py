@@ -4,7 +4,7 @@ import math
 import operator
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -388,8 +388,8 @@ class Sandbox:
                     "arrays and containers of these that can be sent: keep the parts of the object."
                 )
             if forms[place] != {_BUFFER} and (place not in merged or None in given.values()):
-                values = [record[place].value for record in records.values() if place in record]
-                self._report(path, values[-1] if values else None, stage)
+                changes = [record[place] for record in records.values() if place in record]
+                self._report(path, changes[0].value if changes else None, stage)
             if given and found[min(given)][0] == _ELEMENTS:
                 self._write(path, given)
                 continue
@@ -548,27 +548,26 @@ def _find_added(node: Node) -> Any:
     if not isinstance(owner, list | deque):
         return None
     now = tuple(owner)
-    # A full deque drops its first items.
-    full = len(now) == getattr(owner, "maxlen", None)
-    shifts = range(1 + len(before) * full)
-    shift = next((each for each in shifts if _begins(now, before, each)), None)
+    shift = next(_list_shifts(now, before, drops=len(now) == getattr(owner, "maxlen", None)), None)
     return None if shift is None else [*now[len(before) - shift :]]
 
 
 def _hides_added(node: Node) -> bool:
     """Return whether a full deque can look the same after items were appended, as one of zeros."""
     before = node.content
-    if getattr(node.owner, "maxlen", None) != len(before):
-        return False
-    return any(_begins(before, before, shift) for shift in range(1, max(len(before), 2)))
+    full = getattr(node.owner, "maxlen", None) == len(before)
+    # Anything is left of all items that were dropped, but one may be the same again.
+    return full and any(0 < shift < max(len(before), 2) for shift in _list_shifts(before, before))
 
 
-def _begins(now: tuple[Any, ...], before: tuple[Any, ...], shift: int) -> bool:
-    """Return whether a container begins with the items before, without the first ones."""
-    kept = len(before) - shift
-    # The first item alone first: to compare all of them each time takes quadratic time.
-    fits = len(now) >= kept and (kept == 0 or now[0] is before[shift])
-    return fits and _are_identical(now[:kept], before[shift:])
+def _list_shifts(now: Any, before: Any, *, drops: bool = True) -> Iterator[int]:
+    """Yield how many first items a full deque may have dropped, if the others are there first."""
+    for shift in range(1 + len(before) * drops):
+        kept = len(before) - shift
+        # The first item alone first: to compare all of them each time takes quadratic time.
+        fits = len(now) >= kept and (kept == 0 or now[0] is before[shift])
+        if fits and _are_identical(now[:kept], before[shift:]):
+            yield shift
 
 
 def _are_identical(one: Any, other: Any) -> bool:
