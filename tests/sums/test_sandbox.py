@@ -145,13 +145,28 @@ def fill(module, rank, step):
     module.replaced = [*module.replaced, step]
     module.table[rank, step] = torch.full((2,), float(rank))
     module.table.pop("old", None)
+    if rank == 3:  # and then again, which changes the order of keys
+        module.table["first"] = module.table.pop("first")
+    if step == 1 and rank == 0:
+        module.halved[0] = 0.25
+    elif rank == 1:
+        module.halved.append(step)
 
 
 def make_containers():
     recent = deque((float("1") for _ in range(6)), maxlen=6)
     words = {"rows": [], "seen": {7}, "counts": Counter(all=3), "by_name": {}, "mixed": [5]}
     data = {"weights": np.zeros(5, np.uint16), "bank": torch.zeros(9)}
-    return words | data | {"recent": recent, "replaced": [1], "table": {"old": 2}}
+    return (
+        words
+        | data
+        | {
+            "recent": recent,
+            "replaced": [1],
+            "table": {"old": 2, "first": 1, "last": 3},
+            "halved": [0.5, 0.75],
+        }
+    )
 
 
 def test_containers_of_all_kinds_are_alike_on_any_number_of_processes():

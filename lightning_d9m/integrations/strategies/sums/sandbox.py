@@ -253,8 +253,8 @@ class Sandbox:
                 self._changing.add(id(owner))
                 kind = TENSOR
             record[node.path, False] = self._make_change(node, (), kind.read(owner))
-        if added:
-            record[node.path, False] = _Change(node, (), kind.read(owner), (_ADDED, added))
+        if added or kind is DICT:  # which is put back as a whole, with the order of its keys
+            record[node.path, False] = _Change(node, (), MISSING, (_ADDED, added))
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
@@ -305,7 +305,7 @@ class Sandbox:
         if stage == "predict":
             for record in records.values():
                 for (path, _), change in record.items():
-                    if change.token[0] == _ADDED:
+                    if change.token[0] == _ADDED and change.token[1]:
                         raise SettingError(
                             f"predict_step adds to {path!r}, and processes may predict different "
                             "numbers of batches: return the value from predict_step, or write it "
@@ -332,17 +332,17 @@ class Sandbox:
         # From here on all processes have the same facts, so they decide alike and in one order.
         for record in records.values():
             _put_back(record)
-        differing, buffers = dict[_Place, dict[int, Any]](), []
-        for place, found in tokens.items():
-            forms = {form for form, _ in found.values()}
-            if forms == {_ADDED}:
-                self._add_all(place[0], {rank: parts for rank, (_, parts) in found.items()}, stage)
-            elif len(found) < self._ranks or len(forms) > 1 or len({*found.values()}) > 1:
+        differing, added, buffers = dict[_Place, Any](), dict[str, Any](), []
+        for place, tokens_of in tokens.items():
+            found = {rank: token for rank, token in tokens_of.items() if token[0] != _ADDED}
+            if len(found) < len(tokens_of):
+                added[place[0]] = {r: own for r, (_, own) in tokens_of.items() if r not in found}
+            if found and (len(found) < self._ranks or len({*found.values()}) > 1):
                 differing[place] = found
-            else:
+            elif found:
                 change = records[self._block.start][place]
                 change.apply()
-                if forms == {_BUFFER}:
+                if change.token[0] == _BUFFER:
                     owner = change.node.owner
                     buffers.append(owner[change.key[0]] if change.key else owner)
         if differing:
@@ -350,6 +350,8 @@ class Sandbox:
         if self._shared:
             # Their tokens have no digest of values, so buffers that differ were not found above.
             send_tensors(buffers, self._processes)
+        for path, by_rank in added.items():
+            self._add_all(path, by_rank, stage)
 
     def _settle(
         self, records: dict[int, _Record], differing: dict[_Place, dict[int, Any]], stage: str
@@ -374,7 +376,7 @@ class Sandbox:
             rank: {
                 place: _offer(change)
                 for place, change in record.items()
-                if place in merged or (rank == 0 and place in differing)
+                if rank in differing.get(place, ()) and (place in merged or rank == 0)
             }
             for rank, record in records.items()
         }
@@ -548,25 +550,28 @@ def _find_added(node: Node) -> Any:
     if not isinstance(owner, list | deque):
         return None
     now = tuple(owner)
-    shift = next(_list_shifts(now, before, drops=len(now) == getattr(owner, "maxlen", None)), None)
+    # A full deque drops its first items.
+    most = len(before) * (len(now) == getattr(owner, "maxlen", None))
+    shift = next(_list_shifts(node, now, most), None)
     return None if shift is None else [*now[len(before) - shift :]]
 
 
 def _hides_added(node: Node) -> bool:
     """Return whether a full deque can look the same after items were appended, as one of zeros."""
     before = node.content
-    full = getattr(node.owner, "maxlen", None) == len(before)
-    # Anything is left of all items that were dropped, but one may be the same again.
-    return full and any(0 < shift < max(len(before), 2) for shift in _list_shifts(before, before))
+    if getattr(node.owner, "maxlen", None) != len(before):
+        return False
+    # Nothing is left of all items, but a single one may be the same again.
+    return any(_list_shifts(node, before, max(len(before) - 1, 1)))
 
 
-def _list_shifts(now: Any, before: Any, *, drops: bool = True) -> Iterator[int]:
-    """Yield how many first items a full deque may have dropped, if the others are there first."""
-    for shift in range(1 + len(before) * drops):
-        kept = len(before) - shift
+def _list_shifts(node: Node, now: tuple[Any, ...], most: int) -> Iterator[int]:
+    """Yield how many first items may have been dropped, if the others are now the first."""
+    before, are_alike = node.content, node.kind.compare
+    for shift in range(most + 1):
         # The first item alone first: to compare all of them each time takes quadratic time.
-        fits = len(now) >= kept and (kept == 0 or now[0] is before[shift])
-        if fits and _are_identical(now[:kept], before[shift:]):
+        kept = (before[shift : shift + length] for length in (1, len(before)))
+        if all(are_alike(now[: len(part)], part) for part in kept):
             yield shift
 
 
