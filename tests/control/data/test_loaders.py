@@ -435,13 +435,27 @@ def test_workers_that_are_spawned_draw_the_same_and_call_the_users_function(
     assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
 
 
+class MarkedBatches(Marked):
+    """The same, with torch's way to fetch a batch at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 def mark_by_sample(worker):
     dataset = get_worker_info().dataset
     dataset.mark = dataset[3][0]
 
 
-def test_a_function_for_workers_may_read_a_sample():
-    loader = make(Marked(), worker_init_fn=mark_by_sample, num_workers=1)
+def mark_by_batch(worker):
+    dataset = get_worker_info().dataset
+    dataset.mark = dataset.__getitems__([3, 4])[0][0]
+
+
+@pytest.mark.parametrize("init", [mark_by_sample, mark_by_batch])
+@pytest.mark.parametrize("kind", [Marked, MarkedBatches])
+def test_a_function_for_workers_may_read_samples(init, kind):
+    loader = make(kind(), worker_init_fn=init, num_workers=1)
     assert {row[4] for row in epochs(loader, count=1)[0]} == {3.0}
 
 

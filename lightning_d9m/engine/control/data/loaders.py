@@ -136,10 +136,13 @@ class SeededDataset:
             return self._dataset[request]  # the program reads a sample, as in `worker_init_fn`
         return self._load(request, self._fetch_sample)
 
-    def __getitems__(self, request: SeededIndex | list[SeededIndex]) -> Any:
+    def __getitems__(self, request: Any) -> Any:
         """Return a batch, or the micro-batches of logical ranks."""
         if isinstance(request, SeededIndex):
             return self._load(request, self._fetch_batch)
+        if not all(isinstance(part, SeededIndex) for part in request):  # the program's, as above
+            fetch = getattr(self._dataset, "__getitems__", None)
+            return fetch(request) if fetch else [self._dataset[index] for index in request]
         return MicroBatches(map(self.__getitems__, request))
 
     def _load(self, request: SeededIndex, fetch: Callable[[Any, int], Any]) -> Any:
