@@ -41,13 +41,12 @@ _DEPTH = 4  # most names and loops that are followed to what shows that its orde
 
 def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
-    edit = "sorted({})"
-    if call.name in {"os.walk", "os.fwalk"}:
+    walks = call.name in {"os.walk", "os.fwalk"}
+    if walks:
         # os.walk yields names in lists, and a program sorts them within its loop: dirs.sort().
         loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
         if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
-        edit = ""
     elif call.name not in NAMES["listings"]:
         # Path.glob and similar methods of any object, since its type is not known.
         one_pattern = call.method == "glob" and len(call.node.args) == 1
@@ -57,9 +56,7 @@ def check_listing(call: Call) -> Iterator[Report]:
     if _expects_one_file(call) or _is_message(call.node, call.tree):
         return
     if _decides(call.node, call.tree):
-        if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
-            closed = isinstance(call.parent, ast.withitem)
-            edit = "" if closed else "sorted({}, key=lambda entry: entry.name)"
+        edit = "" if walks else _edit_order(call.node, call.tree)
         yield Report("D9M302", call.node, "depends", edit=edit)
 
 
@@ -137,20 +134,24 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
         return
     if site == "popped" or (not _is_message(node, tree) and _decides(node, tree)):
         texts = elements == "strings"
-        ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
-        edit = "sorted({})" if ordered else ""
+        edit = _edit_order(node, tree) if texts else ""
         yield Report("D9M301", node, "depends", "" if texts else _MIXED, edit=edit)
 
 
-def _has_order(node: ast.expr, scope: Scope) -> bool:
-    """Return whether elements can be sorted: a text and a number cannot."""
-    for value in scope.follow(node)[0]:
-        match value:
-            case ast.Set(elements) | ast.Call(
-                _, [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements)]
-            ) if set(map(_read_element, elements)) != {"strings"}:
-                return False
-    return True
+def _edit_order(node: ast.expr, tree: Tree) -> str:
+    """Return the edit that sorts an iterable: a list anywhere, others where they are iterated.
+
+    ``next`` and ``with`` take no list.
+    """
+    scope = tree.scope[node]
+    is_list = isinstance(node, ast.Call) and resolve(node.func, scope) in NAMES["lists"]
+    if resolve(ast.Name("sorted"), scope) != "builtins.sorted":
+        return ""
+    if is_list:
+        return "sorted({})"
+    # Entries of folders, paths in an archive, and None in a set of strings have no order, and paths
+    # in an archive without a name have no str().
+    return "sorted({}, key=repr)" if _find_iteration(node, tree) == "iterated" else ""
 
 
 def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped", ""]:
@@ -158,7 +159,7 @@ def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped",
     parent = tree.parent[node]
     iterated = False
     match parent:
-        case ast.For(iter=values) | ast.comprehension(iter=values):
+        case ast.For(iter=values) | ast.comprehension(iter=values, is_async=0):
             iterated = values is node
         case ast.Starred():
             iterated = not isinstance(tree.parent[parent], ast.Set)
@@ -197,7 +198,9 @@ def _read_elements(  # noqa: C901 - one case for each kind of expression
     match node:
         case _ if depth == 0:
             pass
-        case ast.Set() | ast.SetComp():
+        case ast.Set(elements):
+            found = _merge(map(_read_element, elements))
+        case ast.SetComp():
             found = _read_element(node)
         case ast.Call(function, given) if resolve(function, scope) in NAMES["sets"]:
             first = given[0] if given else None
