@@ -34,7 +34,7 @@ _ORDERING = NAMES["passed on"] | NAMES["ordering"]
 # Expressions that have the order of a part.
 _PASSING = (
     *(ast.BinOp, ast.BoolOp, ast.Starred, ast.IfExp, ast.NamedExpr, ast.List, ast.Tuple),
-    *(ast.Await, ast.keyword, ast.withitem),
+    *(ast.Await, ast.keyword),
 )
 _DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 
@@ -115,15 +115,25 @@ def check_hash(call: Call) -> Iterator[Report]:
     methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
     if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
         return
-    kind, used = _read_element(call.node.args[0]), False
-    match call.parent:
-        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
-            used = True
-        case ast.Call(function):
-            name = resolve(function, call.scope) or read_last_name(function)
-            used = name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
-    if kind != "numbers" and used:
+    kind = _read_element(call.node.args[0])
+    if kind != "numbers" and _is_computed(call.node, call.tree):
         yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
+
+
+def _is_computed(node: ast.AST, tree: Tree, depth: int = _DEPTH) -> bool:
+    """Return whether a number, or a name that it is given, is in arithmetic or a seed."""
+    parent = tree.parent[node]
+    match parent:
+        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
+            return True
+        case ast.Call(function):
+            name = resolve(function, tree.scope[node]) or read_last_name(function)
+            return name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
+        case ast.Assign([target, *_]) if depth:
+            _, area, key = tree.scope[node].follow(target)
+            uses = tree.find_uses(area, key, parent)
+            return any(_is_computed(use, tree, depth - 1) for use in uses)
+    return False
 
 
 def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
@@ -166,13 +176,24 @@ def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped",
         case ast.YieldFrom():
             iterated = True
         case ast.Call(function) if node is not function:
-            iterated = read_last_name(function) in _ORDERING
+            iterated = read_last_name(function) in _ORDERING or _ties(parent)
         # A dict's pop takes a key, and a set's takes nothing.
         case ast.Attribute(attr="pop"):
             call = tree.parent[parent]
             popped = isinstance(call, ast.Call) and call.func is parent and not call.args
             return "popped" if popped else ""
     return "iterated" if iterated else ""
+
+
+def _ties(call: ast.Call) -> bool:
+    """Return whether a call compares by a key that often is equal; then the order decides.
+
+    A key with a tuple names what decides then.
+    """
+    key = next((word.value for word in call.keywords if word.arg == "key"), None)
+    parts = [] if key is None else list(ast.walk(key))
+    tying = any(read_last_name(part) in NAMES["tying"] for part in parts)
+    return tying and not any(isinstance(part, ast.Tuple) for part in parts)
 
 
 def _has_one_element(node: ast.expr, tree: Tree) -> bool:
@@ -207,10 +228,13 @@ def _read_elements(  # noqa: C901 - one case for each kind of expression
             found = _read_elements(first, scope, depth - 1) or _read_element(first)
         case ast.Call(ast.Attribute(value, method)) if method in NAMES["set methods"]:
             found = _read_elements(value, scope, depth - 1)
-        case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
-            found = _merge(_read_elements(side, scope, depth - 1) for side in (left, right))
-        case ast.BinOp(left, ast.Sub()):
-            found = _read_elements(left, scope, depth - 1)
+        case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor() | ast.Sub() as op, right):
+            sides = (left,) if isinstance(op, ast.Sub) else (left, right)
+            called = {read_last_name(side.func) for side in sides if isinstance(side, ast.Call)}
+            # Of views of a dict Python makes a set, which does not have the dict's order.
+            views = not called.isdisjoint({"keys", "items"})
+            read = (_read_elements(side, scope, depth - 1) for side in sides)
+            found = "unknown" if views else _merge(read)
         case ast.Name(name):
             bindings, where = scope.find(name)
             kinds: list[Elements | None] = []
@@ -263,9 +287,7 @@ def _read_element(node: ast.AST | None) -> Elements:
     return found
 
 
-def _decides(  # noqa: C901 - one case for each kind of parent
-    node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH
-) -> bool:
+def _decides(node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH) -> bool:
     """Return whether the order of an iterable decides anything in the code that uses it.
 
     ``numbered`` says whether numbers go with its elements, as ``enumerate`` gives them, and
@@ -278,11 +300,11 @@ def _decides(  # noqa: C901 - one case for each kind of parent
     match parent:
         case ast.Call(function) if node is not function:
             name = read_last_name(function)
-            decides = name not in NAMES["free"] and "sort" not in name.lower()
+            decides = _ties(parent) or not (name in NAMES["free"] or "sort" in name.lower())
             if name in NAMES["passed on"]:
                 numbered |= name in NAMES["numbered"]
                 decides = _decides(parent, tree, numbered=numbered, depth=depth)
-        case ast.comprehension(iter=values) if values is node:
+        case ast.comprehension(iter=values) if values is node and not _picks_one(parent):
             made = tree.parent[parent]
             # Of a dict the order decides only the numbers; otherwise keys find the values.
             decides = numbered and isinstance(made, ast.DictComp)
@@ -290,8 +312,11 @@ def _decides(  # noqa: C901 - one case for each kind of parent
                 decides = _decides(made, tree, numbered=numbered, depth=depth)
         case ast.For(iter=values) | ast.AsyncFor(iter=values):
             decides = values is node and _loop_decides(parent, numbered=numbered)
-        case ast.Assign() | ast.AnnAssign():
-            target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
+        case (
+            ast.Assign([target, *_])
+            | ast.AnnAssign(target)
+            | ast.withitem(optional_vars=ast.Name() as target)
+        ):
             decides = bool(depth) and _name_decides(target, parent, tree, depth - 1)
         case ast.Subscript() | ast.Return() | ast.YieldFrom() | ast.AugAssign():
             decides = True
@@ -299,9 +324,18 @@ def _decides(  # noqa: C901 - one case for each kind of parent
             pass
         case _ if isinstance(parent, _PASSING):
             decides = _decides(parent, tree, numbered=numbered, depth=depth)
-        case ast.With(body=body) | ast.AsyncWith(body=body):
-            decides = any(_loop_decides(one) for one in body if isinstance(one, ast.For))
     return decides
+
+
+def _picks_one(made: ast.comprehension) -> bool:
+    """Return whether only an element that is equal to a value is taken."""
+    for test in made.ifs:
+        match test:
+            case ast.Compare(ast.Name(name), [ast.Eq()], [_]) | ast.Compare(
+                _, [ast.Eq()], [ast.Name(name)]
+            ) if is_named(made.target, name):
+                return True
+    return False
 
 
 def _name_decides(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> bool:

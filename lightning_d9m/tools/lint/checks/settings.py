@@ -34,6 +34,7 @@ _WARN_ONLY = (
     "after one warning."
 )
 
+_NO_SEED = "It draws each number from the system, and ignores a seed."
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
 _SEED = 0
@@ -132,6 +133,8 @@ def check_seed(call: Call) -> Iterator[Report]:
     elif name in NAMES["global seeds"] or call.method == "manual_seed":
         if seed is not None:
             yield from _check_entropy(call, seed)
+    elif name == "random.SystemRandom":
+        yield Report("D9M201", node, "depends", reason=_NO_SEED, fix="Use random.Random(seed).")
     else:
         # Any function may take a seed by one of these names, such as scikit-learn's.
         words = (call.named[word] for word in NAMES["seed words"] if word in call.named)
