@@ -36,8 +36,20 @@ def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
 
 
 def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the cases whose patched op gave more than one output."""
-    return [row["key"] for row in rows if varies(row["conditions"]["patched"])]
+    """Return a line for each case whose patched op varied, or failed where torch's op ran."""
+    broken = []
+    for row in rows:
+        default, patched = (row["conditions"][name] for name in ("default", "patched"))
+        if varies(patched):
+            broken.append(f"the patched op varied: {row['key']}")
+        elif default["outcome"] == "ran" and patched["outcome"] == "failed":
+            broken.append(f"the patched op failed: {row['key']}: {patched['reason']}")
+    return broken
+
+
+def is_measured(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a patched op ran in some case; otherwise the audit says nothing about it."""
+    return any(row["conditions"]["patched"]["outcome"] == "ran" for row in rows)
 
 
 def render_findings(summary: Mapping[str, Any]) -> str:
@@ -48,13 +60,14 @@ def render_findings(summary: Mapping[str, Any]) -> str:
     steady = [entry for entry in ops if entry not in varied]
     odd = [entry for entry in steady if entry["findings"]]
     verdict = f"{pluralize(len(broken), 'case')} of patched ops" if broken else "No patched op"
+    verdict += " varied or failed" if broken or is_measured(summary["rows"]) else " was measured"
     head = (
-        f"{verdict} varied. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
+        f"{verdict}. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
         f"{len(varied)}; neither varied nor refused: {len(steady) - len(odd)}."
     )
     lines = [
         head,
-        *(f"the patched op varied: {key}" for key in broken),
+        *broken,
         "",
         *(" ".join((f"{entry['op']}: varies.", *entry["findings"])) for entry in varied),
         *(f"{entry['op']}: steady. {' '.join(entry['findings'])}" for entry in odd),
