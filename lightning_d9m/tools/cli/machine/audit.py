@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_d9m.tools.audit.ops.report import (
-    find_broken,
-    is_measured,
+    find_problems,
     render_findings,
     render_markdown,
     summarize,
@@ -63,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     summary = summarize(settings, measure_rows(folder, plan, settings))
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
-    rows = summary["rows"]
     lines = wrap_on_terminal(render_findings(summary).splitlines())
     print_result(arguments.format, summary, [*lines, f"audit: {folder / 'ops.md'}, ops.json"])
-    return 0 if is_measured(rows) and not find_broken(rows) else 1
+    return 1 if find_problems(summary["rows"]) else 0
