@@ -82,8 +82,7 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     elif call.name != "builtins.sorted":
         return
     target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else call.receiver
-    _, area, name = call.scope.follow(target) if target else ([], None, "")
-    uses = [use for use in call.tree.find_uses(area, name) if use is not ordered]
+    uses = [use for use in call.tree.find_uses(target, call.scope) if use is not ordered]
     users = [call.tree.parent[use] for use in uses] if target else [call.parent]
     # A subscript that picks one end, such as the newest file.
     ends = ast.Constant | ast.UnaryOp | ast.Slice
@@ -130,8 +129,7 @@ def _is_computed(node: ast.AST, tree: Tree, depth: int = _DEPTH) -> bool:
             name = resolve(function, tree.scope[node]) or read_last_name(function)
             return name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
         case ast.Assign([target, *_]) if depth:
-            _, area, key = tree.scope[node].follow(target)
-            uses = tree.find_uses(area, key, parent)
+            uses = tree.find_uses(target, tree.scope[node], parent)
             return any(_is_computed(use, tree, depth - 1) for use in uses)
     return False
 
@@ -347,7 +345,7 @@ def _name_decides(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -
     if area is None:
         return True
     # Flow is not followed: any use after a sort, or before it, is taken for one of the sorted list.
-    uses = tree.find_uses(area, key, statement)
+    uses = tree.find_uses(target, tree.scope[statement], statement)
     # A name of a module or class without uses may be used elsewhere.
     decides = not uses and not isinstance(area, FUNCTION_NODES)
     for use in uses:

@@ -184,8 +184,7 @@ def _reseeds_generator(call: Call) -> bool:
 def _is_seeded_later(call: Call) -> bool:
     """Return whether a new object that has a name is seeded where it is used."""
     target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else None
-    _, area, key = call.scope.follow(target)
-    uses = (call.tree.parent[use] for use in call.tree.find_uses(area, key))
+    uses = (call.tree.parent[use] for use in call.tree.find_uses(target, call.scope))
     return any(getattr(use, "attr", "") in NAMES["seeding methods"] for use in uses)
 
 
