@@ -37,7 +37,6 @@ from lightning_d9m.engine.control.settings import (
     read_names,
     read_path,
     read_settings,
-    reject_unknown_variables,
     validate_choice,
     variable_of,
 )
@@ -576,7 +575,5 @@ def make_callback(package: str) -> AddedCallback:
         # Lightning logs for each Trainer that it adds our callback.
         lambda record: "entry point 'lightning_d9m'" not in record.getMessage()
     )
-    # A misspelled variable would otherwise be ignored in silence.
-    reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)
