@@ -245,15 +245,21 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         step: The global step.
         totals: One digest for each group.
         groups: Digest by name, by group; a group may be left out and have only its total.
+        undigested: Number of objects in the state that count by their type alone, because their
+            bytes are not defined.
+        problem: Where the first of them is, and why it has no digest.
         loss: The last training loss, if there was one.
         scalars: Each logged scalar.
     """
 
+    cut: ClassVar[tuple[str, ...]] = ("problem",)
     moment: Annotated[Text, _PAIRS]
     epoch: Annotated[Whole, _PAIRS]
     step: Whole
     totals: Digests32
     groups: Mapping[Text, Digests32]
+    undigested: Annotated[Whole, _NEVER] = 0
+    problem: Annotated[Text | None, _NEVER] = None
     loss: HexFloat | None = None
     scalars: Mapping[Text, HexFloat] = {}
 
@@ -263,6 +269,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         return {name: float.fromhex(text) for name, text in written.items()}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_floats("loss", [self.loss])
         _check_floats("scalars", self.scalars.values())
 
