@@ -29,6 +29,7 @@ from lightning_d9m.tools.output.columns import (
 )
 from lightning_d9m.tools.output.comparison_text import (
     describe_exception,
+    describe_missing_end,
     format_evidence,
     state_verdict,
 )
@@ -284,14 +285,13 @@ class RepeatReport:
             if entry.row["run"] == last
             for rank in entry.comparison.ranks
         )
+        found = [entry.comparison for entry in self._compared]
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
+        agree += describe_missing_end(*found, runs=runs)
         ended = self._describe_exceptions()
-        found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
-        ledgers = [entry.ledger for entry in self._compared]
-        if any(own.outcome(rank).end is None for own in ledgers for rank in own.files):
-            found["A process ended without its last record, so its end was not compared."] = None
+        varying = dict.fromkeys(describe_varying(own.varying_ops) for own in found)
         verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
-        return " ".join([verdict, *filter(None, found)])
+        return " ".join([verdict, *filter(None, varying)])
 
     def _describe_exceptions(self) -> str:
         """Say of the first fit that an exception ended whether its state there was compared."""

@@ -328,7 +328,9 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
     """The last record of a fit that finished, failed or was stopped; a killed fit has none.
 
     Attributes:
-        status: The outcome; ``"stopped"`` of a segment, which ends at a step on purpose.
+        status: The outcome; ``"stopped"`` of a segment that was ended before its fit ended.
+        epoch: The epoch of the last state that the fit has recorded, or that an exception ended.
+        step: The global step there.
         error: The error's message.
         drift: The difference between ranks, if that is the error.
         reason: What ended a training that finished, where it is known.
@@ -336,6 +338,8 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
 
     cut: ClassVar[tuple[str, ...]] = ("error", "reason")
     status: Literal["finished", "failed", "stopped"]
+    epoch: Whole = field(default_factory=int)
+    step: Whole = field(default_factory=int)
     error: Annotated[Text | None, _NEVER] = None
     drift: Annotated[RankDrift | None, _NEVER] = None
     reason: Annotated[Text | None, _NEVER] = None
