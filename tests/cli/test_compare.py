@@ -135,6 +135,18 @@ def test_of_two_runs_that_do_not_say_that_they_ended_this_is_said(tmp_path, comp
     assert "says that it ended" not in compare(folders[0], write(tmp_path, world_size=2))[1]
 
 
+def test_a_value_without_a_digest_is_named_in_the_verdict(tmp_path, compare):
+    """Its type has the same digest in both runs."""
+    where = "optimizers 0.h.weight: value is of type Obj, whose bytes are not defined."
+    record = make_weights("epoch", 0, {"w": "0" * 32}, undigested=2, problem=where)
+    folders = [write_rank(create_ledger_folder(tmp_path), [record]) for _ in range(2)]
+    status, output = compare(*folders)
+    text = " ".join(output.split())
+    assert (status, text.partition(":")[0]) == (0, "equal")
+    assert f"A value was not compared, in epoch 0 (step 9): {where}" in text
+    assert "not compared" not in compare(write(tmp_path), write(tmp_path))[1]
+
+
 def test_nothing_was_proven(tmp_path, compare):
     """Two runs that were killed before the first digest are not called equal."""
     folders = [write(tmp_path, epochs=-1, end="") for _ in range(2)]
