@@ -560,13 +560,25 @@ def encode_record(record: Record) -> bytes:
         FieldError: When the record is not one that ``decode_record`` would accept.
     """
     try:
-        body = _encode(record)
-    except (TypeError, UnicodeEncodeError) as error:
+        try:
+            body = _encode(record)
+        except UnicodeEncodeError:  # rare
+            body = _encode(_escape_surrogates(record.as_record()))
+    except TypeError as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
     # msgspec checks types only when it decodes. A line that readers refuse would make the rest of
     # the file unreadable, so it is refused here.
     decode_record(body)
     return body
+
+
+def _escape_surrogates(value: Json) -> Json:
+    """Return a value whose texts have a UTF-8 encoding, unlike the name of a file in Latin-1."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(own) for key, own in value.items()}
+    return [*map(_escape_surrogates, value)] if isinstance(value, list | tuple) else value
 
 
 def decode_record(body: bytes) -> Record:
