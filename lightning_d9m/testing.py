@@ -107,13 +107,7 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
 
 
 class FitDifference(NamedTuple):
-    """How the ledgers of two runs differ.
-
-    Attributes:
-        text: For people.
-        may_be_stack: Whether their stacks differ, which alone may change the bits. Portable bits do
-            not depend on the stack.
-    """
+    """A difference between the ledgers of two runs, and whether their stacks may explain it."""
 
     text: str
     may_be_stack: bool = False
