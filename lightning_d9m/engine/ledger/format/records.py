@@ -295,7 +295,8 @@ class Evaluation(Entry, frozen=True, tag="evaluation", kw_only=True):
     batches: Whole
     outputs: Digest
     undigested: Whole = 0
-    problem: Text | None = None
+    # A key in it may show an address, which is another one in each run.
+    problem: Annotated[Text | None, _NEVER] = None
     scalars: Mapping[Text, HexFloat] = {}
 
     def __post_init__(self) -> None:
