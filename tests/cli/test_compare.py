@@ -9,6 +9,7 @@ import pytest
 from ledger_runs import make_facts, make_probes, make_weights, write_rank
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.engine.ledger.format.records import Evaluation
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
 
@@ -133,6 +134,33 @@ def test_of_two_runs_that_do_not_say_that_they_ended_this_is_said(tmp_path, comp
     assert (status, text.partition(":")[0]) == (0, "equal")
     assert "ranks 0, 1), as far as they go; neither run says that it ended." in text
     assert "says that it ended" not in compare(folders[0], write(tmp_path, world_size=2))[1]
+
+
+def test_a_value_without_a_digest_is_named_in_the_verdict(tmp_path, compare):
+    """Its type has the same digest in both runs."""
+    where = "optimizers 0.h.weight: value is of type Obj, whose bytes are not defined."
+    record = make_weights("epoch", 0, {"w": "0" * 32}, undigested=2, problem=where)
+    folders = [write_rank(create_ledger_folder(tmp_path), [record]) for _ in range(2)]
+    status, output = compare(*folders)
+    text = " ".join(output.split())
+    assert (status, text.partition(":")[0]) == (0, "equal")
+    assert f"A value was not compared, in epoch 0 (step 9): {where}" in text
+    assert "not compared" not in compare(write(tmp_path), write(tmp_path))[1]
+
+
+def test_the_reason_for_a_missing_digest_is_not_compared(tmp_path, compare):
+    """It may show the address of a key."""
+    state = make_weights("epoch", 0, {"w": "0" * 32})
+    folders = []
+    for address in ("0x1", "0x2"):
+        fields = {"name": "test", "epoch": 0, "step": 9, "batches": 1, "outputs": "0" * 32}
+        problem = f"value[<function f at {address}>] is of type Obj, whose bytes are not defined."
+        record = Evaluation(**fields, undigested=1, problem=problem)
+        folders.append(write_rank(create_ledger_folder(tmp_path), [record, state]))
+    status, output = compare(*folders)
+    text = " ".join(output.split())
+    assert (status, text.partition(":")[0]) == (0, "equal")
+    assert "A value was not compared, in evaluation epoch 0 step 9 name test: value[" in text
 
 
 def test_nothing_was_proven(tmp_path, compare):

@@ -490,6 +490,8 @@ class Run:
                 **(self._commit() if moment == FINAL else {}),
             },
             groups=snapshot.groups | gradients,
+            undigested=len(snapshot.undigested),
+            problem=next(iter(snapshot.undigested), None),
             loss=self.loss_text,
             scalars=scalars,
         )

@@ -146,6 +146,8 @@ class RankComparison:
             ran on different numbers of processes.
         error: The exception that ended both runs; empty if they finished, or only one did.
         sees_end: Whether the last state of both runs was compared.
+        undigested: Where the first value without a digest is, which was not compared, and why it
+            has none; empty if there is none.
         places: Number of places (probes) that were compared.
         differing_places: Number of them that differ.
         groups: The groups of digests, kinds of probes and of records in which something differs, as
@@ -168,6 +170,7 @@ class RankComparison:
     uncompared_batches: int = 0
     error: str = ""
     sees_end: bool = False
+    undigested: str = ""
     places: int = 0
     differing_places: int = 0
     groups: tuple[str, ...] = ()
@@ -178,6 +181,8 @@ class RankComparison:
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
         differing = 0 if found is None else found.count
+        if isinstance(item, Digests | Evaluation) and item.undigested and not self.undigested:
+            self.undigested = f"{describe_record(item)}: {item.problem}"
         if not isinstance(item, Batch):
             self.records += 1
             self.differing += bool(differing)

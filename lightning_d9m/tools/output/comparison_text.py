@@ -1,6 +1,7 @@
 """The comparison of two runs as text, for ``d9m compare``."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from lightning_d9m.engine.ledger.differences import (
     Divergence,
@@ -185,7 +186,16 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
 
 def state_verdict(comparison: Comparison) -> str:
     """Return a sentence with the verdict and what it is based on."""
-    return f"{_state_verdict(comparison)} {describe_varying(comparison.varying_ops)}".rstrip()
+    return " ".join([_state_verdict(comparison), *list_limits(comparison)])
+
+
+def list_limits(*comparisons: Comparison) -> list[str]:
+    """Return sentences for a verdict: the ops that may vary, and what was not compared."""
+    varying = dict.fromkeys(describe_varying(own.varying_ops) for own in comparisons)
+    reasons = (rank.undigested for own in comparisons for rank in own.ranks if rank.undigested)
+    first = "".join(islice(reasons, 1))
+    missing = first and f"A value was not compared, in {escape(first, _LONGEST)}"
+    return [*filter(None, [*varying, missing])]
 
 
 def _state_verdict(comparison: Comparison) -> str:

@@ -12,7 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
@@ -31,6 +30,7 @@ from lightning_d9m.tools.output.comparison_text import (
     describe_exception,
     describe_missing_end,
     format_evidence,
+    list_limits,
     state_verdict,
 )
 from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width, wrap
@@ -289,9 +289,8 @@ class RepeatReport:
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
         agree += describe_missing_end(*found, runs=runs)
         ended = self._describe_exceptions()
-        varying = dict.fromkeys(describe_varying(own.varying_ops) for own in found)
         verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
-        return " ".join([verdict, *filter(None, varying)])
+        return " ".join([verdict, *list_limits(*found)])
 
     def _describe_exceptions(self) -> str:
         """Say of the first fit that an exception ended whether its state there was compared."""
