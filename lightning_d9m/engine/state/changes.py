@@ -189,11 +189,13 @@ class Changes:
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values.
 
-        Only the first call does so.
+        Data in them count as changed, as they may be made of the weights, which have other values
+        when the fit resumes. Only the first call does so.
         """
         if self.has_settled:
             return
         self.has_settled = True
+        known = {*self._watch.nodes}
         for node in self._watch.find_changed():
             now = node.kind.read(node.owner)
             if isinstance(node.kind, Dict):
@@ -205,6 +207,12 @@ class Changes:
                 continue
             self._watch.set_content(node, now)
         self._watch.add_data()
+        for place in self._watch.nodes.keys() - known if self._expects else ():
+            node = self._watch.nodes[place]
+            if node.kind is _DIGESTED:
+                node.content = ()
+            elif node.kind in (ATTRIBUTES, DICT):
+                node.content = {key: own for key, own in node.content.items() if _is_kept(own)}
 
     def ignore(self, values: Iterable[object]) -> None:
         """Look at objects no more, nor at what was found in them."""
@@ -659,6 +667,10 @@ def _list_deep(value: Any) -> Iterator[Any]:
         if holds and id(part) not in seen:
             seen.add(id(part))
             pending += _list_parts(part)
+
+
+def _is_kept(part: Any) -> bool:
+    return type(part) not in (float, complex)
 
 
 def _is_item(part: Any) -> bool:

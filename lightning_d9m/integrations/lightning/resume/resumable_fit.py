@@ -43,7 +43,7 @@ from lightning_d9m.integrations.lightning.saved_state import CALLBACKS, MANIFEST
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
-from lightning_d9m.integrations.trainer.trainer_attributes import KEY, ranks_of
+from lightning_d9m.integrations.trainer.trainer_attributes import KEY, Trainer, ranks_of
 
 _Find = Callable[[], list[str]]
 
@@ -140,6 +140,8 @@ class ResumableFit(Fit):
             # The weights are loaded before the callbacks' on_load_checkpoint, the optimizers after.
             (trainer.strategy, "load_model_state_dict", self._load_weights),
             (trainer.strategy, "load_optimizer_state_dict", self._load_optimizers),
+            # After that the hooks may make objects of the weights.
+            (trainer.strategy, "setup", self._set_up),
             # The loaders of training are loaded: each is given to `resume_loader`, they load their
             # states, and then they are iterated for the first time, which starts workers.
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
@@ -391,13 +393,21 @@ class ResumableFit(Fit):
             found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
             self.report([*filter(None, found)])
 
+    def _set_up(self, set_up: Callable[[Trainer], None], trainer: Trainer) -> None:
+        set_up(trainer)
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._watch_program()
+
     def _load_training(self, load: Callable[[], None]) -> None:
         self._watch_program()
         load()
         self.session.loaders.keep_iterated("train")
 
     def _watch_program(self) -> None:
-        """Take the program's state as held at first, before loaders restore what they share."""
+        """Take the program's state as held at first, before hooks change it.
+
+        Loaders may restore what they share with the program.
+        """
         if self.trainer.optimizers:
             _ = self._program.changes
 
