@@ -253,6 +253,7 @@ EXACT = {
     "drawn in a worker": ({"loader": partial(drawn, **PERSISTENT)}, [AT_END]),
     "drawn by no loader": ({"loader": Batches}, [AT_END]),
     "what a hook sets": (level(), [WITHIN]),
+    "what a hook sets beside persistent workers": (level(**PERSISTENT), [WITHIN, AT_END]),
     "a cache and a handle": ({"loader": cached}, [WITHIN, AT_END]),
     "a cache in workers": ({"loader": partial(cached, **PERSISTENT)}, [WITHIN, AT_END]),
     **{

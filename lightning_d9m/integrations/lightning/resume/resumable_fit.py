@@ -480,8 +480,8 @@ class ResumableFit(Fit):
         if self.saved and self.has_begun:
             self._restore("epoch")
             self._check("epoch")
-            if self.was_saved_between_epochs:
-                self.session.loaders.restore_data("train", self._position.epoch)
+            within = not self.was_saved_between_epochs
+            self.session.loaders.restore_data("train", self._position.epoch, within=within)
         start()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
