@@ -249,7 +249,11 @@ class ControlledLoader:
         owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         # Workers have the dataset as it was when they started; a later change does not reach them.
         self._keeps_copies = not iterable and loader.num_workers > 0 and loader.persistent_workers
-        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
+        # Only torchdata's loader saves the state that a dataset says, and that of a map is not
+        # loaded, as this class restores the position.
+        saved = (LOADER, "dataset") if iterable and has_state(loader) else (LOADER,)
+        earlier = [own.state for own in control.loaders]
+        self.state: DataState = DataState(owners, samplers, earlier, saved)
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
         self._keep_in_order(loader)
