@@ -563,3 +563,19 @@ def sparse():
 
 def test_sparse_gradients_are_kept(fits):
     fits.check(WITHIN, model=sparse, **UNVALIDATED)
+
+
+class Shaking(Callback):
+    """Draws when an epoch starts."""
+
+    def on_train_epoch_start(self, trainer, module):
+        with torch.no_grad():
+            module.layers[4].bias += 0.01 * (random.random() + np.random.rand() + torch.rand(10))
+
+
+def test_what_a_callback_draws_when_an_epoch_starts_does_not_depend_on_its_place(fits):
+    places = [{"hook": "on_train_epoch_end", "epoch": epoch, "batch": 6} for epoch in (0, 1)]
+    words = {"earlier": lambda: [Shaking()], "reload_dataloaders_every_n_epochs": 2}
+    fits.check(*places, **words)
+    last = fits.fit(**words | {"earlier": list, "callbacks": lambda: [Shaking()]})
+    assert evidence(last) == evidence(fits.fit(**words))

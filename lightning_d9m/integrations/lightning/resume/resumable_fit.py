@@ -91,7 +91,7 @@ class ResumableFit(Fit):
         # What the loaders of validation, which may come later, restore.
         self._unvalidated: Mapping[str, Any] = {}
         self._loader_states: list[dict[str, Any]] = []
-        self._at_end = False
+        self._at_end = self._starts_epoch = False
         # The numbers of batches of the epochs since a loader has loaded its state.
         self._lengths: list[int] | None = None
         self._skipped = 0
@@ -402,6 +402,9 @@ class ResumableFit(Fit):
         self._watch_program()
         load()
         self.session.loaders.keep_iterated("train")
+        if self._starts_epoch:
+            self._starts_epoch = False
+            self.session.start_epoch(self.trainer.current_epoch)
 
     def _watch_program(self) -> None:
         """Take the program's state as held at first, before hooks change it.
@@ -482,6 +485,9 @@ class ResumableFit(Fit):
             self._check("epoch")
             within = not self.was_saved_between_epochs
             self.session.loaders.restore_data("train", self._position.epoch, within=within)
+        # Loaders may be loaded again now, which seeds. Then it seeds the epoch, before the hooks of
+        # all callbacks: what one draws must not depend on its place among them.
+        self._starts_epoch = self.has_begun
         start()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
