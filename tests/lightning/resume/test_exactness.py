@@ -579,3 +579,22 @@ def test_what_a_callback_draws_when_an_epoch_starts_does_not_depend_on_its_place
     fits.check(*places, **words)
     last = fits.fit(**words | {"earlier": list, "callbacks": lambda: [Shaking()]})
     assert evidence(last) == evidence(fits.fit(**words))
+
+
+class Checked(Callback):
+    """Says when a sanity check runs, and counts on it."""
+
+    def on_sanity_check_end(self, trainer, module):
+        CHECKS.append(trainer)
+        with torch.no_grad():
+            module.layers[4].bias += 0.01
+
+
+CHECKS = []
+
+
+def test_a_fit_that_resumes_makes_no_sanity_check(fits):
+    words = {"callbacks": lambda: [Checked()], "num_sanity_val_steps": 2}
+    fits.check({"batch": 2}, {"hook": "on_train_epoch_end", "batch": 6}, **words)
+    assert (len(CHECKS), fits.trainer.num_sanity_val_steps) == (1, 2)
+    CHECKS.clear()

@@ -307,6 +307,9 @@ class ResumableFit(Fit):
         self._check("load")
         self._unvalidated = saved
         self._restore("load")
+        # The interrupted run has made it, and what it changes is in the checkpoint. Lightning would
+        # repeat it.
+        self._patches.replace(trainer, "num_sanity_val_steps", 0)
         continue_cut(trainer, saved["position"], checkpoint)
 
     @property
