@@ -150,6 +150,15 @@ FORMS = st.recursive(
         | st.dictionaries(NAMES | st.integers(0, 3), inner, max_size=3)
         | st.tuples(PLACES, st.lists(inner, max_size=2)).map(lambda own: Form(("record", [*own])))
         | inner.map(lambda form: Form(("shared", ["model", 0, encode(form)])))
+        | st.tuples(
+            st.just("subclass"),
+            st.tuples(
+                st.sampled_from(["defaultdict", "OrderedDict", "Counter", "Kind"]),
+                st.sampled_from([None, "list", "int", "eval"]),
+                st.lists(st.lists(inner, min_size=2, max_size=2), max_size=2),
+                st.dictionaries(NAMES, inner, max_size=1),
+            ).map(list),
+        ).map(Form)
         | st.tuples(st.sampled_from(["digest", "evaluate"]), inner).map(Form)
         | st.tuples(st.sampled_from(["value", "objects"]), st.lists(inner, max_size=2)).map(Form)
     ),
@@ -203,6 +212,25 @@ SPOILED = {
     "no value": ("model", "count", Form(("value", ["eval", ["1"]]))),
     "no number": ("model", "count", Form(("value", ["Decimal", ["x"]]))),
     "code in an array": ("model", "count", Form(("objects", [[1], [Form(("known", "Kind"))]]))),
+    "code in a dict": (
+        *("model", "count"),
+        Form(("subclass", ["OrderedDict", None, [["a", Form(("known", "Kind"))]], {}])),
+    ),
+    "a dict with another method": (
+        *("model", "count"),
+        Form(("subclass", ["OrderedDict", None, [], {"items": 1}])),
+    ),
+    "a factory of the program": (
+        "model",
+        "count",
+        Form(("subclass", ["defaultdict", "Model", [], {}])),
+    ),
+    "a factory of another type": (
+        "model",
+        "count",
+        Form(("subclass", ["Counter", "dict", [], {}])),
+    ),
+    "no dict": ("model", "count", Form(("subclass", ["Model", None, [], {}]))),
     "no form": ("model", "count", Form(("evaluate", "1"))),
 }
 
