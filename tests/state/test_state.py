@@ -580,3 +580,14 @@ def test_a_dict_whose_factory_is_code_of_the_program_has_no_form():
     changes = watch(owner)
     owner.own = defaultdict(lambda: 1)
     assert changes.capture() == ({}, ["owner.own"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: np.zeros(2**22), lambda: torch.zeros(2**23)], ids=["array", "tensor"]
+)
+def test_a_change_in_large_memory_is_found_though_no_version_counts_it(make):
+    owner = Thing(rows=make())
+    changes = watch(owner)
+    assert changes.capture() == ({}, [])
+    np.asarray(owner.rows)[3] = 1
+    assert changes.capture() == ({}, ["owner.rows"])
