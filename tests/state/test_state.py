@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import importlib.util
 import random
 import sys
 import threading
@@ -591,3 +592,20 @@ def test_a_change_in_large_memory_is_found_though_no_version_counts_it(make):
     assert changes.capture() == ({}, [])
     np.asarray(owner.rows)[3] = 1
     assert changes.capture() == ({}, ["owner.rows"])
+
+
+def test_a_module_that_python_imports_when_it_is_used_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "absent_backend.py").write_text("import not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.find_spec("absent_backend")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    program = types.ModuleType("program_with_a_backend")
+    program.backend, program.count = importlib.util.module_from_spec(spec), 1
+    program.__file__ = __file__
+    spec.loader.exec_module(program.backend)
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    changes = Changes({"program": program}, leave_out=lambda *_: False)
+    program.count = 2
+    assert [*changes.capture()[0]] == ["program.count"]
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        _ = program.backend.name

@@ -413,7 +413,11 @@ def _read_variables(owner: Any) -> dict[str, Any]:
 
     These are neither code nor callables of libraries.
     """
-    found = {name: own for name, own in vars(owner).items() if not name.startswith(_OF_PYTHON)}
+    found = {
+        name: own
+        for name, own in vars(owner).items()
+        if not (name.startswith(_OF_PYTHON) or _loads_when_read(own))
+    }
     # The functions of properties, and of static and class methods.
     functions = {
         f"{name}()[{place}]": part
@@ -430,6 +434,12 @@ def _read_variables(owner: Any) -> dict[str, Any]:
         name: own for name, own in found.items() if _is_data(own) or find_kind(own) is ATTRIBUTES
     }
     return data | functions | members
+
+
+def _loads_when_read(value: Any) -> bool:
+    """Return whether a look at an object may import a module, as one by ``LazyLoader`` does."""
+    kind = type(value)  # `isinstance` reads an attribute of the object
+    return issubclass(kind, types.ModuleType) and "__getattribute__" in vars(kind)
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:

@@ -33,6 +33,7 @@ from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError, InexactResumeError
 from lightning_d9m.engine.control import session
+from lightning_d9m.integrations.lightning.resume.position import Position
 from lightning_d9m.integrations.lightning.resume.saved_run import FORMAT
 from lightning_d9m.integrations.lightning.saved_state import MANIFEST_KEY
 from lightning_d9m.integrations.trainer.trainer_attributes import KEY
@@ -598,3 +599,12 @@ def test_a_fit_that_resumes_makes_no_sanity_check(fits):
     fits.check({"batch": 2}, {"hook": "on_train_epoch_end", "batch": 6}, **words)
     assert (len(CHECKS), fits.trainer.num_sanity_val_steps) == (1, 2)
     CHECKS.clear()
+
+
+def test_a_fit_that_fails_before_it_has_begun_saves_its_checkpoint(fits, monkeypatch):
+    def save(part):
+        part.trainer.save_checkpoint(fits.checkpoint)
+
+    monkeypatch.setattr(Position, "begin", save)
+    fits.fit(max_epochs=1)
+    assert KEY in torch.load(fits.checkpoint, weights_only=True)["callbacks"]

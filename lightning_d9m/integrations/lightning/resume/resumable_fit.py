@@ -452,10 +452,10 @@ class ResumableFit(Fit):
 
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
-        self.has_begun = True
         self._find_trained = remember(self._program)
         for part in self._parts.values():
             part.begin()
+        self.has_begun = True  # last, as an exception may save while parts begin
         if not self.saved and not self._reasons:
             return
         position, step = self._position, self.trainer.global_step
