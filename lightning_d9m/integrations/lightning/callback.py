@@ -278,10 +278,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         """Probe gradients and optimizer."""
         self._recorder.run.probes.take_step(optimizer)
 
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Seed the epoch."""
-        self._open_session.start_epoch(trainer.current_epoch)
-
     def on_train_batch_end(self, trainer: Trainer, _: Any, outputs: Any, *__: Any) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
         self._recorder.end_batch(trainer, outputs)

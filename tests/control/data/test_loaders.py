@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch_features import needs_in_order
 
 from lightning_d9m import SettingError
-from lightning_d9m.engine.control.data.data_state import DATA
+from lightning_d9m.engine.control.data.data_state import DATA, UNSAVED_DATA
 from lightning_d9m.engine.control.data.loaders import LoaderControl, find_loader_problems
 from lightning_d9m.engine.control.seeding import seed_host
 
@@ -224,19 +224,20 @@ def test_what_is_no_dataloader_is_left_alone():
         begin(other, per_sample=True).release()
 
 
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [({}, True), (WORKERS[0], True), (WORKERS[1], False)],
-    ids=["none", "workers", "persistent"],
-)
-def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(words, kept):
+@pytest.mark.parametrize("words", [{}, *WORKERS], ids=["none", "workers", "persistent"])
+@pytest.mark.parametrize("stage", ["train", "validate"])
+def test_a_number_of_a_dataset_is_kept_unless_workers_have_another(words, stage):
     """A change of the program does not reach the copies that persistent workers have."""
     dataset = Draws()
     dataset.epoch = 0
-    control = begin(make(dataset, **words))
+    control = begin(make(dataset, **words), stage=stage)
     dataset.epoch = 1
-    found = control.capture_samplers("train", within=False)
-    assert (DATA in found.get("0", {})) == kept
+    (found,) = control.capture_samplers(stage, within=False).values()
+    unsaved = stage == "validate" and "persistent_workers" in words
+    assert (DATA in found, found.get(UNSAVED_DATA)) == (
+        not unsaved,
+        ["dataset.epoch"] if unsaved else None,
+    )
     control.release()
 
 
