@@ -27,7 +27,7 @@ from lightning_d9m.text import escape
 # The environment variable with the folder for the ledgers of a program.
 LEDGER_VARIABLE = "LIGHTNING_D9M_LEDGER_DIR"
 # One spelling of each number, so that two names cannot stand for one rank.
-_FOLDER = re.compile(r"(fit|final|predict|saved|test|validate)-([0-9]{3,9})")
+FOLDER = re.compile(r"(fit|final|predict|saved|test|validate)-([0-9]{3,9})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 
 
@@ -43,7 +43,7 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     """
     with file_errors(LedgerError, f"No ledger can be made in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
-        taken = map(_number_of, _find_folders(parent, kind))
+        taken = map(number_of, _find_folders(parent, kind))
         # Not the number of folders, because one that was deleted leaves a gap.
         number = max(taken, default=-1) + 1
         while True:
@@ -73,7 +73,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 def list_fits(parent: Path) -> list[Path]:
     """Return the ledger folders directly under ``parent``, oldest first."""
     # By number: as a name, `fit-1000` would come before `fit-999`.
-    return sorted(_find_folders(parent, "fit"), key=_number_of)
+    return sorted(_find_folders(parent, "fit"), key=number_of)
 
 
 def list_evaluations(parent: Path) -> list[Path]:
@@ -81,7 +81,8 @@ def list_evaluations(parent: Path) -> list[Path]:
     return _find_folders(parent, "final", "predict", "saved", "test", "validate")
 
 
-def _number_of(folder: Path) -> int:
+def number_of(folder: Path) -> int:
+    """Return the number in the name of a ledger's folder."""
     return int(folder.absolute().name.rpartition("-")[2])
 
 
@@ -90,7 +91,7 @@ def _find_folders(parent: Path, *kinds: str) -> list[Path]:
     return [
         entry
         for entry in _scan(parent)
-        if (match := _FOLDER.fullmatch(entry.name)) and match[1] in kinds and entry.is_dir()
+        if (match := FOLDER.fullmatch(entry.name)) and match[1] in kinds and entry.is_dir()
     ]
 
 
@@ -246,90 +247,3 @@ def _scan(folder: Path) -> list[Path]:
     with file_errors(LedgerError, f"{folder} cannot be read"):
         # The order of a file system depends on its history.
         return sorted(folder.iterdir())
-
-
-@dataclass(frozen=True)
-class FoundLedger:
-    """A folder that holds a ledger, or should.
-
-    Attributes:
-        path: The folder.
-        ledger: The ledger; None if it cannot be read.
-        problem: Why it cannot be read; empty if it can.
-    """
-
-    path: Path
-    ledger: Ledger | None
-    problem: str = ""
-
-    @property
-    def kind(self) -> str:
-        """``"fit"``, or the name of an evaluation, such as ``"test"``."""
-        return self.path.absolute().name.rpartition("-")[0]
-
-    @property
-    def created(self) -> str:
-        """The time at which it was begun; empty if it cannot be read."""
-        return "" if self.ledger is None else self.ledger.header.created
-
-    def precedes(self, other: "FoundLedger") -> bool:
-        """Return whether the other may repeat this one: the same kind and ordinal of the fit."""
-        if self.ledger is None or other.ledger is None:
-            return False
-        return (self.kind, self.ledger.header.fit) == (other.kind, other.ledger.header.fit)
-
-
-def search_ledgers(folder: Path) -> list[FoundLedger]:
-    """Return all ledgers under a folder, oldest first; hidden folders are left out.
-
-    Raises:
-        LedgerError: If there is no such folder, or no ledger in it.
-    """
-    if not folder.is_dir():
-        raise LedgerError(
-            f"{folder} is not a folder, so no ledgers can be listed in it. Name one with ledgers, "
-            "such as d9m-runs."
-        )
-    paths = {folder} if _FOLDER.fullmatch(folder.absolute().name) else set()
-    for parent, names, _ in os.walk(folder):
-        # In place, so that `os.walk` does not enter them: .venv and .git have many thousand files.
-        names[:] = [name for name in names if not name.startswith(".")]
-        paths |= {Path(parent, name) for name in names if _FOLDER.fullmatch(name)}
-    if not paths:
-        raise LedgerError(
-            f"There is no ledger under {folder.absolute()}. Name the folder in which a run with "
-            "DeterminismCallback or lightning_d9m.Recorder left one."
-        )
-    # A link to a ledger is not another one; it counts if what it names is elsewhere.
-    ordered = sorted(paths, key=lambda path: (not path.is_symlink(), path))
-    named = {path.resolve(): path for path in ordered}
-    latest: dict[tuple[Path, str], str] = {}
-    found = {}
-    for path in sorted(named.values(), key=lambda path: (_number_of(path), path)):
-        # One that cannot be read is a row of the list: it must not hide the others.
-        try:
-            entry = FoundLedger(path, read_ledger(path))
-        except LedgerError as error:
-            entry = FoundLedger(path, None, str(error))
-        # Times in ISO 8601 sort as texts. In one folder numbers grow, even if the clock goes back.
-        place = path.absolute().parent, entry.kind
-        latest[place] = max(latest.get(place, ""), entry.created)
-        found[latest[place], _number_of(path), str(path)] = entry
-    return [found[key] for key in sorted(found)]
-
-
-def find_last_pair(folder: Path) -> tuple[Path, Path]:
-    """Return the ledger of the last fit under a folder, and before it the one that it repeats.
-
-    Raises:
-        LedgerError: If there are no two such ledgers.
-    """
-    fits = [entry for entry in search_ledgers(folder) if entry.kind == "fit" and entry.ledger]
-    earlier = [entry for entry in fits[:-1] if entry.precedes(fits[-1])]
-    if not earlier:
-        there = f"only {fits[-1].path}" if fits else "none"
-        raise LedgerError(
-            f"Two ledgers of fits under {folder} are needed, and there is {there}. Run the "
-            "program again, or name two ledgers."
-        )
-    return earlier[-1].path, fits[-1].path

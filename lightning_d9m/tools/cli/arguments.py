@@ -173,7 +173,7 @@ def choose_ledgers(arguments: argparse.Namespace) -> tuple[Path, Path]:
     Raises:
         LedgerError: If fewer than two were named, and the folder holds fewer than two.
     """
-    from lightning_d9m.engine.ledger.folder import find_last_pair  # not for `d9m --help`
+    from lightning_d9m.tools.comparison.found_ledgers import find_last_pair  # not for `d9m --help`
 
     if arguments.actual is not None:
         return arguments.expected, arguments.actual

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_d9m.engine.ledger.folder import FoundLedger, search_ledgers
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.text import escape
+from lightning_d9m.tools.comparison.found_ledgers import FoundLedger, search_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.output.columns import Column, format_table, print_result

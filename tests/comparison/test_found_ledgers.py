@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_d9m.engine.ledger.folder import find_last_pair, search_ledgers
 from lightning_d9m.errors import LedgerError
+from lightning_d9m.tools.comparison.found_ledgers import find_last_pair, search_ledgers
 
 
 @pytest.fixture
