@@ -196,9 +196,9 @@ def list_lies(other: Path) -> dict[str, Callable[[Path], object]]:
 
     return {
         "other code": _edit_text("train.py", "1e-3", "2e-3"),
-        "package changed in place": _edit_text(PACKAGE, "60", "61"),
+        "module changed in place": _edit_text(PACKAGE, "60", "61"),
         "package left out": lambda folder: edit_proof(
-            folder, lambda proof: proof["predicate"]["packages"].pop("steps")
+            folder, lambda proof: proof["predicate"]["packages"].pop("numpy")
         ),
         "model trained further": train_further,
         "model trained further, its hash made again": forge_model,

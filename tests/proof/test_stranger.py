@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.tools.proof.training import hash_package
+from lightning_d9m.tools.proof.training import hash_tree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/segments"))
 
@@ -43,15 +43,8 @@ def keys(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def hashed_once():
     """Read the files of each installed package once for all tests: torch has 700 MB."""
-    known = {}
-
-    def hash_once(package):
-        if package.name == "steps":  # of the program, which a lie changes
-            return hash_package(package)
-        return known.get(package.name) or known.setdefault(package.name, hash_package(package))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_d9m.tools.proof.training.hash_package", hash_once)
+        patch.setattr("lightning_d9m.tools.proof.training.hash_tree", cache(hash_tree))
         found = cache(packages_distributions)
         patch.setattr("lightning_d9m.tools.proof.training.packages_distributions", found)
         yield
@@ -191,8 +184,8 @@ MODEL = "step=60.ckpt does not hold the final weights"
 # What is said of each lie; "records, checks and their hash made again" is found by its segment.
 LIES = {
     "other code": "train.py is not here as it was",
-    "package changed in place": f"The package steps {DIFFERS}",
-    "package left out": "The package steps is not in the proof",
+    "module changed in place": "site-packages/steps.py is not here as it was",
+    "package left out": "The package numpy is not in the proof",
     "model trained further": MODEL,
     "model trained further, its hash made again": MODEL,
     "records and checks made again": f"rank-0.jsonl {DIFFERS}",

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from lightning_d9m.engine.recording import commitment
 from lightning_d9m.engine.recording.commitment import find_sources, hash_named, hash_values
 
 
@@ -48,6 +49,8 @@ def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
     program, tmp_path, monkeypatch
 ):
     file, _ = program
+    monkeypatch.setattr(commitment, "_list_installed", lambda: [f"{tmp_path}/real/site-packages/"])
+    monkeypatch.syspath_prepend(tmp_path / "path")
     for folder, module in (("project/mypkg", "linked"), ("real/site-packages/other", "installed")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("x = 1\n")
@@ -60,8 +63,10 @@ def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
     sys.modules["installed"].__file__ = str(tmp_path / "path/other/a.py")
     sys.modules["own_program"].__file__ = str(tmp_path / "v1.py")
     own = {"a.py", "v1.py", "own.py"}
-    found = {name for name in find_sources().program if Path(name).name in own}
+    sources = find_sources()
+    found = {name for name in sources.program if Path(name).name in own}
     assert found == {"project/mypkg/a.py", "v1.py"}
+    assert "other/a.py" in sources.used
 
 
 def test_packages_are_those_that_python_imports(program, tmp_path, monkeypatch):

@@ -205,7 +205,7 @@ def test_what_ends_one_segment_is_its_result(monkeypatch, error):
         raise error("No space left on device.")
 
     monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", fail)
-    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={})
+    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={}, sources=None)
     found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
     assert (found.number, found.verdict) == (3, "failed")
     assert found.reason == "No space left on device."

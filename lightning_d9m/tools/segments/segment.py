@@ -116,6 +116,7 @@ class RecordedRun:
         ends: The states that end segments: the first after each checkpoint, and the final one.
         last_state: The last record of the state.
         sources: The program, if the run commits to it.
+        gaps: What of program and data it does not commit to, and why.
 
     Raises:
         LedgerError: If the ledger cannot be read.
@@ -139,6 +140,7 @@ class RecordedRun:
         self.ends: list[Digests | StepDigests] = []
         self.last_state: Digests | StepDigests | None = None
         self.sources: Sources | None = None
+        self.gaps: dict[str, str] = {}
         self._is_saved = False  # whether the state of the last checkpoint is still to come
         # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
         own = self.ledger.files[min(self.ledger.files)]
@@ -164,6 +166,7 @@ class RecordedRun:
             self.end = record
         elif isinstance(record, Sources):
             self.sources = record
+            self.gaps |= record.gaps
         elif isinstance(record, Digests | StepDigests):
             self._note_state(record)
 
@@ -252,6 +255,27 @@ class RecordedRun:
         stops.append(self.stop)
         pairs = zip(numbered, stops, strict=True)
         return [Segment(start, stop, number) for (number, start), stop in pairs]
+
+    def list_other_code(self, ledger: Ledger) -> list[str]:
+        """Return what a segment, with its ledger, has loaded beside the program of the run.
+
+        Both have a record of it when they begin and when they end. What the segment loads from its
+        Python's own folders is not of the program.
+        """
+        if self.sources is None:
+            return []
+        own = ledger.files[min(ledger.files)]
+        found = [record for file, record in read_lineage(own) if file == own]
+        records = [record for record in found if isinstance(record, Sources)]
+        known = {**self.sources.program, **self.sources.named}
+        return sorted(
+            {
+                file
+                for record in records
+                for file, text in {**record.program, **record.named}.items()
+                if known.get(file) != text and f"file {file}" not in self.gaps
+            }
+        ) or ["no record of its code"] * (not records)
 
     def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
