@@ -55,7 +55,7 @@ def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
     (tmp_path / "nothing").write_text("new")
     found = find_sources(before)
     assert found.named == {"config.yaml": hashlib.sha256(b"a: 1").hexdigest()}
-    assert found.gaps["file log"] == "it has changed since the run began"
+    assert found.gaps["file log"] == "the run has changed it"
 
 
 def test_the_place_of_a_module_and_not_its_name_says_whose_it_is(program, tmp_path, monkeypatch):
@@ -81,10 +81,10 @@ def test_the_place_of_a_module_and_not_its_name_says_whose_it_is(program, tmp_pa
     assert {"loose.py", "space/part", "whole", "torch"} <= {*found.used}
     assert not {"os.py", "json", "torchdata", "space"} & {*found.used}
     assert found.gaps == {
-        "module own_program": "its file is in no folder of sys.path",
-        "module built": "its file is in no folder of sys.path",
-        "module zipped": "its code is in no file",
-        "module __main__": "its code is in no file",
+        "module own_program": "its code is in no file of a folder of sys.path",
+        "module built": "its code is in no file of a folder of sys.path",
+        "module zipped": "its code is in no file of a folder of sys.path",
+        "module __main__": "its code is in no file of a folder of sys.path",
     }
 
 
@@ -128,7 +128,7 @@ def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
     program, tmp_path, monkeypatch
 ):
     file, _ = program
-    monkeypatch.setattr(commitment, "_list_installed", lambda: [f"{tmp_path}/real/site-packages/"])
+    monkeypatch.setattr(commitment, "_INSTALLED", [f"{tmp_path}/real/site-packages/"])
     monkeypatch.syspath_prepend(tmp_path / "path")
     for folder, module in (("project/mypkg", "linked"), ("real/site-packages/other", "installed")):
         (tmp_path / folder).mkdir(parents=True)
@@ -165,7 +165,7 @@ def test_a_batch_is_hashed_with_its_names_and_says_what_has_no_bytes():
     assert not unhashed
     chain_batch("", {"image": one, "a": iter([1])}, unhashed)
     assert unhashed == {"builtins.list_iterator"}
-    known = "its values have no defined bytes"
+    known = "it has no defined bytes"
     assert find_sources(None, unhashed).gaps["data of type builtins.list_iterator"] == known
 
 

@@ -62,31 +62,35 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
     command names if they are the same. ``unhashed`` is what ``chain_batch`` has noted.
     """
     start, script = _find_start()
-    gaps = {f"data of type {name}": "its values have no defined bytes" for name in unhashed}
-    program, used = dict[str, str](), set[str]()
+    roots = {_name_folder(str(Path(entry).absolute())) for entry in sys.path}
+    find_root = cache(lambda own: max(filter(own.startswith, roots), key=len, default=""))
+    program, used, gaps = dict[str, str](), set[str](), dict[str, str]()
     # By their places and not by their names, which the program may share with another package.
-    for name, path, root in _list_modules():
-        if not path:
-            gaps[f"module {name}"] = "its code is in no file"
-        elif root not in _list_installed() and path.startswith((start, script)):
+    for name, file in _list_files():
+        folder, base = os.path.split(file)
+        inner = _name_folder(folder)
+        # Of a file that is a link the own name counts, by which the program opens it.
+        path, root = inner + base, find_root(inner)
+        # The folder of packages may be in that of Python's own modules.
+        is_installed = root in _INSTALLED
+        if not is_installed and inner.startswith(_STANDARD):
+            continue
+        if base and not is_installed and inner.startswith((start, script)):
             own = os.path.relpath(path, start)
             program[own] = hash_file(Path(path))
             if not _is_compiled_from(path, program[own]):
                 gaps[f"file {own}"] = "Python may have loaded other code, from __pycache__"
-        elif root:
-            used.add(_find_package(root, os.path.split(path)[0]) or path.removeprefix(root))
+        elif base and root:
+            used.add(_find_package(root, inner) or path.removeprefix(root))
         else:
-            gaps[f"module {name}"] = "its file is in no folder of sys.path"
+            gaps[f"module {name}"] = "its code is in no file of a folder of sys.path"
+    gaps |= dict.fromkeys((f"data of type {own}" for own in unhashed), "it has no defined bytes")
     named = _hash_named_files(start)
     if before is not None:
         program = {**program, **before.program}
         changed = {own for own, _ in named.items() ^ before.named.items()}
-        gaps = {
-            **gaps,
-            **before.gaps,
-            **{f"file {own}": "it has changed since the run began" for own in changed},
-        }
-        named = {own: text for own, text in named.items() if own not in changed}
+        gaps |= dict.fromkeys((f"file {own}" for own in changed), "the run has changed it")
+        named = dict(named.items() & before.named.items())
     return Sources(
         program=program,
         named={own: text for own, text in named.items() if own not in program},
@@ -94,6 +98,21 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
         used=tuple(sorted(used)),
         gaps=gaps,
     )
+
+
+def _list_files() -> Iterator[tuple[str, str]]:
+    """Yield name and file of each module; of one whose code is in no file, an empty text.
+
+    What loaded code makes, such as a part of an extension, is left out.
+    """
+    for name, module in [*sys.modules.items()]:  # a copy, as another thread may import meanwhile
+        with suppress(AttributeError):  # anything may stand for a module
+            # Not its attribute, which would load a module that waits for its first use.
+            file = str(object.__getattribute__(module, "__dict__").get("__file__") or "")
+            if Path(file).is_file():
+                yield name, file if file.startswith(os.sep) else str(Path(file).absolute())
+            elif name == "__main__" or (file and "." not in name):
+                yield name, ""
 
 
 def _find_start() -> tuple[str, str]:
@@ -109,40 +128,15 @@ def _find_start() -> tuple[str, str]:
     return here, _name_folder(str(main.absolute().parent)) if main.is_file() else here
 
 
-def _list_modules() -> Iterator[tuple[str, str, str]]:
-    """Yield name, path and folder of ``sys.path`` of each loaded module beside Python's own.
-
-    The path is empty if the code is in no file, and the folder if none leads to it. What loaded
-    code makes, such as a part of an extension, is left out.
-    """
-    roots = {_name_folder(str(Path(entry).absolute())) for entry in sys.path}
-    standard = tuple(_name_folder(get_path(own)) for own in ("stdlib", "platstdlib", "scripts"))
-    find_root = cache(lambda own: max(filter(own.startswith, roots), key=len, default=""))
-    for name, module in [*sys.modules.items()]:  # a copy, as another thread may import meanwhile
-        with suppress(AttributeError):  # anything may stand for a module
-            # Not its attribute, which would load a module that waits for its first use.
-            file = str(object.__getattribute__(module, "__dict__").get("__file__") or "")
-            folder, base = os.path.split(file if file.startswith(os.sep) else Path(file).absolute())
-            inner = _name_folder(folder)
-            if not Path(file).is_file():
-                if name == "__main__" or (file and "." not in name):
-                    yield name, "", ""
-            # The folder of packages may be in that of Python's own modules.
-            elif (root := find_root(inner)) in _list_installed() or not inner.startswith(standard):
-                # Of a file that is a link the own name counts, by which the program opens it.
-                yield name, inner + base, root
-
-
 @cache  # thousands of modules are in a few hundred folders
 def _name_folder(path: str) -> str:
     """Return the path of a folder without links, with the separator that ends it."""
     return os.path.realpath(path).rstrip(os.sep) + os.sep
 
 
-@cache
-def _list_installed() -> frozenset[str]:
-    """Return the folders in which this Python installs packages."""
-    return frozenset(map(_name_folder, [*site.getsitepackages(), site.getusersitepackages()]))
+# Where this Python installs packages, and what belongs to Python.
+_INSTALLED = {_name_folder(own) for own in (*site.getsitepackages(), site.getusersitepackages())}
+_STANDARD = tuple(_name_folder(get_path(own)) for own in ("stdlib", "platstdlib", "scripts"))
 
 
 @cache

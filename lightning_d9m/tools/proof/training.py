@@ -272,26 +272,22 @@ def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
             name for name in sorted(names & here.keys()) if here[name] != sources.packages[name]
         ]
         # The ledger may be anybody's, and name any folder.
-        is_inner = {"", "..", *os.path.splitdrive(unit)[:1]}.isdisjoint(unit.split("/"))
-        paths = (Path(entry, unit) for entry in sys.path if is_inner)
-        path = next(filter(Path.exists, paths), None)
+        is_inner = {"", ".."}.isdisjoint(unit.split("/"))
+        path = next((own for entry in sys.path if (own := Path(entry, unit)).exists()), None)
         if other:
             known = sources.packages[other[0]]
             yield unit, f"the training used {known}, and here is {here[other[0]]}"
         else:
-            yield unit, "it is not here" if path is None else hash_tree(path)
+            yield unit, hash_tree(path) if is_inner and path else "it is not here"
 
 
 def hash_tree(path: Path) -> str:
     """Return the SHA-256 of the files of a package, or of one file."""
     # Not of those that RECORD lists: Python loads what is there.
-    files = sorted(own for own in path.rglob("*") if own.is_file()) if path.is_dir() else [path]
-    places = {file.relative_to(path.parent).as_posix(): file for file in files}
-    content = sha256()
-    for name, file in places.items():
-        if "/__pycache__/" not in name:
-            content.update(f"{name} {hash_file(file)}\n".encode())
-    return content.hexdigest()
+    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+    names = {file.relative_to(path.parent).as_posix(): file for file in files}
+    named = [(name, file) for name, file in names.items() if "/__pycache__/" not in name]
+    return sha256("".join(f"{n} {hash_file(file)}\n" for n, file in named).encode()).hexdigest()
 
 
 def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
@@ -308,12 +304,9 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     except D9mError as error:
         report.problems = [str(error)]
     else:
-        report.problems, packages, differing = _compare(proof, here)
-        if packages or differing:
-            shown = describe_names(
-                packages + differing, len(packages + differing), len(packages) + 3
-            )
-            report.notes = [f"Results here may differ, as the stack does: {shown}."]
+        report.problems, differing = _compare(proof, here)
+        if differing:
+            report.notes = [f"Results here may differ, as the stack does: {'; '.join(differing)}."]
     left_out = "; ".join(map(escape, said.gaps))
     report.notes += [*([] if signer else [UNSIGNED]), f"The proof does not commit to: {left_out}."]
     return recorded, report
@@ -334,15 +327,15 @@ def _list_facts(proof: Proof) -> dict[str, dict[str, Any]]:
     }
 
 
-def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str], list[str]]:
-    """Return what contradicts a proof, and which packages and other parts of the stack differ."""
+def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
+    """Return what contradicts a proof, and what may let results differ here: packages, stack."""
     stack = stack_differences(here.predicate.run["stack"], capture_stack())
-    differing = [
+    other = [
         f"{name}: {escape(expected)} there, {escape(actual)} here"
         for name, expected, actual in stack
         if not name.startswith(_OF_SESSION)
     ]
-    problems, packages, known = list[str](), list[str](), _list_facts(here)
+    problems, differing, known = list[str](), list[str](), _list_facts(here)
     for what, facts in _list_facts(proof).items():
         for name, expected, actual in table_differences(facts, known[what]):
             text = f"The {what} {escape(name, 200)}"
@@ -351,10 +344,10 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str], list[str]
             elif what == "uncommitted part" or (what == "package" and not _is_hash(expected)):
                 continue  # it may leave out more than it must, and says so
             elif what == "package" and not _is_hash(actual):
-                packages.append(f"{escape(name, 200)}: {escape(actual, 200)}")
+                differing.append(f"{escape(name, 200)}: {escape(actual, 200)}")
             else:
                 problems.append(f"{text} is not here as the proof has it.")
-    return problems, packages, differing
+    return problems, differing + other
 
 
 def choose_segments(proof: str, number: int, there: Sequence[int], count: int) -> list[int]:

@@ -257,25 +257,24 @@ class RecordedRun:
         return [Segment(start, stop, number) for (number, start), stop in pairs]
 
     def list_other_code(self, ledger: Ledger) -> list[str]:
-        """Return what a segment, with its ledger, has loaded beside the program of the run.
+        """Return the files that a segment, with its ledger, has loaded and the run has not.
 
-        Both have a record of it when they begin and when they end. What the segment loads from its
-        Python's own folders is not of the program.
+        They are those of the program: packages are the business of who runs the segment.
         """
         if self.sources is None:
             return []
         own = ledger.files[min(ledger.files)]
-        found = [record for file, record in read_lineage(own) if file == own]
-        records = [record for record in found if isinstance(record, Sources)]
+        records = [record for file, record in read_lineage(own) if file == own]
+        sources = [record for record in records if isinstance(record, Sources)]
         known = {**self.sources.program, **self.sources.named}
-        return sorted(
-            {
-                file
-                for record in records
-                for file, text in {**record.program, **record.named}.items()
-                if known.get(file) != text and f"file {file}" not in self.gaps
-            }
-        ) or ["no record of its code"] * (not records)
+        found = [
+            (name, text)
+            for record in sources
+            for name, text in (*record.program.items(), *record.named.items())
+            if name in record.program or f"file {name}" not in self.gaps
+        ]
+        other = sorted({name for name, text in found if known.get(name) != text})
+        return other if sources else ["it has no record of it"]
 
     def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
