@@ -40,7 +40,7 @@ def test_a_package_is_hashed_by_all_that_python_may_load_of_it(tmp_path):
     assert hash_tree(folder) == known
     assert hash_tree(folder / "core.py") == hashlib.sha256(f"core.py {core}\n".encode()).hexdigest()
     (folder / "core").mkdir()
-    (folder / "core/__init__.py").write_text("x = 99\n")  # which hides core.py
+    (folder / "core/__init__.py").write_text("x = 99\n")  # which hides the file
     assert hash_tree(folder) != known
 
 

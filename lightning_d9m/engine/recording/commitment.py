@@ -143,7 +143,7 @@ _STANDARD = tuple(_name_folder(get_path(own)) for own in ("stdlib", "platstdlib"
 def _is_compiled_from(path: str, _: str) -> bool:
     """Return whether a source, with this hash, gives the code that Python has compiled for it."""
     loader = SourceFileLoader("", path)
-    with suppress(Exception):  # it is no source, or is being edited
+    with suppress(Exception):  # it has no source, or is being edited
         if Path(cache_from_source(path)).is_file():
             code = loader.source_to_code(loader.get_data(path), path)
             return bool(loader.get_code("") == code)

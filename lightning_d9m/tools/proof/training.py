@@ -273,7 +273,8 @@ def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
         ]
         # The ledger may be anybody's, and name any folder.
         is_inner = {"", ".."}.isdisjoint(unit.split("/"))
-        path = next((own for entry in sys.path if (own := Path(entry, unit)).exists()), None)
+        paths = (Path(entry, unit) for entry in sys.path)
+        path = next(filter(os.path.exists, paths), None)  # which a name that is too long is not
         if other:
             known = sources.packages[other[0]]
             yield unit, f"the training used {known}, and here is {here[other[0]]}"
