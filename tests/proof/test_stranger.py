@@ -262,6 +262,9 @@ def test_code_that_the_proof_does_not_have_is_refused_by_its_segment(d9m, strang
 
     stranger()
     Path("other.py").write_text(Path("train.py").read_text())
+    lines = Path(measured.LEDGER).read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[2] == kinds[-2] == "sources"  # a program that ends itself has one, too
     measured.edit_ledger(Path(measured.LEDGER), shorten)
     assert d9m("prove", "run")[0] == 0
     for name, said in (("train.py", "site-packages/steps.py"), ("other.py", "other.py")):

@@ -127,6 +127,29 @@ def installed(tmp_path, monkeypatch):
     list_packages.cache_clear()
 
 
+def test_what_a_segment_has_loaded_is_compared_with_the_run(tmp_path):
+    """Of a file that the run has changed nothing is known, and of no record nothing is right."""
+    one, two = "1" * 64, "2" * 64
+    known = {
+        "program": {"a.py": one},
+        "named": {"b": one},
+        "gaps": {"file log": "", "file a.py": ""},
+    }
+    run = write_run(tmp_path / "fit-000", Sources(**known, packages={}, used=()))
+    for number, (program, named, other) in enumerate(
+        (
+            ({"a.py": one}, {"b": one, "log": two}, []),
+            ({"a.py": two}, {"b": two}, ["a.py", "b"]),
+            ({"a.py": one, "c.py": one}, {"a.py": one}, ["c.py"]),
+        )
+    ):
+        own = Sources(program=program, named=named, packages={}, used=("whole",))
+        part = write_run(tmp_path / f"fit-01{number}", own).ledger
+        assert run.list_other_code(part) == other
+    assert run.list_other_code(write_run(tmp_path / "fit-020").ledger) == ["it has no record of it"]
+    assert write_run(tmp_path / "fit-021").list_other_code(part) == []
+
+
 def test_a_package_counts_for_the_platform_that_its_wheel_names(tmp_path, monkeypatch, installed):
     """Not for one kernel, as a stack names it: that of a stranger is another one."""
     installed("1.0", "py3-none-linux")
