@@ -29,7 +29,7 @@ def sign(tmp_path):
     def write(method):
         return write_statement(file, PROOF, method)
 
-    return write, lambda method: read_statement(file, Proof, method)[0]
+    return write, lambda method: read_statement(file, Proof, method)
 
 
 def test_a_key_that_is_none(tmp_path, monkeypatch, sign):

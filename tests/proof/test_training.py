@@ -113,6 +113,9 @@ def installed(tmp_path, monkeypatch):
     (folder / "own").mkdir(parents=True)
     (folder / "broken-0.dist-info").mkdir()
     monkeypatch.syspath_prepend(folder)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/own").write_text("a command of the package")
+    monkeypatch.syspath_prepend(tmp_path / "bin")
 
     def install(version, tag, text="x = 1"):
         info = folder / "own-1.dist-info"
@@ -161,7 +164,7 @@ def test_a_package_counts_for_the_platform_that_its_wheel_names(tmp_path, monkey
         Sources(program={}, named={}, packages=known, used=("own", "../own", "/", "gone")),
     )
     proof = make_proof(run, [], tmp_path)
-    assert len(proof.predicate.packages["own"]) == 64
+    assert proof.predicate.packages["own"] == hash_tree(tmp_path / "site-packages/own")
     none = dict.fromkeys(("../own", "/", "gone"), "it is not here")
     assert proof.predicate.packages == {"own": proof.predicate.packages["own"], **none}
     write_statement(tmp_path / "proof.json", proof, None)

@@ -134,11 +134,8 @@ def write_statement(path: Path, statement: Struct, method: Method) -> None:
         raise
 
 
-def read_statement(path: Path, kind: type[_S], method: Method) -> tuple[_S, str]:
+def read_statement(path: Path, kind: type[_S], method: Method) -> _S:
     """Read a statement, whose signature must be valid by the method, if there is one.
-
-    Returns:
-        It, and the SHA-256 of its file.
 
     Raises:
         LedgerError: If the file cannot be read, or is not a statement of this kind.
@@ -148,7 +145,7 @@ def read_statement(path: Path, kind: type[_S], method: Method) -> tuple[_S, str]
     advice = "Give a file that d9m prove wrote, or the ledger of a run."
     with file_errors(LedgerError, f"{path} cannot be read", advice):
         text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
-        return json.decode(text, type=kind), sha256(text).hexdigest()
+        return json.decode(text, type=kind)
 
 
 def _call_signer(verb: str, path: Path, method: Method) -> None:
@@ -268,13 +265,12 @@ def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
     of_module, here = packages_distributions(), list_packages(tuple(sys.path))
     for unit in sources.used:
         names = {*of_module.get(re.split("[/.]", unit)[0], ())} & sources.packages.keys()
-        other = [
-            name for name in sorted(names & here.keys()) if here[name] != sources.packages[name]
-        ]
+        other = sorted(name for name in names & here.keys() if here[name] != sources.packages[name])
         # The ledger may be anybody's, and name any folder.
         is_inner = {"", ".."}.isdisjoint(unit.split("/"))
-        paths = (Path(entry, unit) for entry in sys.path)
-        path = next(filter(os.path.exists, paths), None)  # which a name that is too long is not
+        paths = filter(os.path.exists, (Path(entry, unit) for entry in sys.path))
+        # A command may have the name of a package, and its folder is the first one of sys.path.
+        path = next((own for own in paths if own.suffix or own.is_dir()), None)
         if other:
             known = sources.packages[other[0]]
             yield unit, f"the training used {known}, and here is {here[other[0]]}"
@@ -297,8 +293,9 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     The report has what contradicts the proof, and what limits a check of the run. Its errors are
     those of ``read_statement`` and ``RecordedRun``.
     """
-    (proof, digest), folder = read_statement(path, Proof, signer), path.absolute().parent.resolve()
-    said, report = proof.predicate, CheckReport(proof=digest)
+    proof, folder = read_statement(path, Proof, signer), path.absolute().parent.resolve()
+    # Before its program runs, which may change the file.
+    said, report = proof.predicate, CheckReport(proof=hash_file(path))
     recorded = RecordedRun(folder / said.ledger)
     try:
         here = make_proof(recorded, [folder / name for name in said.models], folder)
@@ -378,7 +375,6 @@ def write_verdict(path: Path, name: str, report: CheckReport, method: Method) ->
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
     properties = [_name_property(report)] * (report.verdict == "equal")
     result = _Result(verifier, now.isoformat(timespec="seconds"), properties, said)
-    # Not hashed again: the program that was checked may have changed the file.
     subject = [_Subject(name, {"sha256": report.proof})]
     verdict = _Verdict(_FORM, "https://in-toto.io/attestation/svr/v0.1", subject, result)
     write_statement(path, verdict, method)
@@ -392,8 +388,8 @@ def check_verdict(
     Unless ``number`` is None, its segments must have been chosen with it. The errors are those of
     ``read_statement``.
     """
-    verdict, _ = read_statement(path, _Verdict, signer)
-    problems, digest = list[str](), hash_file(proof)
+    verdict, problems = read_statement(path, _Verdict, signer), list[str]()
+    digest = hash_file(proof)
     said, report = verdict.predicate.properties, verdict.predicate.check
     # By content, because a stranger may have renamed it.
     if [own.digest for own in verdict.subject] != [{"sha256": digest}]:
