@@ -23,7 +23,8 @@ _HEAD = """# Commands
 
 Every command and option, as `d9m COMMAND --help` prints them. The exit status of each is 0 for
 equal or in order, 1 for a difference or a finding, 2 for misuse or a file that cannot be read or
-written, and 3 if a command that it ran failed, such as the training.
+written, and 3 if a command that it ran failed, such as the training, or if a ledger was cut off and
+is equal as far as it goes.
 """
 _RULES = """
 ## Rules of d9m scan

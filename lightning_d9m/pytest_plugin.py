@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,8 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_GOLDEN] = {}
     config.addinivalue_line(
         "markers",
-        f"{_MARKER}(**settings): run the test and its fixtures in a deterministic session; the "
-        "settings are those of lightning_d9m.enable",
+        f"{_MARKER}(**settings): run the test and its fixtures, except those of a wider scope, in "
+        "a deterministic session; the settings are those of lightning_d9m.enable",
     )
     policy = config.getini("d9m_on_stack_difference")
     if policy not in ("fail", "skip"):
@@ -112,31 +112,47 @@ def pytest_runtest_setup() -> None:
         session.restart_fits()
 
 
-@pytest.fixture(autouse=True)
-def _d9m_session(request: pytest.FixtureRequest) -> "Iterator[Session | None]":
-    marker = request.node.get_closest_marker(_MARKER)
-    if marker is None and "deterministic_session" not in request.fixturenames:
-        yield None
-        return
+def _read_markers(node: pytest.Item) -> dict[str, Any] | None:
+    """Return the settings of a test's markers, the closest first; None without a marker."""
+    markers = [*node.iter_markers(_MARKER)]
+    settings: dict[str, Any] = {}
+    for marker in reversed(markers):
+        if marker.args:
+            raise SettingError(
+                f"The marker {_MARKER} has {marker.args!r}; allowed: settings by name, such as "
+                f"@pytest.mark.{_MARKER}(seed=42)."
+            )
+        settings.update(marker.kwargs)
+    return settings if markers else None
+
+
+@contextmanager
+def _session(settings: dict[str, Any]) -> "Iterator[Session]":
     from lightning_d9m.engine.control.session import deterministic
 
-    if marker is not None and marker.args:
-        raise SettingError(
-            f"The marker {_MARKER} has {marker.args!r}; allowed: settings by name, such as "
-            f"@pytest.mark.{_MARKER}(seed=42)."
-        )
     try:
-        session = deterministic(**(marker.kwargs if marker is not None else {}))
-        with session as opened:
+        with deterministic(**settings) as opened:
             yield opened
     except TooLateError as error:
         raise TooLateError(f"{error} {_EARLIER}") from None
 
 
+@pytest.fixture(autouse=True)
+def _d9m_session(request: pytest.FixtureRequest) -> "Iterator[Session | None]":
+    settings = _read_markers(request.node)
+    if settings is None and "deterministic_session" not in request.fixturenames:
+        yield None
+        return
+    with _session(settings or {}) as opened:
+        yield opened
+
+
 @pytest.fixture
-def deterministic_session(_d9m_session: "Session") -> "Session":
+def deterministic_session(_d9m_session: "Session | None") -> "Iterator[Session]":
     """A deterministic session around the test; its settings are those of the marker."""
-    return _d9m_session
+    # A test without a marker may request this fixture only while it runs.
+    with nullcontext(_d9m_session) if _d9m_session is not None else _session({}) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -153,8 +169,7 @@ def golden_ledger(
     """
     home = request.path.parent / "golden" / request.path.stem
     test = request.node.nodeid.partition("::")[2]
-    marker = request.node.get_closest_marker(_MARKER)
-    marked = {} if marker is None else marker.kwargs
+    marked = _read_markers(request.node) or {}
     used: set[Path] = set()  # by this test
 
     @contextmanager
@@ -162,7 +177,12 @@ def golden_ledger(
         from lightning_d9m.testing import as_first_run
 
         __tracebackhide__ = True  # a failure shows the line of the test
-        golden = home / re.sub(r"[^\w.-]+", "-", name or test).strip("-.")
+        folder = re.sub(r"[^\w.-]+", "-", name or test).strip("-.")
+        if not folder:  # the folder of all golden ledgers of the module
+            raise SettingError(
+                f"The name of a golden ledger is {name!r}; allowed: a text with letters or digits."
+            )
+        golden = home / folder
         # Tests may share a ledger whose name they give; one test may run again.
         owner = test if name else request.config.stash[_GOLDEN].setdefault(golden, test)
         if golden in used or owner != test:
@@ -201,13 +221,10 @@ def _compare_with_golden(golden: Path, written: Path, config: pytest.Config) -> 
     problem = compare_fits(list_fits(golden), fits)
     if problem is None:
         return
-    # `compare_fits` says that stacks explain a difference only where they may: portable bits do not
-    # depend on the stack.
-    excused = "The stacks differ, which" in problem
-    if excused and config.getini("d9m_on_stack_difference") == "skip":
-        pytest.skip(f"The golden ledger comes from a different stack. {problem}")
+    if problem.may_be_stack and config.getini("d9m_on_stack_difference") == "skip":
+        pytest.skip(f"The golden ledger comes from a different stack. {problem.text}")
     raise NotBitExactError(
-        f"This run differs from its golden ledger {golden}. {problem}\n"
+        f"This run differs from its golden ledger {golden}. {problem.text}\n"
         "If the change is intended, write a new ledger with `pytest --d9m-update`."
     )
 

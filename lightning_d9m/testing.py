@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,16 +100,24 @@ def as_first_run(ledgers: Path, settings: Settings | None, **overrides: Any) -> 
                 yield
         finally:
             if before is None:
-                del os.environ[LEDGER_VARIABLE]
+                # The body may have removed it, which must not hide how the body ended.
+                os.environ.pop(LEDGER_VARIABLE, None)
             else:
                 os.environ[LEDGER_VARIABLE] = before
 
 
-def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
+class FitDifference(NamedTuple):
+    """A difference between the ledgers of two runs, and whether their stacks may explain it."""
+
+    text: str
+    may_be_stack: bool = False
+
+
+def compare_fits(expected: list[Path], actual: list[Path]) -> FitDifference | None:
     """Describe how the ledgers of two runs differ; None if they agree."""
     if len(expected) != len(actual):
         counts = f"reference: {len(expected)}\nthis run:  {len(actual)}"
-        return f"The numbers of their fits differ.\n{counts}"
+        return FitDifference(f"The numbers of their fits differ.\n{counts}")
     first, second = (
         {f"fit-{number:03d}": read_ledger(path) for number, path in enumerate(paths)}
         for paths in (expected, actual)
@@ -121,7 +129,8 @@ def compare_fits(expected: list[Path], actual: list[Path]) -> str | None:
         counterpart = paired[name] if name in paired else next(unpaired)
         comparison = compare_ledgers(ledger, counterpart)
         if not comparison.equal:
-            return "\n".join(["Their ledgers differ.", *format_comparison(comparison)])
+            text = "\n".join(["Their ledgers differ.", *format_comparison(comparison)])
+            return FitDifference(text, bool(comparison.stack) and not comparison.portable)
     return None
 
 
@@ -131,7 +140,7 @@ _Outcome = tuple[dict[str, str], list[Path]]
 def _describe_outcome_difference(expected: _Outcome, actual: _Outcome) -> str | None:
     problem = compare_fits(expected[1], actual[1])
     if problem is not None:
-        return problem
+        return problem.text
     # In the order of the first run, so that the first entry that differs is the first one returned.
     names = [*expected[0], *(name for name in actual[0] if name not in expected[0])]
     differing = [name for name in names if expected[0].get(name) != actual[0].get(name)]

@@ -75,6 +75,42 @@ def test_a_marker_and_a_fixture_open_a_session(suite):
     ).assert_outcomes(passed=4)
 
 
+def test_the_session_is_opened_for_a_test_that_requests_it_while_it_runs(suite):
+    suite(
+        test_it="""
+        from lightning_d9m.engine.control.session import active_session
+
+        def test_late(request):
+            assert active_session() is None
+            session = request.getfixturevalue("deterministic_session")
+            assert session is active_session() is not None
+
+        def test_after():
+            assert active_session() is None
+        """
+    ).assert_outcomes(passed=2)
+
+
+def test_the_settings_of_all_markers_count_and_the_closest_first(suite):
+    suite(
+        test_it="""
+        import pytest
+        from lightning_d9m.engine.control.session import active_session
+
+        @pytest.mark.deterministic(seed=7, threads=1)
+        class TestIt:
+            @pytest.mark.deterministic(seed=9)
+            def test_both(self):
+                settings = active_session().settings
+                assert (settings.seed, settings.threads) == (9, 1)
+
+            @pytest.mark.deterministic
+            def test_class(self):
+                assert active_session().settings.seed == 7
+        """
+    ).assert_outcomes(passed=2)
+
+
 def test_the_draws_of_a_fit_do_not_depend_on_the_tests_before(suite):
     result = suite(
         test_it="""
@@ -110,6 +146,13 @@ NOT_ALLOWED = [
     ("@pytest.mark.deterministic(seed=-1)", "", "errors", "*seed is -1; allowed:*"),
     ("@pytest.mark.deterministic(7)", "", "errors", "*settings by name*"),
     ("", "with golden_ledger(): pass", "failed", "*nothing to compare*"),
+    # Its folder would be that of all golden ledgers of the module.
+    (
+        "",
+        "with golden_ledger('+'): pass",
+        "failed",
+        "*The name of a golden ledger is '+'; allowed*",
+    ),
 ]
 
 

@@ -101,7 +101,7 @@ def test_parallel_fits_are_paired_by_content(tmp_path):
         run = Runs(tmp_path / str(number))
         written.append([run.write(seed=seed) for seed in seeds])
     assert compare_fits(written[0], written[1]) is None
-    assert "seed" in compare_fits(written[0], written[2])
+    assert "seed" in compare_fits(written[0], written[2]).text
 
 
 def test_what_a_function_returns_is_compared_without_a_ledger():
@@ -141,4 +141,16 @@ def test_every_generator_is_seeded_for_each_run(draw):
 def test_what_cannot_be_compared_is_an_error(function, runs, error, message):
     with pytest.raises(error, match=message):
         assert_bit_exact(function, runs=runs)
+    assert active_session() is None
+
+
+def test_a_function_that_clears_the_environment_does_not_hide_the_outcome(monkeypatch):
+    monkeypatch.delenv(LEDGER_VARIABLE, raising=False)
+
+    def clear():
+        del os.environ[LEDGER_VARIABLE]
+        raise ValueError("the outcome")
+
+    with pytest.raises(ValueError, match="the outcome"):
+        assert_bit_exact(clear)
     assert active_session() is None

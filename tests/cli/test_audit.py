@@ -100,14 +100,15 @@ PLAN = [(Case(op, {}, lambda: torch.zeros(1)), "float32") for op in "abc"]
 def audit(tmp_path, monkeypatch, d9m):
     """Return a function that audits three cases; it gives status and output."""
 
-    def run(*words, varies=False, fate=lambda: None):
+    def run(*words, varies=False, fate=lambda: None, broken=None):
         def measure(case, *_):
             if case.op == "b":
                 fate()
             spread = {"distinct": 1 + (varies and case.op == "c"), "runs": 2, "vs": None}
             spread |= {"vermv": 0.0, "vc": 0.0, "ulps": 0}
             entry = {"outcome": "ran", "microseconds": 1.0, "ratio": 1.0, "spread": spread}
-            return dict.fromkeys(CONDITIONS, entry)
+            failed = {"outcome": "failed", "reason": "RuntimeError: no kernel"}
+            return {name: failed if name in (broken or ()) else entry for name in CONDITIONS}
 
         monkeypatch.setattr(measurement, "measure_case", measure)
         facts = {"torch": "0", "threads": torch.get_num_threads()}
@@ -133,6 +134,18 @@ def test_rows_json_and_markdown_are_left(audit, tmp_path):
     assert "|  | patched | 2 | 2 |  | 0 | 0 |  | 1 | 1 |" in page
     result = json.loads((folder / "ops.json").read_text())
     assert result["ops"][0]["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (["patched"], "the patched op failed: a() float32: RuntimeError: no kernel"),
+        (CONDITIONS, "no patched op ran, so nothing was measured"),
+    ],
+)
+def test_what_failed_is_no_success(audit, broken, said):
+    status, out, _ = audit(broken=broken)
+    assert (status, said in out) == (1, True)
 
 
 def interrupt():

@@ -9,11 +9,12 @@ import pytest
 from ledger_runs import make_facts, make_probes, make_weights, write_rank
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
+from lightning_d9m.engine.ledger.format.records import Evaluation
 
 NAMES = [f"encoder.layers.{number}.attention.projection.weight" for number in range(12)]
 
 
-def write(parent, *, epochs=2, drift=None, world_size=1, end=True, scalars=(), **changes):
+def write(parent, *, epochs=2, drift=None, world_size=1, end="finished", scalars=(), **changes):
     """Write a run; from epoch ``drift`` on, all weights of the last rank are others."""
     folder = create_ledger_folder(parent)
     changes = {"stack": {"device.driver": "560.35.03"}} | changes
@@ -118,9 +119,53 @@ def test_what_one_run_lacks_is_said(tmp_path, compare):
     assert "Only this run has a file of rank 1." in output
 
 
+@pytest.mark.parametrize("command", ["compare", "report", "bundle"])
+def test_a_ledger_that_was_cut_off_has_its_own_status(tmp_path, d9m, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    folders = write(tmp_path), write(tmp_path, epochs=1, end="")
+    status, out, err = d9m(command, *folders)
+    assert (status, out.partition(":")[0], err) == (3, "incomplete", "")
+
+
+def test_of_two_runs_that_do_not_say_that_they_ended_this_is_said(tmp_path, compare):
+    folders = [write(tmp_path, world_size=2, end="") for _ in range(2)]
+    status, output = compare(*folders)
+    text = " ".join(output.split())
+    assert (status, text.partition(":")[0]) == (0, "equal")
+    assert "ranks 0, 1), as far as they go; neither run says that it ended." in text
+    assert "says that it ended" not in compare(folders[0], write(tmp_path, world_size=2))[1]
+
+
+def test_a_value_without_a_digest_is_named_in_the_verdict(tmp_path, compare):
+    """Its type has the same digest in both runs."""
+    where = "optimizers 0.h.weight: value is of type Obj, whose bytes are not defined."
+    record = make_weights("epoch", 0, {"w": "0" * 32}, undigested=2, problem=where)
+    folders = [write_rank(create_ledger_folder(tmp_path), [record]) for _ in range(2)]
+    status, output = compare(*folders)
+    text = " ".join(output.split())
+    assert (status, text.partition(":")[0]) == (0, "equal")
+    assert f"A value was not compared, in epoch 0 (step 9): {where}" in text
+    assert "not compared" not in compare(write(tmp_path), write(tmp_path))[1]
+
+
+def test_the_reason_for_a_missing_digest_is_not_compared(tmp_path, compare):
+    """It may show the address of a key."""
+    state = make_weights("epoch", 0, {"w": "0" * 32})
+    folders = []
+    for address in ("0x1", "0x2"):
+        fields = {"name": "test", "epoch": 0, "step": 9, "batches": 1, "outputs": "0" * 32}
+        problem = f"value[<function f at {address}>] is of type Obj, whose bytes are not defined."
+        record = Evaluation(**fields, undigested=1, problem=problem)
+        folders.append(write_rank(create_ledger_folder(tmp_path), [record, state]))
+    status, output = compare(*folders)
+    text = " ".join(output.split())
+    assert (status, text.partition(":")[0]) == (0, "equal")
+    assert "A value was not compared, in evaluation epoch 0 step 9 name test: value[" in text
+
+
 def test_nothing_was_proven(tmp_path, compare):
     """Two runs that were killed before the first digest are not called equal."""
-    folders = [write(tmp_path, epochs=-1, end=False) for _ in range(2)]
+    folders = [write(tmp_path, epochs=-1, end="") for _ in range(2)]
     status, output = compare(*folders)
     assert status == 1
     assert "not comparable: a rank has no digests in common" in output
@@ -169,7 +214,8 @@ def test_of_many_ranks_the_first_is_described(tmp_path, compare):
         "differ.\n"
         "Ranks 0-2, 4, 5 diverge in batch 2 of epoch 0 (step 2): output encoder.layers.2;\n"
         "2 of 4 differ.\n"
-        "Rank 7: only the reference has 1 record, the first the end of the run.\n"
+        "Rank 7: only the reference has 1 record, the first the end of the fit (epoch 0,\n"
+        "step 0).\n"
         "Rank 7: this run was ended before it finished its ledger."
     )
 

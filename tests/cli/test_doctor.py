@@ -54,6 +54,23 @@ def test_the_command_prints_problems_first_and_their_fixes(d9m, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("SEED", "abc", "is 'abc'; allowed: a whole number"),
+        ("THREADS", "0", "threads is 0; allowed"),
+        ("ON_DRIFT", "shrug", "is 'shrug'; allowed: raise or warn"),
+        ("PROVABEL", "1", "Did you mean LIGHTNING_D9M_PROVABLE?"),
+    ],
+)
+def test_a_variable_of_ours_that_ends_each_run_is_found(d9m, monkeypatch, name, value, found):
+    monkeypatch.setenv(f"LIGHTNING_D9M_{name}", value)
+    status, out, _ = d9m("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    assert (status, findings["LIGHTNING_D9M_*"]["status"]) == (1, "problem")
+    assert found in findings["LIGHTNING_D9M_*"]["found"]
+
+
+@pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:2", ":4096:8"),

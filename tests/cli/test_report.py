@@ -91,6 +91,15 @@ def test_different_runs(tmp_path, d9m):
     assert "Cause: stack." in words
 
 
+def test_the_title_has_no_tags(tmp_path, report):
+    folder = tmp_path / "<b>.läuft"
+    folder.mkdir()
+    text = report(write(folder), write(folder, drift=8))
+    title = text.partition("<title>")[2].partition("</title>")[0]
+    assert "<" not in title
+    assert "&lt;b&gt;.läuft" in title
+
+
 # How two runs are written, and what their page says and does not say.
 PAGES = {
     "digest of equal weights": (

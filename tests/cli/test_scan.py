@@ -100,6 +100,11 @@ def test_what_varies_only_without_the_flag_is_left_out_when_it_is_on(read):
     assert "D9M103" not in read(".")
 
 
+def test_a_flag_of_a_test_says_nothing_about_the_program(read):
+    Path("test_train.py").write_text("import lightning as L\nL.Trainer(deterministic=True)\n")
+    assert "D9M103" in read(".")
+
+
 def test_the_rules_are_listed(d9m):
     status, out, _ = d9m("scan", "--rules")
     assert (status, len(out.splitlines())) == (0, len(RULES))

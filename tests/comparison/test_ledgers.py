@@ -70,7 +70,7 @@ def test_any_changes_are_named_where_they_are(tmp_path_factory, changes):
     (rank,) = compare(runs.write(), runs.write(edit=edit)).ranks
     assert rank.differing == len({epoch for epoch, _ in changes})
     if not changes:
-        assert rank.equal
+        assert rank.verdict == "equal"
         return
     first = min(epoch for epoch, _ in changes)
     named = [key for epoch, key in changes if epoch == first]
@@ -110,7 +110,7 @@ class TestDivergence:
         drift = in_epoch(0, flip)
         assert compare(one, logical_run(runs, 2, edit=drift)).verdict == "different"
         (rank,) = compare(one, other).ranks
-        assert not rank.equal
+        assert rank.verdict == "different"
         assert (rank.batches, rank.uncompared_batches) == (3, 0)
 
     @pytest.mark.parametrize("numbers", [(4, 8), (4, None), (None, None)])
@@ -149,7 +149,7 @@ class TestDivergence:
         def fail(_, records):
             records[-3:] = [
                 make_weights("exception", 2, {"w": "0" * 32}, step=50).as_record(),
-                {"kind": "end", "status": "failed", "error": "RuntimeError: no\nmemory"},
+                records[-1] | {"status": "failed", "step": 50, "error": "RuntimeError: no\nmemory"},
             ]
 
         one, other = runs.write(), runs.write(edit=fail)
@@ -189,7 +189,7 @@ def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss
             name="validate", epoch=0, step=1, batches=1, scalars={"loss": value}, outputs="0" * 32
         )
         end = [make_weights("epoch", 0, {"w": "0" * 32}, step=4)] if stop == 4 else []
-        own = {} if end else {"program": {SEGMENT: "until 2"}}
+        own = {} if end else {"program": {SEGMENT: "until 2"}, "end": "stopped"}
         records = [make_facts(), *probes, *states, *end, seen]
         folders.append(write_rank(create_ledger_folder(tmp_path), records, **own))
     found = compare(*folders)
@@ -197,33 +197,62 @@ def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss
     assert compare(*folders[::-1]).verdict == found.verdict
 
 
-@pytest.mark.parametrize("is_part", [True, False])
-def test_a_segment_whose_fit_ends_early_is_not_stopped(tmp_path, is_part):
-    """What the other run trains after it counts, whether that is a segment or not."""
+PART = {"program": {SEGMENT: "until epoch 2"}}
+# Two runs, of epochs, an end and a header, and their verdict: where a segment is stopped, or still
+# trains, the other may end later.
+ENDS = {
+    "a segment of a run": ((3, "finished"), (1, "stopped", PART), "equal"),
+    "a segment that trains": ((3, "finished"), (1, "", PART), "equal"),
+    "a segment of a killed run": ((3, ""), (1, "stopped", PART), "equal"),
+    "a segment whose fit ends early": ((3, "finished"), (1, "finished", PART), "different"),
+    "a segment whose fit fails": ((3, "finished"), (1, "failed", PART), "different"),
+    "a segment that trains on": ((1, "finished"), (3, "stopped", PART), "different"),
+    "a segment that still trains after it": ((1, "finished"), (3, "", PART), "different"),
+    "a segment up to the end": ((3, "finished"), (3, "finished", PART), "equal"),
+    "two segments": ((3, "stopped", PART), (1, "stopped", PART), "equal"),
+    "two segments, of which one ends": ((3, "stopped", PART), (1, "finished", PART), "different"),
+    "a shorter run": ((3, "finished"), (1, "finished"), "different"),
+    "a run that failed": ((3, "finished"), (1, "failed"), "different"),
+    "a killed run": ((3, "finished"), (1, ""), "incomplete"),
+    "two killed runs": ((3, ""), (1, ""), "incomplete"),
+    "two killed runs of a length": ((1, ""), (1, ""), "equal"),
+}
 
-    def write(epochs, *, ends, part=True):
-        last = [make_weights("final", epochs - 1, {})] if ends else []
-        own = {"program": {SEGMENT: "until epoch 2"}} if part else {}
+
+@pytest.mark.parametrize(("one", "other", "verdict"), ENDS.values(), ids=ENDS)
+def test_where_two_runs_end(tmp_path, one, other, verdict):
+    def write(epochs, end, header=None):
         states = [make_weights("epoch", epoch, {"w": "0" * 32}) for epoch in range(epochs)]
-        return write_rank(create_ledger_folder(tmp_path), [make_facts(), *states, *last], **own)
+        last = [make_weights("final", epochs - 1, {"w": "0" * 32})] * (end not in ("", "stopped"))
+        records = [make_facts(), *states, *last]
+        return write_rank(create_ledger_folder(tmp_path), records, end=end, **(header or {}))
 
-    longer = write(3, ends=not is_part, part=is_part)
-    for ends in (True, False):
-        shorter = write(1, ends=ends)
-        for runs in ((longer, shorter), (shorter, longer)):
-            assert compare(*runs).verdict == ("different" if ends else "equal")
+    folders = write(*one), write(*other)
+    for found in (compare(*folders), compare(*folders[::-1])):
+        assert found.verdict == verdict, found
+        if verdict == "different" and one[1] and other[1]:
+            assert (found.first.is_end, found.first.step) == (True, 9)
+
+
+def test_a_killed_run_that_lacks_a_record_within_is_different(tmp_path):
+    states = [make_weights("epoch", epoch, {"w": "0" * 32}) for epoch in range(3)]
+    whole = write_rank(create_ledger_folder(tmp_path), [make_facts(), *states])
+    lacks = [make_facts(), states[0], states[2]]
+    killed = write_rank(create_ledger_folder(tmp_path), lacks, end="")
+    assert compare(whole, killed).verdict == compare(killed, whole).verdict == "different"
 
 
 class TestOneSided:
     def test_one_stopped_early(self, runs):
-        """Its final state is that of another epoch."""
+        """Its final state is that of another epoch, and the ends differ."""
         (rank,) = compare(runs.write(epochs=5), runs.write(epochs=3)).ranks
-        assert rank.differing == 0
+        assert (rank.differing, rank.divergence.step) == (1, 69)
+        assert rank.divergence.names == ("epoch", "step")
         assert rank.epochs == 3
         assert (rank.expected.records, rank.actual.records) == (3, 1)
         assert rank.expected.first_record == "epoch 3 (step 92)"
         assert rank.actual.first_record == "the final state (epoch 2, step 69)"
-        assert not rank.equal
+        assert rank.verdict == "different"
 
     @pytest.mark.parametrize("torn", [False, True])
     def test_one_was_killed(self, runs, torn):
@@ -237,7 +266,7 @@ class TestOneSided:
         assert comparison.verdict == "incomplete"
         assert compare(other, one).verdict == "incomplete"
         assert not comparison.equal
-        assert (rank.expected.complete, rank.actual.complete) == (True, False)
+        assert (rank.expected.end, rank.actual.end) == ("finished", "")
         assert (rank.expected.truncated, rank.actual.truncated) == (False, torn)
         assert (rank.expected.records, rank.expected.first_record) == (3, "epoch 2 (step 69)")
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +21,10 @@ from lightning_d9m.engine.control.settings import (
     read_settings,
     read_switch,
     read_value,
-    reject_unknown_variables,
     variable_of,
 )
 from lightning_d9m.engine.probes.settings import ProbeSettings
+from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.integrations.lightning.trainer_session import resolve_settings, select_given
 
 OWNERS = (DeterminismCallback, Settings, ProbeSettings)
@@ -113,12 +114,22 @@ def test_the_switch_is_on_or_off(monkeypatch):
         control_is_on()
 
 
-def test_a_misspelt_variable_is_said():
-    known = dict.fromkeys([*CONTROL_VARIABLES, "LIGHTNING_D9M", "LIGHTNING_D9M_SEED", "HOME"], "1")
-    reject_unknown_variables(DeterminismCallback, known)
-    with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_REFERENCE\?") as caught:
-        reject_unknown_variables(DeterminismCallback, known | {"LIGHTNING_D9M_REFRENCE": "x"})
-    assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_REFRENCE.")
+@pytest.mark.parametrize("owner", [Settings, RunOptions, ProbeSettings, DeterminismCallback])
+def test_every_variable_is_known_wherever_some_are_read(owner):
+    """A program's callback reads some, its session others; each refuses one that does not exist."""
+    settings = (inspect.signature(each).parameters for each in (Settings, DeterminismCallback))
+    names = [*CONTROL_VARIABLES, "LIGHTNING_D9M", "HOME", *map(variable_of, chain(*settings))]
+    known = dict.fromkeys(names, "")
+    assert read_settings(owner, known) == {}
+    with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_PROVABLE\?") as caught:
+        read_settings(owner, known | {"LIGHTNING_D9M_PROVABEL": "1"})
+    assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_PROVABEL.")
+
+
+def test_a_callback_of_the_program_refuses_a_misspelled_variable(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_D9M_PROVABEL", "1")
+    with pytest.raises(SettingError, match="Did you mean LIGHTNING_D9M_PROVABLE"):
+        RunOptions().overridden(os.environ)
 
 
 @pytest.mark.parametrize(

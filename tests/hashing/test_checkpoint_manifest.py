@@ -1,6 +1,7 @@
 """A manifest tells every change of a checkpoint's content, and names the tensor."""
 
 import io
+from collections import deque
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ def content():
     return {
         "state_dict": {"a": torch.arange(4.0), "b": torch.arange(4.0) + 1, "none": None},
         "states": [{"lr": 0.1, "text": "x", "step": torch.tensor(3)}, (1, True)],
+        "norms": deque([torch.ones(2)]),
         "other": object(),
     }
 
@@ -119,3 +121,10 @@ def test_a_manifest_of_another_version_is_refused():
     for version in (2, "3"):
         with pytest.raises(CheckpointError, match="checkpoint's manifest has version"):
             check_manifest(content(), manifest | {"version": version})
+
+
+def test_a_tensor_in_any_container_is_named(manifest):
+    changed = content()
+    changed["norms"][0] += 1
+    damaged = ["1 tensor differs from what was saved: norms.0"]
+    assert check_manifest(changed, manifest) == (damaged, ["norms.0"])

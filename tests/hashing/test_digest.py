@@ -363,3 +363,22 @@ def test_a_process_that_is_forked_while_a_thread_hashes_can_hash():
                 assert status.result() == 0
             finally:
                 xxh3._interval_changed.acquire()
+
+
+def test_a_signal_handler_can_hash_while_its_thread_hashes(monkeypatch):
+    """A handler that saves a checkpoint digests it; calls of one thread are nested alike."""
+    expected, interval = digest(torch.ones(3)), sys.getswitchinterval()
+    hash_chunk, found = xxh3.xxh3_64_intdigest, []
+
+    def interrupted(data):
+        monkeypatch.setattr(xxh3, "xxh3_64_intdigest", hash_chunk)
+        found.append(digest(torch.ones(3)))
+        return hash_chunk(data)
+
+    monkeypatch.setattr(xxh3, "xxh3_64_intdigest", interrupted)
+    # In a thread, which a lock that cannot be nested would stop for good.
+    hashing = threading.Thread(target=lambda: found.append(digest(torch.ones(3))), daemon=True)
+    hashing.start()
+    hashing.join(20)
+    assert found == [expected, expected]
+    assert sys.getswitchinterval() == interval

@@ -4,7 +4,7 @@ import functools
 import math
 import random
 import threading
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum
 from pathlib import Path
@@ -56,6 +56,7 @@ DISTINCT = [
     functools.partial(pow, 2), functools.partial(len, 1), torch.ones(1), torch.ones(1).double(),
     torch.ones(2), [torch.ones(1)], torch.Generator().manual_seed(1),
     torch.Generator().manual_seed(2), np.ones(1), np.ones(1, np.float32), np.ones((1, 1)),
+    deque(), deque([1]), deque([2]), deque([1], 3), [deque([1])],
     np.ones(1, ">f8"), np.float64(1), np.float32(1), np.int64(1), np.True_, np.datetime64(1, "s"),
     np.datetime64(1, "ms"), np.array("1"),
 ]  # fmt: skip

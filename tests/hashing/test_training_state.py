@@ -1,6 +1,7 @@
 """What a snapshot holds: every part of a training's state."""
 
 import json
+from collections import deque
 
 import pytest
 import torch
@@ -65,6 +66,46 @@ def test_a_scheduler_that_holds_any_object_is_digested_by_what_it_can_be():
         return take_partial_snapshot(model, [optimizer], [schedule]).total()["schedulers"]
 
     assert totals(5) == totals(5) != totals(6)
+
+
+def take_state(value):
+    """Return the snapshot of an optimizer that holds a value in a parameter's state."""
+    model = nn.Linear(1, 1, bias=False).requires_grad_(requires_grad=False)
+    model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    optimizer.state[model.weight]["history"] = value
+    return take_partial_snapshot(model, [optimizer])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: deque([torch.full((3,), x)]),
+        lambda x: deque([x], maxlen=3),
+        lambda x: [object(), deque([{"norm": x}])],
+        lambda x: (object(), {"inner": [nn.Linear(1, 1), x]}),
+        lambda x: {object(): x},
+        lambda x: [torch.ones(1, device="meta"), x],
+    ],
+    ids=["deque of a tensor", "deque", "list", "tuple", "key", "meta tensor"],
+)
+def test_state_beside_an_object_without_bytes_is_digested(make):
+    one, same, other = map(take_state, map(make, (1.0, 1.0, 2.0)))
+    assert one.total()["optimizers"] == same.total()["optimizers"] != other.total()["optimizers"]
+
+
+def test_what_counts_by_its_type_is_named():
+    """Otherwise equal digests would say that it is equal."""
+    loop = []
+    loop.append(loop)
+    taken = take_state({"a": [nn.Linear(1, 1)], "b": loop, "c": deque([object()]), "d": 1})
+    head = "optimizers 0.history.weight: value"
+    assert [reason.partition(", ")[0] for reason in taken.undigested] == [
+        f"{head}['a'][0] is of type torch.nn.modules.linear.Linear",
+        f"{head}['b'][0] is value['b'] itself: a value that holds itself has no digest.",
+        f"{head}['c'][0] is of type builtins.object",
+    ]
+    assert not take_state(deque([1.0])).undigested
 
 
 def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():

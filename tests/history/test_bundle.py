@@ -22,6 +22,7 @@ from lightning_d9m.tools.history.bundle import SIDES, SecretFilter
 from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.locate.runner import RunPair
 from lightning_d9m.tools.locate.search import SearchResult
+from lightning_d9m.tools.output.comparison_text import list_one_sided
 
 SECRET = "s3cr3t-value"  # noqa: S105 - no secret
 COMMAND = f"python train.py --hf-token {SECRET}"
@@ -200,10 +201,15 @@ def resumed(here, runs):
 
 
 def test_a_resumed_run_becomes_one_ledger(resumed, unpacked):
+    """It says where the run was resumed, as the run does."""
     both = resumed()
-    assert compare_ledgers(*map(read_ledger, both)).equal
     folder, _ = unpacked(*both)
-    assert compare_ledgers(*(read_ledger(folder / side) for side in SIDES)).equal
+    for ledgers in (both, [folder / side for side in SIDES]):
+        found = compare_ledgers(*map(read_ledger, ledgers))
+        (said,) = list_one_sided(found)
+        assert found.equal
+        assert json.loads(json.dumps(found.as_json()))["ranks"][0]["actual"]["breaks"]
+        assert said == "Rank 0: this run was interrupted and resumed at epoch 1, batch 0 (step 23)."
 
 
 def test_a_segment_claims_no_more_than_it_has_computed(resumed, unpacked):
@@ -211,7 +217,7 @@ def test_a_segment_claims_no_more_than_it_has_computed(resumed, unpacked):
     folder, _ = unpacked(*both)
     ledgers = (both, [folder / side for side in SIDES])
     compared = [compare_ledgers(*map(read_ledger, pair)).ranks[0] for pair in ledgers]
-    assert [(own.segment, own.records, own.epochs) for own in compared] == [((23, 69), 4, 2)] * 2
+    assert [(own.segment, own.records, own.epochs) for own in compared] == [((23, 69), 5, 2)] * 2
 
 
 @pytest.mark.parametrize(

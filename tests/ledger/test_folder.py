@@ -46,3 +46,21 @@ def test_evaluations_are_no_pair(tmp_path, write):
     last = write("b", 2)
     write("c", 3).rename(tmp_path / "c" / "test-000")
     assert find_last_pair(tmp_path) == (first, last)
+
+
+def test_the_last_of_a_folder_has_the_highest_number(tmp_path, write):
+    """The clock of the machine may have gone back between two runs."""
+    one, other, last = (write("a", day) for day in (5, 6, 2))
+    earlier = write("b", 4)
+    assert [entry.path for entry in search_ledgers(tmp_path)] == [earlier, one, other, last]
+    assert find_last_pair(tmp_path) == (other, last)
+
+
+def test_a_link_to_a_ledger_is_not_another_one(tmp_path, write):
+    first, last = write("runs", 1), write("runs", 2)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "fit-000").symlink_to(last)
+    assert find_last_pair(tmp_path) == (first, last)
+    assert [entry.path for entry in search_ledgers(tmp_path)] == [first, last]
+    with pytest.raises(LedgerError, match=r"Two ledgers of fits .* only .*best/fit-000"):
+        find_last_pair(tmp_path / "best")

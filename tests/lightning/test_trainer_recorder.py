@@ -342,10 +342,15 @@ def test_outputs_without_a_digest_are_said_and_stop_nothing(tmp_path):
     class Result:
         """Of the user's own."""
 
-    ledger = evaluate("predict", tmp_path, make_model(predict_step=lambda *_: Result()))
-    (record,) = evaluations(ledger)
-    assert record["undigested"] == 6
-    assert "Result" in record["problem"]
+    def predict(number):
+        model = make_model(predict_step=lambda *_: [Result(), torch.full((2,), number)])
+        return evaluations(evaluate("predict", tmp_path, model))[0]
+
+    one, same, other = map(predict, (1.0, 1.0, 2.0))
+    assert one["undigested"] == 6
+    assert "Result" in one["problem"]
+    # What is beside it counts.
+    assert one["outputs"] == same["outputs"] != other["outputs"]
 
 
 def test_a_summary_that_is_a_method_gets_no_digest():

@@ -78,11 +78,28 @@ def test_two_runs_of_which_one_failed_are_not_run_again(runs):
     def fail(_, records):
         del records[-3]  # it does not reach the end of its last epoch
         records[-2] |= {"moment": "exception", "step": 50}
-        records[-1] |= {"status": "failed", "error": "RuntimeError: no memory"}
+        records[-1] |= {"status": "failed", "step": 50, "error": "RuntimeError: no memory"}
 
     found = search_between(runs.write(), runs.write(edit=fail))
     assert found.looks == ["the two runs: epoch 2, step 50, where a run ended: end status"]
     assert "This run was ended by RuntimeError: no memory." in found.cause.text
+
+
+def test_two_runs_of_different_lengths_are_not_run_again(runs):
+    found = search_between(runs.write(5), runs.write(3))
+    assert found.looks == ["the two runs: epoch 2, step 69, where a run ended: end epoch"]
+    assert (found.verdict, found.cause.kind) == ("different", "length")
+    assert found.cause.text.startswith("One run continues where the other ends")
+
+
+def test_a_logged_value_that_differs_before_a_run_ends_is_the_cause(runs):
+    """Such as one that EarlyStopping reads."""
+
+    def log(_, records):
+        records[4]["scalars"]["train_loss"] = (0.5).hex()
+
+    found = search_between(runs.write(5), runs.write(3, edit=log))
+    assert found.cause.text.startswith("A logged value differs first")
 
 
 def test_a_run_that_was_killed_is_not_called_different(runs):
@@ -287,8 +304,8 @@ def test_a_different_stack_is_shown_and_ends_the_search():
 
 def test_records_that_only_one_run_has_are_reported():
     longer = pair()
-    alone = RunSide(9, "epoch 2", complete=True)
-    rank = RankComparison(0, expected=RunSide(complete=True), actual=alone)
+    alone = RunSide(9, 9, "epoch 2", end="finished")
+    rank = RankComparison(0, expected=RunSide(end="finished"), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
     longer.comparison.verdict = "different"
     longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()

@@ -80,10 +80,14 @@ def test_the_stated_rate_would_have_shown_with_95_percent(runs):
     assert (rate**runs + (100 - rate) ** runs <= 5 * 100**runs // 100) == bool(said)
 
 
-@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("end", ["finished", ""])
 def test_a_ledger_that_nothing_ended_is_named(tmp_path, end):
     weights = make_weights("epoch", 0, {"w": DIGEST}, totals={"weights": DIGEST})
     folder = create_ledger_folder(tmp_path)
     fits = {folder.name: read_ledger(write_rank(folder, [weights], end=end))}
-    report = RepeatReport({1: Run(fits), 2: Run(fits)}, tmp_path, ["true"])
-    assert ("its end was not compared" in report.state_verdict()) is not end
+    for runs, which in ((2, "neither"), (3, "no")):
+        report = RepeatReport({n: Run(fits) for n in range(1, runs + 1)}, tmp_path, ["true"])
+        said = "" if end else f", as far as they go; {which} run says that it ended"
+        records = f"in {2 if end else 1} record{'s' * bool(end)} each"
+        told = f"equal: the fits of {runs} runs agree bit for bit {records}{said}."
+        assert report.state_verdict() == told

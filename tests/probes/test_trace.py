@@ -46,14 +46,14 @@ CONTAINERS = [
     (Sample(X, [X]), ["image", "label.0"]),
     (OrderedDict(z=X), ["z"]),
     (deque([X, 1]), ["0", "1"]),
-    (deque([1, 2]), ["0", "1"]),  # as a whole it has no digest
     (
         {"graph": Graph(), "module": nn.Linear(1, 1), "class": Graph},
         [*(f"graph.{n}" for n in ("x", "edges.0", "number", "parents.0", "parents.1")), "module",
          "class"],
     ),
     # What holds only plain values is one leaf.
-    *((plain, [""]) for plain in ("a", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b"")),
+    *((plain, [""]) for plain in ("a", 1, 1.5, None, [], {}, ["a", "b"], (1, None), {1, 2}, b"",
+                                      deque([1, 2]))),
 ]  # fmt: skip
 
 

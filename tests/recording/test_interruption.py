@@ -91,6 +91,20 @@ def test_a_second_process_with_a_first_fit_is_refused(read, tmp_path):
     assert (tmp_path / "several").exists()
 
 
+def test_a_segment_that_ends_with_its_fit_was_not_stopped(read, monkeypatch):
+    """Else a fit that is over before the step of `d9m goto` would pass for one that reached it."""
+    monkeypatch.setattr(Interruption, "_end", lambda *_: None)
+    ends = []
+    segment = Interruption(read("stop:9"), Ranks(0), before_stop=ends.append)
+    segment.pass_step(8, None)
+    segment.stop()
+    segment.pass_step(9, None)
+    assert [(end.status, end.reason) for end in ends] == [
+        ("finished", None),
+        ("stopped", "the segment ends after step 9, its batch begins with step 0"),
+    ]
+
+
 LEAVE = """
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording import interruption

@@ -13,7 +13,8 @@ import torch
 from rank_threads import RANKS, Threads
 
 from lightning_d9m.engine.ledger.folder import read_ledger
-from lightning_d9m.engine.ledger.format.records import End, Header, RunFacts
+from lightning_d9m.engine.ledger.format.records import End, Header, Resume, RunFacts
+from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.rank_agreement import ReplicatedState
@@ -33,7 +34,8 @@ def make_run(folder, ranks, *, stack="2", sharded=False, **policy):
     """Return a run of a model of the two weights `a` and `b`, and the model."""
     model = torch.nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
     words = {"rank": ranks.rank, "world_size": 1 if ranks.is_alone else RANKS, "fit": 0, "seed": 1}
-    header = Header(**words, created="", package="0", settings={}, stack={"torch": stack})
+    stack = stack if isinstance(stack, dict) else {"torch": stack}
+    header = Header(**words, created="", package="0", settings={}, stack=stack)
     replicated = None if sharded or ranks.is_alone else ReplicatedState(weights=["a", "b"])
     facts = RunFacts(model="m", parameters=2, train=[])
     run = Run(RunOptions(**policy))
@@ -172,3 +174,44 @@ def test_a_closed_run_takes_nothing_and_an_open_one_is_pickled_as_closed(tmp_pat
     assert not run.is_open
     _, _, note, final, end = read_ledger(tmp_path).records(0)
     assert (note.name, end.status, final.totals["weights"]) == ("a", "finished", run.digest)
+
+
+def stop(run, _):
+    run.stop = 4
+    for step in (3, 4):
+        run.end_step(0, step)
+
+
+ENDS = {
+    "it finished": (lambda run, _: run.record("final", epoch=2, step=5), {}, (2, 5)),
+    "an exception": (lambda run, _: run.record_exception(epoch=1, step=7), {}, (1, 7)),
+    "an exception of shards": (
+        lambda run, _: run.record_exception(epoch=1, step=7), {"stack": {SHARDED_PARAMETERS: 1}},
+        (1, 7),
+    ),
+    "a segment": (stop, {}, (0, 4)),
+    "steps that other runs need not record": (
+        lambda run, _: (run.note_save(2), run.end_step(0, 3)), {}, (0, 0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "words", "place"), ENDS.values(), ids=ENDS)
+def test_the_end_has_the_place_of_the_last_state(tmp_path, act, words, place):
+    alone(tmp_path / "a", act, **words)
+    end = read_ledger(tmp_path / "a").outcome(0).end
+    assert (end.epoch, end.step) == place
+
+
+def test_a_resumed_run_that_records_nothing_ends_where_it_began(tmp_path):
+    run = Run(RunOptions())
+    parent = Resume(parent="", parent_check="", epoch=3, step=9, batch=0)
+    run.resume(parent, None, warnings.warn)
+    training = Training(torch.nn.Linear(1, 1))
+    words = {"rank": 0, "world_size": 1, "fit": 0, "seed": 1, "created": "", "package": "0"}
+    header = Header(**words, settings={}, stack={})
+    facts = RunFacts(model="m", parameters=2, train=[])
+    run.begin(Ranks(0), training, lambda: (header, facts, None), lambda: tmp_path)
+    run.end(End(status="failed"))
+    end = read_ledger(tmp_path).outcome(0).end
+    assert (end.epoch, end.step) == (3, 9)

@@ -245,7 +245,7 @@ def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, mo
     monkeypatch.setattr(name, lambda *_, **__: next(runs))
     recorded, known = RecordedRun(write(3)), CheckedSegment(0, 0, 27)
     found = check_segment(recorded, None, Segment(None, 28), known, 27, "segment 0")
-    assert found.where == "the program ends at step 9, and the run does not"
+    assert found.where == "the end of the fit (epoch 0, step 9)"
     assert found.verdict == "program"
 
 

@@ -57,14 +57,14 @@ def run(tmp_path):
         step(61),
         make_digests("epoch", 2),
         make_digests("final", 2),
-        End(status="finished"),
+        End(status="finished", epoch=2, step=69),
     )[0]
 
 
 def write_part(folder, *records, **words):
     """Write a segment from step 20, whose parent is not there."""
     begin = Resume(parent="gone", parent_check="0" * 16, epoch=0, step=20, batch=20)
-    end = End(status="stopped", reason="the segment ends after step 31")
+    end = End(status="stopped", epoch=1, step=31, reason="the segment ends after step 31")
     words = {"program": {"segment": "until 31"}} | words
     return write(folder, begin, *records, end, **words)[0]
 

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_d9m.engine.control.seeding import decode_rng
 from lightning_d9m.engine.state.changes import Changes
 from lightning_d9m.engine.state.object_digest import digest_data
-from lightning_d9m.engine.state.plain_data import encode_plain
+from lightning_d9m.engine.state.plain_data import encode_plain, pack_bytes
 
 
 class Form(tuple):
@@ -149,6 +150,15 @@ FORMS = st.recursive(
         | st.dictionaries(NAMES | st.integers(0, 3), inner, max_size=3)
         | st.tuples(PLACES, st.lists(inner, max_size=2)).map(lambda own: Form(("record", [*own])))
         | inner.map(lambda form: Form(("shared", ["model", 0, encode(form)])))
+        | st.tuples(
+            st.just("subclass"),
+            st.tuples(
+                st.sampled_from(["defaultdict", "OrderedDict", "Counter", "Kind"]),
+                st.sampled_from([None, "list", "int", "eval"]),
+                st.lists(st.lists(inner, min_size=2, max_size=2), max_size=2),
+                st.dictionaries(NAMES, inner, max_size=1),
+            ).map(list),
+        ).map(Form)
         | st.tuples(st.sampled_from(["digest", "evaluate"]), inner).map(Form)
         | st.tuples(st.sampled_from(["value", "objects"]), st.lists(inner, max_size=2)).map(Form)
     ),
@@ -202,6 +212,25 @@ SPOILED = {
     "no value": ("model", "count", Form(("value", ["eval", ["1"]]))),
     "no number": ("model", "count", Form(("value", ["Decimal", ["x"]]))),
     "code in an array": ("model", "count", Form(("objects", [[1], [Form(("known", "Kind"))]]))),
+    "code in a dict": (
+        *("model", "count"),
+        Form(("subclass", ["OrderedDict", None, [["a", Form(("known", "Kind"))]], {}])),
+    ),
+    "a dict with another method": (
+        *("model", "count"),
+        Form(("subclass", ["OrderedDict", None, [], {"items": 1}])),
+    ),
+    "a factory of the program": (
+        "model",
+        "count",
+        Form(("subclass", ["defaultdict", "Model", [], {}])),
+    ),
+    "a factory of another type": (
+        "model",
+        "count",
+        Form(("subclass", ["Counter", "dict", [], {}])),
+    ),
+    "no dict": ("model", "count", Form(("subclass", ["Model", None, [], {}]))),
     "no form": ("model", "count", Form(("evaluate", "1"))),
 }
 
@@ -225,6 +254,39 @@ def test_a_position_outside_of_a_generator_is_refused(name):
     form = Form(("generator", [["numpy", name], encode_plain(state)]))
     data = encode(["model", ["count"], form])
     assert changes.restore({"it": data}, torch.device("cpu")) == ["it"]
+
+
+def write_positions(words):
+    """Return states of generators, whose position is beyond all words, as NumPy takes them."""
+    fields = np.zeros(1, [("key", "<u4", 624), ("pos", "<i8")])[0]
+    fields["pos"] = 2 * 10**9
+    rest = {"bit_generator": "MT19937", "has_gauss": 0, "gauss": 0.0}
+    return [("MT19937", words, 2 * 10**9), {**rest, "state": fields}]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_generators_state_in_another_form_is_refused(place):
+    """NumPy takes it, and would end the process in the next draw."""
+    _, changes = make_program()
+    state = write_positions(np.zeros(624, np.uint32))[place]
+    for kind in ("legacy", "numpy"):
+        plain = Form(("generator", [[kind, "MT19937"], encode_plain(state)]))
+        data = encode(["model", ["count"], plain])
+        assert changes.restore({"it": data}, torch.device("cpu")) == ["it"]
+    host = {"host": pack_bytes(encode_plain([None, state])), "torch": None, "devices": {}}
+    with pytest.raises(ValueError, match="The state of a generator is a dict"):
+        decode_rng(host | {"own": {}})
+
+
+def test_an_array_of_another_shape_is_refused_and_its_memory_stays():
+    """A tensor may share it."""
+    owners, changes = make_program()
+    array = owners["model"].array
+    shared = torch.from_numpy(array)
+    for shape in (1, 2**20):
+        data = encode(["model.array", [], np.ones(shape)])
+        assert changes.restore({"it": data}, torch.device("cpu")) == ["it"]
+    assert (array.shape, shared.data_ptr(), shared.tolist()) == ((2,), array.ctypes.data, [0, 0])
 
 
 def test_data_of_each_kind_is_written_to_objects_made_alike():

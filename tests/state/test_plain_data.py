@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ DATA = [
     *(np.float32(0.1), np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 2))),
     np.ones(2, [("a", "f4"), ("b", "u1", (2,))]),
     *({2.0}, {(2.0, None)}, deque([1], 3), 1 + 2j, Path("a/b")),
+    *(Counter(a=2, b=0.5), OrderedDict({2: ()}), defaultdict(list, a=[1]), defaultdict(None)),
 ]
 LEAVES = (
     st.sampled_from(DATA)
@@ -55,6 +56,8 @@ def test_subclasses_arrive_as_their_base_class_and_tensors_without_their_graph()
     assert type(decoded[0]) is float
     assert decoded[:2] == values[:2]
     assert not decoded[2].requires_grad
+    (made,) = decode_plain(encode_plain([defaultdict(lambda: 1, a=2)]))
+    assert (type(made), made.default_factory, made) == (defaultdict, None, {"a": 2})
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import copy
 import enum
+import importlib.util
 import random
 import sys
 import threading
 import types
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -305,7 +306,7 @@ def test_paths_are_those_of_the_program_and_nothing_is_skipped_silently(tmp_path
 
 def test_a_new_object_of_a_subclass_is_not_kept_where_two_places_hold_it():
     owner = Thing(items=[])
-    changes, new = watch(owner), OrderedDict(a=1)
+    changes, new = watch(owner), type("Own", (OrderedDict,), {})(a=1)
     owner.items += [new, new]
     assert changes.capture() == ({}, ["owner.items"])
 
@@ -542,3 +543,69 @@ def test_values_by_weak_keys_are_put_back():
     late = Thing()
     owner.counts[late] = 3
     assert here.capture()[1] == ["owner.counts.data[ReferenceType 2]"]
+
+
+def count_layers():
+    found = copy.deepcopy(nn.Linear(1, 1).state_dict())
+    assert found._metadata
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: defaultdict(list, {"a": [1], 2: [torch.ones(1)]}),
+        lambda: defaultdict(None, a=1),
+        lambda: Counter("abca"),
+        lambda: OrderedDict(b=OrderedDict(c=1), a=defaultdict(int)),
+        count_layers,
+    ],
+    ids=["defaultdict", "without a factory", "Counter", "OrderedDict", "with attributes"],
+)
+def test_a_new_dict_of_a_builtin_subclass_is_put_back(make):
+    owner, other = Thing(own=None), Thing(own=None)
+    here, there = watch(owner), watch(other)
+    owner.own, owner.again = [made := make()], made
+    captured, unsaved = here.capture()
+    assert (unsaved, there.restore(captured, torch.device("cpu"))) == ([], [])
+    (found,) = other.own
+    assert (type(found), digest_object(found)) == (type(made), digest_object(made))
+    assert [*found] == [*made]
+    assert found is other.again
+    assert getattr(found, "default_factory", None) is getattr(made, "default_factory", None)
+    assert getattr(found, "_metadata", None) == getattr(made, "_metadata", None)
+
+
+def test_a_dict_whose_factory_is_code_of_the_program_has_no_form():
+    owner = Thing(own=None)
+    changes = watch(owner)
+    owner.own = defaultdict(lambda: 1)
+    assert changes.capture() == ({}, ["owner.own"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: np.zeros(2**22), lambda: torch.zeros(2**23)], ids=["array", "tensor"]
+)
+def test_a_change_in_large_memory_is_found_though_no_version_counts_it(make):
+    owner = Thing(rows=make())
+    changes = watch(owner)
+    assert changes.capture() == ({}, [])
+    np.asarray(owner.rows)[3] = 1
+    assert changes.capture() == ({}, ["owner.rows"])
+
+
+def test_a_module_that_python_imports_when_it_is_used_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "absent_backend.py").write_text("import not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.find_spec("absent_backend")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    program = types.ModuleType("program_with_a_backend")
+    program.backend, program.count = importlib.util.module_from_spec(spec), 1
+    program.__file__ = __file__
+    spec.loader.exec_module(program.backend)
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    changes = Changes({"program": program}, leave_out=lambda *_: False)
+    program.count = 2
+    assert [*changes.capture()[0]] == ["program.count"]
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        _ = program.backend.name

@@ -1,14 +1,12 @@
 """Ledgers for the tests: small runs that are written as the callback would write them."""
 
 import json
-from collections import deque
 from hashlib import blake2b
 from itertools import chain
 
 import pytest
 
-from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
-from lightning_d9m.engine.ledger.format.reader import LineageReader
+from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
 from lightning_d9m.engine.ledger.format.records import (
     CHAIN_START,
     Batch,
@@ -20,6 +18,7 @@ from lightning_d9m.engine.ledger.format.records import (
     chain_record,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias")
 
@@ -44,10 +43,10 @@ def make_header(**changes):
 
 
 def find_breaks(path):
-    """Return the interruptions of the run that wrote one rank's file, in order."""
-    with LineageReader(path) as reader:
-        deque(reader.records(), maxlen=0)
-        return tuple(reader.breaks)
+    """Return the interruptions of the run that wrote one rank's file, and what is not read."""
+    ledger = read_ledger(path)
+    side = compare_ledgers(ledger, ledger).ranks[0].actual
+    return side.breaks, side.problem
 
 
 def make_facts(**changes):
@@ -90,7 +89,7 @@ def make_records(epochs=3, *, status="finished", **header):
         make_digests("initial", 0),
         *(make_digests("epoch", epoch) for epoch in range(epochs)),
         make_digests("final", last),
-        End(status=status),
+        End(status=status, epoch=last, step=23 * epochs),
     ]
 
 
@@ -127,12 +126,19 @@ def list_batches(ledger, rank=0):
     return batches
 
 
-def write_rank(folder, records, *, rank=0, end=True, **header):
-    """Write one rank's file: a header, records, typed or not, and the end; return the folder."""
-    header = {"stack": {}, "settings": {}} | header
+def write_rank(folder, records, *, rank=0, end="finished", **header):
+    """Write one rank's file: a header, records, typed or not, and the end; return the folder.
+
+    The end has the place of the last state, and no end is written without its status.
+    """
+    header, records = {"stack": {}, "settings": {}} | header, [*records]
+    states = [record for record in records if hasattr(record, "totals")]
+    place = {name: getattr(states[-1], name) if states else 0 for name in ("epoch", "step")}
     with LedgerWriter(rank_path(folder, rank)) as writer:
-        for record in (make_header(rank=rank, **header), *records, *[End(status="finished")] * end):
+        for record in (make_header(rank=rank, **header), *records):
             writer.write(record)
+        if end:
+            writer.write(End(status=end, **place))
     return folder
 
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -17,7 +17,13 @@ from lightning_d9m.engine.control.environment import (
     read_threads,
     threads_vary,
 )
-from lightning_d9m.engine.control.settings import describe_hash_seed_problem
+from lightning_d9m.engine.control.settings import (
+    SWITCH,
+    build_from_variables,
+    describe_hash_seed_problem,
+    read_settings,
+)
+from lightning_d9m.errors import SettingError
 from lightning_d9m.hooks import describe_tested, find_missing, list_hooks
 from lightning_d9m.version import parse_release
 
@@ -58,6 +64,25 @@ def find_problems() -> list[CheckResult]:
         *_check_host_name(),
         *_check_threads(),
     ]
+
+
+def check_settings(*owners: Callable[..., object]) -> CheckResult:
+    """Check that our variables exist, and that these classes accept the values."""
+    problem = ""
+    try:
+        for owner in owners:
+            build_from_variables(owner, read_settings(owner, os.environ))
+    except SettingError as error:
+        problem = str(error)
+    given = sorted(name for name in os.environ if name.startswith(SWITCH))
+    return judge(
+        problem,
+        f"{SWITCH}_*",
+        "problem",
+        problem or ", ".join(given) or "not set",
+        "A run that reads it ends with this error.",
+        "Correct or unset the variable.",
+    )
 
 
 def judge(

@@ -184,6 +184,15 @@ def variable_of(setting: str) -> str:
     return _PREFIX + setting.upper()
 
 
+# Those of Settings, and of options that only a recorder takes.
+_KNOWN = {
+    *CONTROL_VARIABLES,
+    *map(variable_of, Settings.__dataclass_fields__),
+    *map(variable_of, ("reference", "on_drift", "on_stack_difference")),
+    *map(variable_of, ("ignored_metrics", "accepted_unknown", "summary")),
+}
+
+
 def read_switch(environment: Mapping[str, str]) -> bool:
     """Return whether ``LIGHTNING_D9M`` is on.
 
@@ -209,8 +218,9 @@ def read_settings(owner: Callable[..., Any], environment: Mapping[str, str]) -> 
     The signature of ``owner``, a class or function, has their names and types.
 
     Raises:
-        SettingError: If a value is not allowed.
+        SettingError: If a value is not allowed, or a variable ``LIGHTNING_D9M_*`` does not exist.
     """
+    _reject_unknown_variables(environment)
     # From the signature, so that a new setting has its variable, its type and its errors at once.
     settings = {}
     for name, parameter in inspect.signature(owner, eval_str=True).parameters.items():
@@ -235,27 +245,14 @@ def build_from_variables(build: Callable[..., _T], settings: Mapping[str, Any]) 
         raise SettingError(f"{error} (The settings come from {names}.)") from error
 
 
-def reject_unknown_variables(owner: Callable[..., Any], environment: Mapping[str, str]) -> None:
-    """Reject a variable ``LIGHTNING_D9M_*`` that does not exist, such as a misspelled one.
-
-    Raises:
-        SettingError: If there is one.
-    """
+def _reject_unknown_variables(environment: Mapping[str, str]) -> None:
     # A misspelled variable would be ignored, and the run would not be what the user has asked for.
-    known = {
-        *CONTROL_VARIABLES,
-        *map(variable_of, Settings.__dataclass_fields__),
-        *(variable_of(name) for name in inspect.signature(owner).parameters),
-    }
     for name in sorted(environment):
-        if not name.startswith(_PREFIX) or name in known:
+        if not name.startswith(_PREFIX) or name in _KNOWN:
             continue
-        near = get_close_matches(name, known, n=1)
-        raise SettingError(
-            f"There is no variable {name}. "
-            + (f"Did you mean {near[0]}? " if near else "")
-            + f"The variables are {', '.join(sorted(known))}."
-        )
+        near = get_close_matches(name, _KNOWN, n=1)
+        known = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(_KNOWN))}."
+        raise SettingError(f"There is no variable {name}. {known} Correct its name, or unset it.")
 
 
 def read_value(variable: str, text: str, annotation: Any) -> Any:

@@ -8,21 +8,22 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
+from lightning_d9m.engine.hashing.nested_values import read_container
 from lightning_d9m.errors import CheckpointError
 from lightning_d9m.text import describe_names, quote
 
 # Another one where other bytes are hashed: an older manifest would call any file damaged.
-_VERSION = 4
+_VERSION = 5
 _PLAIN_KEYS = (str, int, float, bytes, type(None))
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_CONTAINERS = (Mapping, list, tuple)
 
 
 def make_manifest(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest of a checkpoint's content, of plain values.
 
     Args:
-        content: Nested dicts, lists and tuples. For any other object only its type is hashed.
+        content: Nested containers; see ``read_container``. For any other object only its type is
+            hashed.
 
     Returns:
         ``"version"``: that of this format; ``"tensors"``: the digest of each tensor by its key;
@@ -79,7 +80,7 @@ def check_manifest(
 def _digest_content(content: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], str]:
     """Return path and digest of each tensor by its key, and the digest of all other values."""
     leaves: list[tuple[str, str, object]] = []
-    _collect_leaves(content, "", "", (id(content),), leaves)
+    _collect_leaves(content, "", "", (), leaves)
     # A parameter that no batch has given a shape yet counts by its type, like other objects.
     tensors = {
         key: (path, leaf)
@@ -98,25 +99,25 @@ def _digest_content(content: Mapping[str, Any]) -> tuple[dict[str, tuple[str, st
 
 
 def _collect_leaves(
-    value: Any, path: str, key: str, above: tuple[int, ...], out: list[tuple[str, str, object]]
+    value: object, path: str, key: str, above: tuple[int, ...], out: list[tuple[str, str, object]]
 ) -> None:
     """Append the dotted path, the key and the leaf of each leaf of a container, depth first.
 
     Several leaves may have the same path, as below a dict with the key ``a.b``, and none the same
     key. An empty container is not a leaf; one that holds itself is, where it occurs again.
     """
-    is_mapping = isinstance(value, Mapping)
-    for number, (name, entry) in enumerate(value.items() if is_mapping else enumerate(value)):
-        below = f"{path}.{name}" if path else f"{name}"
+    container = None if id(value) in above else read_container(value)
+    if container is None:
+        out.append((path, key, value))
+        return
+    left, right = "{}" if isinstance(value, Mapping) else "[]"
+    for number, (name, entry) in enumerate(container[1]):
         # The repr of another object, as of a function, may hold its address, which is another one
         # when the checkpoint is loaded; the order of a dict is kept, and tells two of them apart.
         is_plain = _is_plain(name)
         shown = repr(name) if is_plain else f"<{number}: {_ADDRESS.sub('', str(name))}>"
-        inner = f"{key}{{{shown}}}" if is_mapping else f"{key}[{name}]"
-        if not isinstance(entry, _CONTAINERS) or id(entry) in above:
-            out.append((below, inner, entry))
-        else:
-            _collect_leaves(entry, below, inner, (*above, id(entry)), out)
+        below = f"{path}.{name}" if path else f"{name}"
+        _collect_leaves(entry, below, f"{key}{left}{shown}{right}", (*above, id(value)), out)
 
 
 def _is_plain(key: object) -> bool:

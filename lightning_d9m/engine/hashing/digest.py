@@ -8,6 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import mul
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -16,7 +17,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from lightning_d9m.engine.hashing import xxh3
-from lightning_d9m.engine.hashing.nested_values import Piece, encode
+from lightning_d9m.engine.hashing.nested_values import Note, Piece, encode
 from lightning_d9m.engine.state.parts import SPARSE
 from lightning_d9m.errors import DigestError
 
@@ -215,7 +216,7 @@ def digest_value(value: object) -> str:
     Args:
         value: None, numbers, strings, bytes, paths, enumerations, NumPy arrays and scalars,
             tensors, generators and dtypes of torch, functions, classes, and mappings, sets, lists,
-            tuples, dataclasses and partial functions of such.
+            tuples, deques, dataclasses and partial functions of such.
 
     Raises:
         DigestError: Something in it has no defined bytes; the message says where and what.
@@ -276,18 +277,21 @@ class DigestQueue:
         """
         self._append(self._plan, tensors)
 
-    def add_value(self, value: object) -> None:
+    def add_value(self, value: object, note: Note | None = None) -> None:
         """Read the tensors of a nested value and append its digest, that of ``digest_value``.
+
+        ``note`` is called with the reason for each part without defined bytes, which then counts by
+        its type; None raises an error instead.
 
         Raises:
             DigestError: As ``digest_value``; then nothing is appended.
         """
-        self._append(self._plan_value, [value])
+        self._append(partial(self._plan_value, note=note), [value])
 
     def add_leaves(self, leaves: Iterable[object]) -> None:
         """Read tensors and other values, in one launch on each CUDA device.
 
-        Of a leaf without defined bytes, the type is digested.
+        Of a part without defined bytes, the type is digested.
         """
         self._append(self._plan_leaf, leaves)
 
@@ -310,21 +314,31 @@ class DigestQueue:
             return len(self._headers) + len(dense) - 1
         return self._plan_pieces(parts, dense)
 
-    def _plan_value(self, value: object, dense: list[DenseTensor]) -> _Recipe:
-        return self._plan_pieces([_VALUE, *encode(value)], dense)
+    def _plan_value(
+        self, value: object, dense: list[DenseTensor], note: Note | None = None
+    ) -> _Recipe:
+        return self._plan_pieces([_VALUE, *encode(value, note)], dense, note)
 
     def _plan_leaf(self, leaf: object, dense: list[DenseTensor]) -> _Recipe:
-        planned = len(dense)
-        try:
-            if isinstance(leaf, torch.Tensor):
-                return self._plan(leaf, dense)
-            return self._plan_value(leaf, dense)
-        except DigestError:
-            del dense[planned:]
-            return self._plan_value(type(leaf), dense)
+        if isinstance(leaf, torch.Tensor):
+            return cast(_Recipe, self._plan_pieces([leaf], dense, str)[0])
+        return self._plan_value(leaf, dense, str)
 
-    def _plan_pieces(self, pieces: Iterable[Piece], dense: list[DenseTensor]) -> _Recipe:
-        return [piece if isinstance(piece, bytes) else self._plan(piece, dense) for piece in pieces]
+    def _plan_pieces(
+        self, pieces: Iterable[Piece], dense: list[DenseTensor], note: Note | None = None
+    ) -> list[bytes | _Recipe]:
+        recipe: list[bytes | _Recipe] = []
+        for piece in pieces:
+            planned = len(dense)
+            try:
+                recipe.append(piece if isinstance(piece, bytes) else self._plan(piece, dense))
+            except DigestError as error:
+                if note is None:
+                    raise
+                note(str(error))
+                del dense[planned:]
+                recipe.append(self._plan_value(type(piece), dense))
+        return recipe
 
     def read_chunks(self, data: Sequence[torch.Tensor]) -> None:
         """Read tensors that have memory (see ``locate``), in one launch on each CUDA device.

@@ -7,7 +7,7 @@ import functools
 import struct
 import types
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -24,39 +24,33 @@ from lightning_d9m.errors import DigestError
 # Each value begins with a tag of its type, and content of variable size is preceded by its size, so
 # that no two values share an encoding.
 Piece = bytes | torch.Tensor
+Note = Callable[[str], object]
 # NumPy's kinds with bytes of fixed meaning: bool, integers, floats, complex, dates, text.
 _NUMPY_KINDS = frozenset("biufcmMSU")
 
 
-def encode(value: object) -> list[Piece]:
+def encode(value: object, note: Note | None = None) -> list[Piece]:
     """Encode a value; its tensors remain among the bytes.
 
+    Args:
+        value: The value.
+        note: Called with the reason for each part whose bytes are not defined; the part then counts
+            by its type. None to raise an error instead.
+
     Raises:
-        DigestError: The value holds itself, or something whose bytes are not defined. The message
-            says where in the value.
+        DigestError: The value holds itself, or something whose bytes are not defined, and there is
+            no ``note``. The message says where in the value.
     """
-    pieces: list[Piece] = []
+    encoder = _Encoder(note)
     try:
-        _encode(value, pieces, "value", {})
+        encoder.encode(value, "value")
     except RecursionError as error:
-        raise DigestError("A value that is nested this deeply has no digest.") from error
-    return pieces
-
-
-def _encode(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
-    scalar = _encode_scalar(value, where)
-    if scalar is not None:
-        out.append(scalar)
-    elif isinstance(value, torch.Tensor):
-        out += (b"T", value)
-    elif id(value) in above:
-        raise DigestError(
-            f"{where} is {above[id(value)]} itself: a value that holds itself has no digest."
-        )
-    else:
-        above[id(value)] = where
-        _encode_container(value, out, where, above)
-        del above[id(value)]
+        reason = "A value that is nested this deeply has no digest."
+        if note is None:
+            raise DigestError(reason) from error
+        note(reason)
+        return encode(type(value))
+    return encoder.out
 
 
 def _encode_text(text: str) -> bytes:
@@ -94,79 +88,123 @@ def _find_encoder(kind: type) -> Callable[[Any], bytes] | None:
     return next((encoder for kinds, encoder in _SCALARS if issubclass(kind, kinds)), None)
 
 
-def _encode_scalar(value: object, where: str) -> bytes | None:
-    if isinstance(value, _ARRAYS):
-        return _encode_array(value, where)
+def _encode_scalar(value: object) -> bytes | None:
     kind: Any = type(value)
     encoder = _find_encoder(kind)
     return None if encoder is None else encoder(value)
 
 
-def _encode_array(value: np.generic | np.ndarray, where: str) -> bytes:
-    padded = value.dtype.char in "gG"  # long double: 10 of 16 bytes
-    if value.dtype.kind not in _NUMPY_KINDS or padded or isinstance(value, np.ma.MaskedArray):
-        raise DigestError(
-            f"{where} is a NumPy {type(value).__name__} of dtype {value.dtype}, whose bytes are "
-            "not defined. Pass its fields, or its elements as a list."
-        )
-    shape = ",".join(map(str, value.shape))
-    return _tag(b"A", f"{value.dtype.str} [{shape}]\n".encode() + value.tobytes())
+class _Encoder:
+    """Encodes a value and its parts, one after the other, to ``out``."""
 
+    def __init__(self, note: Note | None) -> None:
+        self.out: list[Piece] = []
+        self._note = note
+        self._above: dict[int, str] = {}  # the containers around the part, and where they are
 
-def _encode_container(value: object, out: list[Piece], where: str, above: dict[int, str]) -> None:
-    match value:
-        case tuple() if hasattr(value, "_fields"):
-            _encode_object(value, value._fields, out, where, above)
-        case list() | tuple():
-            out.append((b"L%x:" if isinstance(value, list) else b"K%x:") % len(value))
-            for index, item in enumerate(value):
-                _encode(item, out, f"{where}[{index}]", above)
-        case Mapping():
-            out.append(b"D%x:" % len(value))
-            # Sorted by their encodings: keys of several types have no order of their own.
-            entries = [(_encode_key(key, where), key, item) for key, item in value.items()]
-            for encoded, key, item in sorted(entries, key=itemgetter(0)):
-                out.append(encoded)
-                _encode(item, out, f"{where}[{key!r}]", above)
-        case AbstractSet():
+    def encode(self, value: object, where: str) -> None:
+        """Encode a part of the value; ``where`` says which."""
+        if isinstance(value, _ARRAYS):
+            self._encode_array(value, where)
+        elif (scalar := _encode_scalar(value)) is not None:
+            self.out.append(scalar)
+        elif isinstance(value, torch.Tensor):
+            self.out += (b"T", value)
+        elif (place := self._above.get(id(value))) is not None:
+            error = DigestError(
+                f"{where} is {place} itself: a value that holds itself has no digest."
+            )
+            self._encode_type(value, error)
+        else:
+            self._above[id(value)] = where
+            self._encode_container(value, where)
+            del self._above[id(value)]
+
+    def _encode_type(self, value: object, error: DigestError) -> None:
+        """Encode the type of a part without defined bytes."""
+        if self._note is None:
+            raise error
+        self._note(str(error))
+        self.encode(type(value), "")
+
+    def _encode_array(self, value: np.generic | np.ndarray, where: str) -> None:
+        padded = value.dtype.char in "gG"  # long double: 10 of 16 bytes
+        if value.dtype.kind not in _NUMPY_KINDS or padded or isinstance(value, np.ma.MaskedArray):
+            error = DigestError(
+                f"{where} is a NumPy {type(value).__name__} of dtype {value.dtype}, whose bytes "
+                "are not defined. Pass its fields, or its elements as a list."
+            )
+            self._encode_type(value, error)
+            return
+        shape = ",".join(map(str, value.shape))
+        head = f"{value.dtype.str} [{shape}]\n".encode()
+        self.out.append(_tag(b"A", head + value.tobytes()))
+
+    def _encode_container(self, value: object, where: str) -> None:
+        if (container := read_container(value)) is not None:
+            kind, parts = container
+            self.out.append(b"%s%x:" % (kind, len(parts)))
+            if kind[:1] in b"LKM":  # entries have numbers
+                for number, part in parts:
+                    self.encode(part, f"{where}[{number}]")
+                return
+            keyed = [(self._encode_key(key, where), key, part) for key, part in parts]
+            if kind == b"D":
+                # Sorted by their encodings: keys of several types have no order of their own.
+                keyed.sort(key=itemgetter(0))
+            for encoded, key, part in keyed:
+                self.out.append(encoded)
+                self.encode(part, f"{where}[{key!r}]" if kind == b"D" else f"{where}.{key}")
+        elif isinstance(value, AbstractSet):
             # Sorted, because the order of a set of strings changes with the hash seed of a process.
-            out.append(b"U%x:" % len(value))
-            out += sorted(_encode_key(item, where) for item in value)
-        case torch.Generator():
-            out += (_tag(b"G", str(value.device).encode()), value.get_state())
-        case functools.partial():
-            _encode_object(value, ("func", "args", "keywords"), out, where, above)
-        case _ if is_dataclass(value):
-            _encode_object(value, [field.name for field in fields(value)], out, where, above)
-        case _:
-            raise DigestError(
+            self.out.append(b"U%x:" % len(value))
+            self.out += sorted(self._encode_key(item, where) for item in value)
+        elif isinstance(value, torch.Generator):
+            self.out += (_tag(b"G", str(value.device).encode()), value.get_state())
+        else:
+            error = DigestError(
                 f"{where} is of type {_name(type(value))}, whose bytes are not defined. Pass its "
                 "state as numbers, strings, tensors, and dicts, lists or dataclasses of them."
             )
+            self._encode_type(value, error)
+
+    def _encode_key(self, key: object, where: str) -> bytes:
+        if type(key) is str:  # nearly all, as those of an optimizer's settings in each epoch
+            return _encode_text(key)
+        inner = _Encoder(self._note)
+        inner.encode(key, f"a key of {where}")
+        if any(isinstance(piece, torch.Tensor) for piece in inner.out):
+            inner.out.clear()
+            error = DigestError(
+                f"A key of {where} holds a tensor, which as a key is equal only to itself. "
+                "Use its name as the key."
+            )
+            inner._encode_type(key, error)
+        return b"".join(cast(list[bytes], inner.out))
 
 
-def _encode_object(
-    value: object, names: Sequence[str], out: list[Piece], where: str, above: dict[int, str]
-) -> None:
-    # A field of a dataclass may not be set yet.
-    names = [name for name in names if hasattr(value, name)]
-    out.append(_tag(b"O", _name(type(value)).encode()) + b"%x:" % len(names))
-    for name in names:
-        out.append(_encode_text(name))
-        _encode(getattr(value, name), out, f"{where}.{name}", above)
+def read_container(value: object) -> tuple[bytes, list[tuple[Any, Any]]] | None:
+    """Return the entries of a container, with their keys, numbers or names; None for other values.
 
-
-def _encode_key(key: object, where: str) -> bytes:
-    if type(key) is str:  # nearly all, as those of an optimizer's settings in each epoch
-        return _encode_text(key)
-    pieces: list[Piece] = []
-    _encode(key, pieces, f"a key of {where}", {})
-    if any(isinstance(piece, torch.Tensor) for piece in pieces):
-        raise DigestError(
-            f"A key of {where} holds a tensor, which as a key is equal only to itself. "
-            "Use its name as the key."
-        )
-    return b"".join(cast(list[bytes], pieces))
+    Containers are mappings, lists, tuples, named tuples, deques, partial functions and dataclasses;
+    a set has only keys. The bytes are an encoding of the container's type.
+    """
+    if isinstance(value, Mapping):
+        return b"D", [*value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        names = value._fields
+    elif isinstance(value, list | tuple):
+        return b"L" if isinstance(value, list) else b"K", [*enumerate(value)]
+    elif isinstance(value, deque):
+        return b"M" + (_encode_scalar(value.maxlen) or b""), [*enumerate(value)]
+    elif isinstance(value, functools.partial):
+        names = ("func", "args", "keywords")
+    elif is_dataclass(value) and not isinstance(value, type):
+        # A field may not be set yet.
+        names = tuple(field.name for field in fields(value) if hasattr(value, field.name))
+    else:
+        return None
+    return _tag(b"O", _name(type(value)).encode()), [(name, getattr(value, name)) for name in names]
 
 
 def _tag(tag: bytes, content: bytes) -> bytes:
@@ -178,6 +216,8 @@ def _name(thing: Callable[..., object]) -> str:
 
 
 _LEAVES = (str, bytes, int, float, complex, type(None))
+# Never entered, whatever attributes they have.
+_WHOLE = (*_LEAVES, AbstractSet, torch.Tensor, nn.Module)
 # Deeper than any batch.
 _MAX_DEPTH = 32
 
@@ -186,9 +226,9 @@ def list_pytree_leaves(value: object) -> list[tuple[str, object]]:
     """Return (path, leaf) for each leaf of a value, in its order.
 
     Containers are dicts, lists, tuples, named tuples, deques, dataclasses, and objects that
-    Lightning moves to a device by their method ``to`` (their attributes). A dict, list, tuple or
-    dataclass of only strings, numbers and None is one leaf: a list of a thousand strings gets one
-    digest, not a thousand. Empty containers are leaves, too.
+    Lightning moves to a device by their method ``to`` (their attributes). Any other than the last
+    of only strings, numbers and None is one leaf: a list of a thousand strings gets one digest, not
+    a thousand. Empty containers are leaves, too.
 
     >>> batch = {"x": [torch.ones(1), (torch.ones(1), 2)], "y": "text"}
     >>> [path for path, _ in list_pytree_leaves(batch)]
@@ -205,29 +245,18 @@ def _collect(
     value: object, path: str, above: tuple[int, ...], out: list[tuple[str, object]]
 ) -> None:
     # A container that holds itself is a leaf where it occurs again.
-    is_leaf = id(value) in above or len(above) == _MAX_DEPTH
-    entries = None if is_leaf else _entries(value)
-    # A container of strings and numbers has a digest as a whole.
-    has_digest = isinstance(value, Mapping | list | tuple) or is_dataclass(value)
-    if not entries or (has_digest and all(isinstance(entry, _LEAVES) for _, entry in entries)):
+    is_leaf = id(value) in above or len(above) == _MAX_DEPTH or isinstance(value, _WHOLE)
+    container = None if is_leaf else read_container(value)
+    if container is not None:
+        # A container of strings and numbers has a digest as a whole.
+        entries = container[1]
+        is_leaf = all(isinstance(entry, _LEAVES) for _, entry in entries)
+    else:
+        # Lightning moves such an object to a device by its own method.
+        is_moved = hasattr(type(value), "to") and hasattr(value, "__dict__")
+        entries = [] if is_leaf or not is_moved else [*vars(value).items()]
+    if is_leaf or not entries:
         out.append((path, value))
         return
     for key, entry in entries:
-        _collect(entry, f"{path}.{key}" if path else key, (*above, id(value)), out)
-
-
-def _entries(value: object) -> list[tuple[str, object]] | None:
-    if isinstance(value, (*_LEAVES, AbstractSet, torch.Tensor)):
-        return None
-    if isinstance(value, Mapping):
-        return [(str(key), entry) for key, entry in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
-    if isinstance(value, list | tuple | deque):
-        return [(str(number), entry) for number, entry in enumerate(value)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
-    # Lightning moves such an object to a device by its own method.
-    is_movable = hasattr(type(value), "to") and hasattr(value, "__dict__")
-    is_movable = is_movable and not isinstance(value, nn.Module)
-    return list(vars(value).items()) if is_movable else None
+        _collect(entry, f"{path}.{key}" if path else str(key), (*above, id(value)), out)

@@ -6,7 +6,6 @@ from xxhash import xxh3_128
 
 from lightning_d9m.engine.hashing.digest import DigestQueue
 from lightning_d9m.engine.ledger.format.records import Json
-from lightning_d9m.errors import DigestError
 
 # Batches whose digests are fetched together: waiting for a device after each would slow it down.
 _BATCHES = 64
@@ -16,8 +15,8 @@ class OutputDigest:
     """Digests the outputs of each batch, in order, without keeping them.
 
     The digest is XXH3-128 over one line for each batch: the number of its dataloader, its own
-    number, and the digest of its outputs. A batch whose outputs have no digest (an object of a
-    user's class) is counted, and the first such problem is recorded.
+    number, and the digest of its outputs. A batch with a value without defined bytes, which counts
+    by its type, is counted, and the first such problem is recorded.
     """
 
     def __init__(self) -> None:
@@ -33,14 +32,10 @@ class OutputDigest:
         self._batches += 1
         # Counted, not raised: a prediction may return any object. The number is in the record, so
         # that no equal digest hides such a batch.
-        try:
-            self._queue.add_value(outputs)
-        except DigestError as error:
-            self._undigested += 1
-            self._problem = self._problem or str(error)
-            self._fetch()
-            self._hash.update(f"{loader} {batch} none\n".encode())
-            return
+        reasons: list[str] = []
+        self._queue.add_value(outputs, reasons.append)
+        self._undigested += bool(reasons)
+        self._problem = self._problem or next(iter(reasons), None)
         self._names.append(f"{loader} {batch}")
         if len(self._names) == _BATCHES:
             self._fetch()

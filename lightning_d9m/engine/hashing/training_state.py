@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_128_hexdigest
 
-from lightning_d9m.engine.hashing.digest import digest_many, digest_value
-from lightning_d9m.engine.hashing.nested_values import encode
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.engine.hashing.shards import (
     FlatLayout,
     Shard,
     find_dtensor_shard,
     is_sharded_dtensor,
 )
-from lightning_d9m.errors import DigestError
 
 Groups = dict[str, dict[str, str]]
 _GROUPS = ("weights", "buffers", "optimizers", "schedulers")
@@ -89,12 +87,14 @@ class Snapshot:
         owners: By group and name, the shard of the parameter to which a value belongs of which
             only the ranks know that hold a part of the parameter.
         scattered: Tensors whose elements are not in order on any rank, by group and name.
+        undigested: What counts by its type alone, because its bytes are not defined, and why.
     """
 
     groups: Groups = field(default_factory=lambda: {group: {} for group in _GROUPS})
     shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
     owners: dict[tuple[str, str], Shard] = field(default_factory=dict)
     scattered: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    undigested: list[str] = field(default_factory=list)
 
     def total(self) -> dict[str, str]:
         """Return for each group the XXH3-128 of the JSON list of its sorted [name, digest]."""
@@ -144,14 +144,14 @@ def take_partial_snapshot(
 ) -> Snapshot:
     """Digest all state that a training carries from step to step, as far as this rank holds it.
 
-    An accelerator is synchronized once for all tensors.
+    An accelerator is synchronized once. An object without defined bytes, in the state of an
+    optimizer or a scheduler, counts by its type, and is named in ``undigested``.
 
     Args:
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
             take part in the computation.
         optimizers: Their state by parameter, and the settings of their parameter groups.
-        schedulers: Objects with ``state_dict()``. Of an object in it without defined bytes, the
-            type is digested: its effect shows in the learning rates.
+        schedulers: Objects with ``state_dict()``.
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
         switches: Whether settings of optimizers and schedulers count that are True, False or None
             by default. Versions of torch have different ones.
@@ -164,19 +164,25 @@ def take_partial_snapshot(
     divided = {names[key]: layout for key, layout in (layouts or {}).items() if key in names}
     taken = Snapshot()
     whole: dict[tuple[str, str], Tensor] = {}
+    others: dict[tuple[str, str], object] = {}
     for group, name, value in list_state(model, optimizers, schedulers, switches=switches):
         if layouts is not None and group != "schedulers":
             parameter = name.split(".", 2)[2] if group == "optimizers" else name
             layout = None if group == "buffers" else divided.get(parameter)
             if taken.divide((group, name), value, layout):
                 continue
-        if not isinstance(value, Tensor):
-            taken.groups[group][name] = _digest_settings(value)
-        elif is_lazy(value):  # it has no shape before its module's first input
-            taken.groups[group][name] = digest_value(type(value))
-        else:
+        # A lazy parameter has no shape before its module's first input.
+        if isinstance(value, Tensor) and not is_lazy(value):
             whole[group, name] = value
-    for (group, name), found in zip(whole, digest_many(whole.values()), strict=True):
+        else:
+            others[group, name] = type(value) if isinstance(value, Tensor) else value
+    queue = DigestQueue()
+    for (group, name), value in others.items():
+        reasons: list[str] = []
+        queue.add_value(value, reasons.append)
+        taken.undigested += [f"{group} {name}: {reason}" for reason in reasons]
+    queue.add(whole.values())
+    for (group, name), found in zip([*others, *whole], queue.fetch(), strict=True):
         taken.groups[group][name] = found
     return taken
 
@@ -216,26 +222,6 @@ def _choose_settings(value: object, owner: object, *, switches: bool) -> object:
         if not isinstance(entry, bool | None)
         or entry is not getattr(options.get(key), "default", entry)
     }
-
-
-def _digest_settings(value: object) -> str:
-    try:
-        return digest_value(value)
-    except DigestError:  # this rarely happens, and encodes each part once more
-        return digest_value(_digestible(value))
-
-
-def _digestible(value: object) -> object:
-    """Return a value, in which types replace objects without defined bytes."""
-    try:
-        encode(value)
-    except DigestError:
-        if isinstance(value, Mapping):
-            return {key: _digestible(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [_digestible(entry) for entry in value]
-        return type(value)
-    return value
 
 
 def optimizer_state(

@@ -33,8 +33,9 @@ _make_view.restype = ctypes.py_object
 _MEMORY: memoryview = _make_view(1, sys.maxsize, _READ_ONLY)
 
 # The switch interval belongs to the process. A thread that restored it while another hashes would
-# make the other slow, or leave the interval short for good.
-_interval_changed = threading.Lock()
+# make the other slow, or leave the interval short for good. A lock that its thread can take again,
+# because a signal handler may save a checkpoint while its thread hashes, as Lightning's for SLURM.
+_interval_changed = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows
     # A child must find neither a lock that no thread of it will release nor a short interval.
     os.register_at_fork(

@@ -41,11 +41,7 @@ def capture_program() -> dict[str, Scalar]:
     words = sys.argv[:1]
     if specification is not None:
         words = ["-m", specification.name.removesuffix(".__main__")]
-    command = (
-        join(["python", *words, *sys.argv[1:]])
-        .encode("utf-8", "backslashreplace")
-        .decode()[:_MAX_COMMAND]
-    )
+    command = join(["python", *words, *sys.argv[1:]])[:_MAX_COMMAND]
     script = Path(getattr(main, "__file__", None) or "")
     prefixes = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
     if script.is_file() and prefixes.isdisjoint(script.absolute().parents):

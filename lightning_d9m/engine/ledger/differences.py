@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lightning_d9m.engine.ledger.format.records import (
     Batch,
     Digests,
+    End,
     Header,
     Json,
     LoaderFacts,
@@ -364,16 +365,19 @@ def record_difference(expected: Record, actual: Record) -> Divergence | None:
             places.append(PlaceDifference(len(places), group, name, 0, before, after))
     if not places:
         return None
+    steps = (getattr(expected, "step", 0), getattr(actual, "step", 0))
+    # Of two ends the first, up to which both runs were equal.
+    shown = expected if isinstance(actual, End) and steps[0] < steps[1] else actual
     return Divergence(
-        where=describe_record(actual),
+        where=describe_record(shown),
         moment=STEP if isinstance(actual, StepDigests) else getattr(actual, "moment", ""),
-        epoch=getattr(actual, "epoch", 0),
-        step=getattr(actual, "step", 0),
+        epoch=getattr(shown, "epoch", 0),
+        step=getattr(shown, "step", 0),
         places=places,
         count=len(places),
         compared=compared,
         by_kind=by_kind,
-        steps=(getattr(expected, "step", 0), getattr(actual, "step", 0)),
+        steps=steps,
     )
 
 

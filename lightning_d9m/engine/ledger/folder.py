@@ -43,7 +43,7 @@ def create_ledger_folder(parent: Path, kind: str = "fit") -> Path:
     """
     with file_errors(LedgerError, f"No ledger can be made in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
-        taken = (int(path.name.rpartition("-")[2]) for path in _find_folders(parent, kind))
+        taken = map(_number_of, _find_folders(parent, kind))
         # Not the number of folders, because one that was deleted leaves a gap.
         number = max(taken, default=-1) + 1
         while True:
@@ -73,12 +73,16 @@ def rank_path(folder: Path, rank: int) -> Path:
 def list_fits(parent: Path) -> list[Path]:
     """Return the ledger folders directly under ``parent``, oldest first."""
     # By number: as a name, `fit-1000` would come before `fit-999`.
-    return sorted(_find_folders(parent, "fit"), key=lambda path: int(path.name[4:]))
+    return sorted(_find_folders(parent, "fit"), key=_number_of)
 
 
 def list_evaluations(parent: Path) -> list[Path]:
     """Return the folders of evaluations directly under ``parent``, by their names."""
     return _find_folders(parent, "final", "predict", "saved", "test", "validate")
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.absolute().name.rpartition("-")[2])
 
 
 def _find_folders(parent: Path, *kinds: str) -> list[Path]:
@@ -296,15 +300,22 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
             f"There is no ledger under {folder.absolute()}. Name the folder in which a run with "
             "DeterminismCallback or lightning_d9m.Recorder left one."
         )
-    # One that cannot be read is a row of the list: it must not hide the others.
-    found = []
-    for path in paths:
+    # A link to a ledger is not another one; it counts if what it names is elsewhere.
+    ordered = sorted(paths, key=lambda path: (not path.is_symlink(), path))
+    named = {path.resolve(): path for path in ordered}
+    latest: dict[tuple[Path, str], str] = {}
+    found = {}
+    for path in sorted(named.values(), key=lambda path: (_number_of(path), path)):
+        # One that cannot be read is a row of the list: it must not hide the others.
         try:
-            found.append(FoundLedger(path, read_ledger(path)))
+            entry = FoundLedger(path, read_ledger(path))
         except LedgerError as error:
-            found.append(FoundLedger(path, None, str(error)))
-    # Times in ISO 8601 sort as texts. By the path, too: one that cannot be read has no time.
-    return sorted(found, key=lambda entry: (entry.created, str(entry.path)))
+            entry = FoundLedger(path, None, str(error))
+        # Times in ISO 8601 sort as texts. In one folder numbers grow, even if the clock goes back.
+        place = path.absolute().parent, entry.kind
+        latest[place] = max(latest.get(place, ""), entry.created)
+        found[latest[place], _number_of(path), str(path)] = entry
+    return [found[key] for key in sorted(found)]
 
 
 def find_last_pair(folder: Path) -> tuple[Path, Path]:

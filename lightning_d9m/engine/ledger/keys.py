@@ -75,6 +75,6 @@ def describe_record(record: Item) -> str:
     if isinstance(record, Evaluation):
         named = [f"{name} {escape(getattr(record, name))}" for name in _NAMED]
         return " ".join([record.kind, *named])
-    return {"run": "the facts of the run", "end": "the end of the run"}.get(
-        record.kind, "the header"
-    )
+    if isinstance(record, End):
+        return f"the end of the fit (epoch {record.epoch}, step {record.step})"
+    return "the facts of the run" if record.kind == "run" else "the header"

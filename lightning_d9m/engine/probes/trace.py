@@ -162,8 +162,10 @@ class ProbeCollector:
                 if sequence not in self._layouts:
                     if len(self._layouts) == _MOST_LAYOUTS:
                         self._layouts.clear()
-                    number = self._layouts[sequence] = len(self._layouts)
+                    number = len(self._layouts)
+                    # Known only when it is written: an interruption may come between the two.
                     self._write(ProbeLayout(number, sequence))
+                    self._layouts[sequence] = number
                 record = ProbesRecord(
                     epoch=moment.epoch,
                     step=moment.step,

@@ -237,14 +237,14 @@ class Interruption:
             within = f", {WITHIN}{self._batch}" if self._begun + 1 != self._request.stop else ""
             self.stop(f"the segment ends after step {step}{within}")
 
-    def stop(self, reason: str = "the segment ends with the fit") -> None:
+    def stop(self, reason: str = "") -> None:
         """End this process, if the run is a segment: what the program does next is not part of it.
 
-        It would write files that the earlier run has written.
+        It would write files that the earlier run has written. Without a reason the fit has ended.
         """
         if not self.is_segment:
             return
-        self._before_stop(End(status="stopped", reason=reason))
+        self._before_stop(End(status="stopped" if reason else "finished", reason=reason or None))
         # Every rank is killed, after what started them could see that the end was reached: it may
         # end all when one has died. The first wait is for the ledgers of all ranks, the second for
         # the mark.

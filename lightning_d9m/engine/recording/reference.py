@@ -77,8 +77,8 @@ class Reference:
         alike = same_logical_ranks(self.header.stack, header.stack)
         self._reader = reader = self._ledger.open(rank if alike else self.rank)
         records = reader.line_records()
-        first = next(records, None)
-        if not isinstance(first, RunFacts):
+        first = next((record for record in records if isinstance(record, RunFacts)), None)
+        if first is None:
             raise LedgerError(
                 f"The reference {reader.path} ends before its training began, so there is "
                 "nothing to compare this run with. Name the ledger of a run that trained."

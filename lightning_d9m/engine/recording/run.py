@@ -162,6 +162,7 @@ class Run:
         self.digest: str | None = None
         self.folder: Path | None = None
         self.stop: int | None = None
+        self._reached = (0, 0)  # the epoch and step of the last state, which the end has, too
         self.held: list[Record] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
@@ -289,6 +290,7 @@ class Run:
         """
         parent, self._parent = self._parent, None
         self.digest = None
+        self._reached = (0, 0) if parent is None else (parent.epoch, parent.step)
         if parent is None:
             self.loss, self.data = None, ""
             self.held.clear()
@@ -436,6 +438,7 @@ class Run:
         Ranks do not communicate, because some may be lost: a state that they share out is not
         recorded. A difference from the reference is a warning, and no error hides the exception.
         """
+        self._reached = epoch, step
         if self._header is None or SHARDED_PARAMETERS in self._header.stack:
             return
         with suppress(Exception):
@@ -471,7 +474,7 @@ class Run:
         scalars: Mapping[str, str] = MappingProxyType({}),
     ) -> Digests:
         training, totals = self._training, snapshot.total()
-        self.digest = totals["weights"]
+        self.digest, self._reached = totals["weights"], (epoch, step)
         gradients: dict[str, dict[str, str]] = {}
         if training.records_gradients:  # those that the program has not cleared yet
             named = training.model.named_parameters()
@@ -490,6 +493,8 @@ class Run:
                 **(self._commit() if moment == FINAL else {}),
             },
             groups=snapshot.groups | gradients,
+            undigested=len(snapshot.undigested),
+            problem=next(iter(snapshot.undigested), None),
             loss=self.loss_text,
             scalars=scalars,
         )
@@ -575,6 +580,8 @@ class Run:
         follows = (self._due > 0 and step > self._saved_step) or stops
         wanted = agreement is not None and SHARDED_PARAMETERS not in header.stack
         kept = agreement if agreement is not None and wanted and agreement.wants(step) else None
+        if stops:
+            self._reached = epoch, step
         if not follows and kept is None:
             return
         groups: dict[str, dict[str, str]] = {}
@@ -643,7 +650,9 @@ class Run:
             self._problem = error
 
     def end(self, end: End) -> None:
-        """Write the last record, close the ledger, and warn of records that were not compared.
+        """Write the last record, with the place of the last state, and close the ledger.
+
+        Warn of records that were not compared.
 
         If the training failed, errors of this do not hide that error.
         """
@@ -663,6 +672,7 @@ class Run:
                     self.append(self._commitment.find_sources(self._sources, self._unhashed))
         finally:
             writer, reference = self._writer, self._reference
+            end = replace(end, epoch=self._reached[0], step=self._reached[1])
             if self._check is not None:
                 self._check.close()
             # Forgotten before the last record is written: if that fails, the run is closed anyway.

@@ -34,15 +34,17 @@ from lightning_d9m.engine.state.parts import (
 from lightning_d9m.engine.state.plain_data import encode_plain, view_bytes
 from lightning_d9m.engine.state.state import LeaveOut
 
-# Of larger data only the version and the place in memory are compared.
-_MOST_BYTES = 2**24
+# Of data that are read in 0.1 seconds: in memory, and on a device, from which they are copied. Of
+# larger data only the version and the place in memory are compared.
+_MOST_BYTES, _MOST_ON_DEVICE = 2**30, 2**24
 _ERRORS = (RuntimeError, TypeError, ValueError, ReferenceError, PicklingError)
 
 
 def digest_data(owner: Any) -> tuple[Any, ...]:
     """Return the digest of a tensor or an array; of a large one what changes with it."""
+    most = _MOST_ON_DEVICE if isinstance(owner, Tensor) and not owner.is_cpu else _MOST_BYTES
     with suppress(RuntimeError, ValueError, TypeError):
-        if sum(part.nbytes for part in read_memory(owner)) <= _MOST_BYTES:
+        if sum(part.nbytes for part in read_memory(owner)) <= most:
             return _digest_elements(owner)
     with suppress(RuntimeError, ValueError):  # without memory, or without a shape yet
         if isinstance(owner, Tensor):

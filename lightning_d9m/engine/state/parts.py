@@ -413,7 +413,11 @@ def _read_variables(owner: Any) -> dict[str, Any]:
 
     These are neither code nor callables of libraries.
     """
-    found = {name: own for name, own in vars(owner).items() if not name.startswith(_OF_PYTHON)}
+    found = {
+        name: own
+        for name, own in vars(owner).items()
+        if not (name.startswith(_OF_PYTHON) or _loads_when_read(own))
+    }
     # The functions of properties, and of static and class methods.
     functions = {
         f"{name}()[{place}]": part
@@ -430,6 +434,12 @@ def _read_variables(owner: Any) -> dict[str, Any]:
         name: own for name, own in found.items() if _is_data(own) or find_kind(own) is ATTRIBUTES
     }
     return data | functions | members
+
+
+def _loads_when_read(value: Any) -> bool:
+    """Return whether a look at an object may import a module, as one by ``LazyLoader`` does."""
+    kind = type(value)  # `isinstance` reads an attribute of the object
+    return issubclass(kind, types.ModuleType) and "__getattribute__" in vars(kind)
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:
@@ -474,8 +484,9 @@ def _write_objects(owner: np.ndarray, content: tuple[Any, ...]) -> None:
 
 
 def _write_array(owner: np.ndarray, content: np.ndarray) -> None:
+    # Not resized: a tensor may share the memory, which would be freed under it.
     if owner.shape != content.shape:
-        owner.resize(content.shape, refcheck=False)
+        raise ValueError(content.shape)
     owner[...] = content
 
 
@@ -494,17 +505,21 @@ def check_positions(content: Any) -> None:
     """Check the state of a generator of NumPy, which reads memory at a position in it unchecked.
 
     Raises:
-        ValueError: If it is out of bounds.
+        ValueError: If it is out of bounds, or the state is not a dict of values and a dict, the
+            only form that a checkpoint has. NumPy takes tuples and structures, too.
     """
-    for name, most in _POSITIONS.items() if isinstance(content, dict) else ():
-        for held in (content, content.get("state")):
-            if isinstance(held, dict) and name in held and not 0 <= held[name] <= most:
+    for held in (content, content.get("state") if type(content) is dict else None):
+        if type(held) is not dict:
+            raise ValueError(f"The state of a generator is a dict of a dict, not {content!r:.80}.")
+        for name, most in _POSITIONS.items():
+            if name in held and not 0 <= held[name] <= most:
                 raise ValueError(f"{name!r} of a generator is {held[name]}, and at most {most}.")
 
 
 def _write_generator(owner: Any, encoded: bytes) -> None:
     content = decode_plain(encoded)
-    check_positions(content)
+    if not isinstance(owner, random.Random | torch.Generator):
+        check_positions(content)
     if isinstance(owner, np.random.Generator):
         owner.bit_generator.state = content
     elif not isinstance(owner, random.Random):

@@ -8,7 +8,7 @@ that JSON lacks is an object with one key, the name of the type.
 import io
 import json
 import re
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -35,8 +35,9 @@ MakeObject: TypeAlias = Callable[[str, Any], Any]
 def encode_plain(value: object, find_form: FindForm = lambda _: None) -> bytes:
     """Encode None, numbers, strings, bytes, paths, tensors, arrays, and containers of these.
 
-    A subclass (a named tuple, say) arrives as its base class; a tensor arrives without its graph,
-    and on the CPU unless ``decode_plain`` is given a device.
+    A subclass (a named tuple, say) arrives as its base class, and a ``defaultdict`` without a
+    factory of the program. A tensor arrives without its graph, and on the CPU unless
+    ``decode_plain`` is given a device.
 
     Args:
         value: The value.
@@ -169,6 +170,14 @@ def _list_items(value: dict[Any, Any]) -> list[Any]:
     return [part for item in value.items() for part in item]
 
 
+def _name_factory(factory: Any) -> str | None:
+    return next((name for name, kind in _KINDS.items() if kind is factory), None)
+
+
+def _pair(parts: list[Any]) -> dict[Any, Any]:
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 def _split_tensor(tensor: Tensor) -> list[Any]:
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values(), list(tensor.shape), tensor.is_coalesced()]  # noqa: SLF001 - the public ones need a coalesced tensor
@@ -215,10 +224,20 @@ def _join_array(parts: list[Any]) -> Any:
     return np.frombuffer(parts[2], dtype).copy().reshape(parts[1])
 
 
+# What a ``defaultdict`` makes; code of the program is not sent.
+_MADE = (bool, int, float, complex, str, list, tuple, dict, set, deque, Counter, OrderedDict)
+_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in _MADE}
 # The types that JSON lacks besides bytes: the type, the function to a list, and that back.
 _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
-    "dict": (dict, _list_items, lambda parts: dict(zip(parts[::2], parts[1::2], strict=True))),
+    "counter": (Counter, _list_items, lambda parts: Counter(_pair(parts))),
+    "ordered": (OrderedDict, _list_items, lambda parts: OrderedDict(_pair(parts))),
+    "defaultdict": (
+        defaultdict,
+        lambda own: [_name_factory(own.default_factory), *_list_items(own)],
+        lambda parts: defaultdict(_KINDS.get(parts[0]), _pair(parts[1:])),
+    ),
+    "dict": (dict, _list_items, _pair),
     "path": (PurePath, lambda own: [str(own)], lambda parts: Path(*parts)),
     "deque": (deque, lambda own: [own.maxlen, *own], lambda parts: deque(parts[1:], parts[0])),
     # In an order that does not depend on hashes.

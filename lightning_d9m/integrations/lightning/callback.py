@@ -37,7 +37,6 @@ from lightning_d9m.engine.control.settings import (
     read_names,
     read_path,
     read_settings,
-    reject_unknown_variables,
     validate_choice,
     variable_of,
 )
@@ -278,10 +277,6 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     def on_before_optimizer_step(self, _trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         """Probe gradients and optimizer."""
         self._recorder.run.probes.take_step(optimizer)
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Seed the epoch."""
-        self._open_session.start_epoch(trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: Trainer, _: Any, outputs: Any, *__: Any) -> None:
         """Keep the loss on its device, and write the probes of the batch."""
@@ -576,7 +571,5 @@ def make_callback(package: str) -> AddedCallback:
         # Lightning logs for each Trainer that it adds our callback.
         lambda record: "entry point 'lightning_d9m'" not in record.getMessage()
     )
-    # A misspelled variable would otherwise be ignored in silence.
-    reject_unknown_variables(DeterminismCallback, os.environ)
     settings = read_settings(DeterminismCallback, os.environ)
     return build_from_variables(AddedCallback, settings)

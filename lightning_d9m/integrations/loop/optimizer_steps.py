@@ -43,7 +43,6 @@ from lightning_d9m.engine.control.settings import (
     build_from_variables,
     read_settings,
     read_variable,
-    reject_unknown_variables,
     variable_of,
 )
 from lightning_d9m.engine.hashing.digest import digest_many
@@ -157,8 +156,6 @@ def list_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
 
 
 EVERY = variable_of("every_n_steps")
-# Settings of the callback alone, whose variables a Trainer of the same program may read.
-OF_CALLBACK = ("ignored_metrics", "accepted_unknown", "summary")
 # A record digests all weights, gradients and states of optimizers: too much for each step.
 _EVERY = 100
 # A program that makes a new model for each of many tasks would otherwise fill the disk.
@@ -184,9 +181,6 @@ class StepRecorder(Recorder):
     def __init__(
         self, session: Session, optimizers: list[Optimizer], number: int, fit: int
     ) -> None:
-        others = set(map(variable_of, OF_CALLBACK))
-        mine = {name: text for name, text in os.environ.items() if name not in others}
-        reject_unknown_variables(RunOptions, mine)
         request = self.read_request(os.environ)
         if any(map(is_sharded_dtensor, list_parameters(optimizers))):
             raise SettingError(
@@ -299,6 +293,8 @@ class OptimizerSteps:
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
+        # First, as it raises for a variable that does not exist.
+        probed = read_settings(ProbeSettings, os.environ)
         self.installed.add(self)
         original, backward, leave = Optimizer.__init__, torch.autograd.backward, sys.exit
 
@@ -329,7 +325,7 @@ class OptimizerSteps:
         # Hooks of all optimizers are public in torch, so that no method is replaced for a step.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        if read_settings(ProbeSettings, os.environ):
+        if probed:
             # The first step's own forward pass is probed, too.
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._hooks.callback(register(self._before_forward).remove)

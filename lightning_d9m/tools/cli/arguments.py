@@ -17,7 +17,7 @@ from lightning_d9m.errors import SettingError
 
 # The exit status of a command whose result has a verdict. A script that takes 1 for a difference
 # must not take a run that was cut off for one.
-STATUS = {"equal": 0, "different": 1, "incomplete": 3}
+STATUS = {"equal": 0, "different": 1, "not comparable": 1, "incomplete": 3}
 # Most runs of one command: their folders are numbered with three digits.
 MOST_RUNS = 1000
 

@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or open a bundle.
 
     Returns:
-        0 if its ledgers are equal, or its step has the bits of the run; else 1, or 3 if operations
-        of the step could not run.
+        0 if its ledgers are equal, or its step has the bits of the run; else 1, or 3 if a ledger
+        was cut off, or operations of the step could not run.
     """
     paths, output = [Path(path) for path in arguments.paths], arguments.output
     if arguments.step is not None:
@@ -179,4 +179,4 @@ def _write(arguments: argparse.Namespace, paths: list[Path], output: Path) -> in
         steps = [(f"d9m locate -- {command}", "finds the line, for a new bundle")]
     verdict = state_verdict(found.comparison)
     print_result(arguments.format, facts, list(map(printable, lines)), verdict, steps=steps)
-    return 0 if found.comparison.equal else 1
+    return STATUS[found.comparison.verdict]

@@ -5,7 +5,7 @@ import shlex
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.text import printable
-from lightning_d9m.tools.cli.arguments import FORMAT, LEDGERS, choose_ledgers
+from lightning_d9m.tools.cli.arguments import FORMAT, LEDGERS, STATUS, choose_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.history.bundle import list_located
 from lightning_d9m.tools.launch.progress import show_progress
@@ -20,7 +20,7 @@ EXAMPLE = "d9m compare d9m-runs/000/run-001 d9m-runs/000/run-002"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare two ledgers, print the result, and return 0 if they are equal, else 1."""
+    """Compare two ledgers, print the result, and return the status of the verdict."""
     paths = choose_ledgers(arguments)
     expected, actual = map(read_ledger, paths)
     with show_progress("records compared") as progress:
@@ -32,4 +32,4 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [*format_evidence(comparison, verbose=arguments.verbose), *located]
     verdict = state_verdict(comparison)
     print_result(arguments.format, comparison.as_json(), lines, verdict, steps=steps)
-    return 0 if comparison.equal else 1
+    return STATUS[comparison.verdict]

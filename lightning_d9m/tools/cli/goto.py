@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize
-from lightning_d9m.tools.cli.arguments import TRAINING, get_command, whole_number
+from lightning_d9m.tools.cli.arguments import STATUS, TRAINING, get_command, whole_number
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.columns import print_result
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Go to the step.
 
     Returns:
-        0 if all that was compared on the way is equal, else 1.
+        0 if all that was compared on the way is equal, else 1, or 3 if a ledger was cut off.
 
     Raises:
         SettingError: If arguments contradict each other, or the debugger has no terminal.
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [*format_evidence(comparison), "", f"trace of step {step}: {ledger.path}"]
     facts |= {"comparison": comparison.as_json()}
     print_result(arguments.format, facts, lines, state_verdict(comparison))
-    return 0 if comparison.equal else 1
+    return STATUS[comparison.verdict]
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """The ``d9m`` command: its parser and its handling of errors, without loading torch.
 
 Exit status of every command: 0 equal or no findings, 1 different or findings, 2 an error, 3 a
-command that it ran failed, such as the training.
+command that it ran failed, such as the training, or a ledger was cut off.
 """
 
 import argparse
@@ -60,7 +60,7 @@ examples:
   d9m scan                         which lines can make runs differ?
 
 exit status: 0 equal or no findings, 1 different or findings, 2 an error,
-  3 a command that it ran failed, such as the training
+  3 a command that it ran failed, such as the training, or a ledger was cut off
 """
 _ERROR, _FAILED = 2, 3
 _TRAINING = "\n-- COMMAND"

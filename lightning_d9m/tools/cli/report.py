@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.errors import LedgerError, file_errors, written_whole
 from lightning_d9m.text import printable
-from lightning_d9m.tools.cli.arguments import LEDGERS, choose_ledgers
+from lightning_d9m.tools.cli.arguments import LEDGERS, STATUS, choose_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
@@ -31,13 +31,13 @@ SETTINGS = {"output": {"default": Path("report.html")}}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare ledgers, write the page, and return 0 if they are equal, else 1."""
+    """Compare ledgers, write the page, and return the status of the verdict."""
     check_output(arguments.output, force=arguments.force)
     found = compare_chosen(arguments)
     write_page(arguments.output, render_page(found))
     lines = [f"{found.verdict}: the report is {printable(str(arguments.output))}"]
     print_lines([*lines, *list_located(found.ledgers)])
-    return 0 if found.verdict == "equal" else 1
+    return STATUS[found.verdict]
 
 
 def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:

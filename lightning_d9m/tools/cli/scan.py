@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from lightning_d9m.version import __version__
 # Depends on all files. One setting mends all of them, and a library may have hundreds: they must
 # not hide the rest.
 _FLAGGED, _MOST_FLAGGED = "D9M103", 2
+_TEST = re.compile(r"test_.*|.*_test\.py|conftest\.py")  # as pytest names them
 _INDENT = "  "
 _PROJECT, _TABLE = "pyproject.toml", "tool.d9m.scan"
 _PROJECT_SETTINGS = {"select": list, "ignore": list, "exclude": list, "deterministic": bool}
@@ -44,7 +46,7 @@ paths:PATH*  files and folders (default: the current folder)
 --ignore RULES ...  not these rules, by ids or prefixes of ids, separated by commas: D9M2,D9M301
 --exclude GLOB ...  leave out paths or names that match
 --deterministic  assume deterministic algorithms: leave out ops that vary only without them
-    (D9M103). The default if a scanned file turns them on
+    (D9M103). The default if a scanned file, but a test, turns them on
 --fix  edit the files where there is one right answer (a missing seed becomes 0, a listing or a set
     of strings is sorted), then report what is left
 | --diff  print what --fix would edit
@@ -83,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"fixed: {counted} in {pluralize(len(fixes), 'file')}", file=sys.stderr)
         # Again, because an edit moves the lines of all findings below it.
         scans |= {path: scan_file(path, rules) for path in edited}
-    turned_on = arguments.deterministic or any(scan.turns_on for scan in scans.values())
+    # A test may train with the flag where the program does not.
+    turning = (path for path, scan in scans.items() if scan.turns_on)
+    turned_on = arguments.deterministic or any(not _TEST.match(Path(path).name) for path in turning)
     found = [finding for scan in scans.values() for finding in scan.findings]
     findings = sorted(f for f in found if not (turned_on and f.rule == _FLAGGED))
     summary = {

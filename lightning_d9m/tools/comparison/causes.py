@@ -128,12 +128,15 @@ def advise(comparison: Comparison) -> str:
 
 def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     found = earliest_divergences(comparison)
-    if not found or found[0].is_end:
+    if not found:
         sides = [side for rank in comparison.ranks for side in (rank.expected, rank.actual)]
         longer = any(side.records for side in sides)
-        cause = _CAUSES["end" if found else "length" if longer else "unknown"]
-        return _add_text(cause, _describe_ends(comparison) if found or longer else "")
-    name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
+        cause = _CAUSES["length" if longer else "unknown"]
+        return _add_text(cause, _describe_ends(comparison) if longer else "")
+    if found[0].is_end:
+        name = "end" if "failed" in (found[0].expected, found[0].actual) else "length"
+    else:
+        name = _cause_of(found, len(comparison.ranks), batches_seen=batches_seen)
     if name == "weight" and comparison.begins_late:
         name = "forward"
     # Whether a logged value matters depends on what differs besides it.
@@ -165,10 +168,10 @@ def _refine(name: str, comparison: Comparison, first: Divergence, *, batches_see
     unseen = sorted(_NEEDS.get(first.kind, frozenset()) - comparison.probes)
     # Nothing was computed before the state of the first batch.
     is_begun = first.step == 0 and first.batch == 0 and first.kind in STATE
+    said = _describe_ends(comparison) if first.is_end else ""
     if first.moment == "batch" and unseen and not is_begun:
         said = f"Not recorded, so not ruled out: a difference of {', '.join(unseen)} before it."
-        return _add_text(_CAUSES[name], said)
-    return _CAUSES[name]
+    return _add_text(_CAUSES[name], said)
 
 
 def _find_seeding(comparison: Comparison) -> Cause | None:

@@ -11,6 +11,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from msgspec import to_builtins
+
 from lightning_d9m.engine.ledger.command import BEGINS, SEEDED, SEGMENT
 from lightning_d9m.engine.ledger.differences import (
     KIND_OF_GROUP,
@@ -24,7 +26,7 @@ from lightning_d9m.engine.ledger.differences import (
     run_refusals,
 )
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
-from lightning_d9m.engine.ledger.format.reader import Break, RankReader
+from lightning_d9m.engine.ledger.format.reader import RankReader, read_resume
 from lightning_d9m.engine.ledger.format.records import (
     Batch,
     Digests,
@@ -33,6 +35,7 @@ from lightning_d9m.engine.ledger.format.records import (
     Header,
     ProbeLayout,
     RankDrift,
+    Resume,
     RunFacts,
     StepDigests,
 )
@@ -73,45 +76,51 @@ class RunSide:
 
     Attributes:
         records: Number of records that the other run does not have.
+        beyond: Number of those of them that come after the last record of both.
         first_record: Description of the first of them; empty if there is none.
         places: Number of places, in batches of both, that the other run does not have.
         first_place: Description of the first of them; empty if there is none.
-        complete: Whether the run wrote its last record; a killed run does not.
-        truncated: Whether its last record is torn and was skipped.
-        breaks: Where the run was interrupted and resumed.
-        last_step: The global step of its last record.
-        last_epoch: The epoch of that record.
+        end: The status with which it ended; empty for a run that was killed or still trains.
         reason: What ended it; empty if that is not known.
-        ended: Whether its fit has ended; a segment is usually stopped before.
+        truncated: Whether its last record is torn and was skipped.
+        breaks: Where the run was interrupted and resumed, in order; a later one without a parent
+            only adds reasons why a resume was inexact.
+        problem: Why what the first of them continues is not read; empty if it is.
+        last_step: The global step of its last record.
     """
 
     records: int = 0
+    beyond: int = 0
     first_record: str = ""
     places: int = 0
     first_place: str = ""
-    complete: bool = False
-    truncated: bool = False
-    breaks: tuple[Break, ...] = ()
-    last_step: int = 0
-    last_epoch: int = 0
+    end: str = ""
     reason: str = ""
-    ended: bool = False
-
-    def note_alone(self, items: list[Item]) -> None:
-        """Count records that the other run does not have, and forget them."""
-        if items:
-            self.first_record = self.first_record or describe_record(items[0])
-        self.records += len(items)
-        # The caller keeps the list, and its memory must not grow with the run.
-        items.clear()
+    truncated: bool = False
+    breaks: tuple[Resume, ...] = ()
+    problem: str = ""
+    last_step: int = 0
 
     def note(self, item: Item | None) -> None:
-        """Keep the last step, and what ended the run, of a record of this run."""
+        """Keep the last step, the breaks, and what ended the run, of a record of this run."""
         self.last_step = max(self.last_step, getattr(item, "step", 0))
-        self.last_epoch = max(self.last_epoch, getattr(item, "epoch", 0))
-        self.ended |= getattr(item, "moment", "") in ENDS
         if isinstance(item, End):
+            self.end = item.status
             self.reason = item.reason or (item.error or "").partition("\n")[0]
+        if isinstance(item, Resume):
+            self.breaks += (item,)
+
+    def note_alone(self, item: Item) -> None:
+        """Count a record that the other run does not have."""
+        self.first_record = self.first_record or describe_record(item)
+        self.records += 1
+        self.beyond += 1
+
+    def forget_beyond(self) -> None:
+        """Leave out the records after the last one of both."""
+        self.records -= self.beyond
+        self.beyond = 0
+        self.first_record = self.first_record if self.records else ""
 
     @property
     def alone(self) -> int:
@@ -137,6 +146,8 @@ class RankComparison:
             ran on different numbers of processes.
         error: The exception that ended both runs; empty if they finished, or only one did.
         sees_end: Whether the last state of both runs was compared.
+        undigested: Where the first value without a digest is, which was not compared, and why it
+            has none; empty if there is none.
         places: Number of places (probes) that were compared.
         differing_places: Number of them that differ.
         groups: The groups of digests, kinds of probes and of records in which something differs, as
@@ -159,6 +170,7 @@ class RankComparison:
     uncompared_batches: int = 0
     error: str = ""
     sees_end: bool = False
+    undigested: str = ""
     places: int = 0
     differing_places: int = 0
     groups: tuple[str, ...] = ()
@@ -169,6 +181,8 @@ class RankComparison:
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
         differing = 0 if found is None else found.count
+        if isinstance(item, Digests | Evaluation) and item.undigested and not self.undigested:
+            self.undigested = f"{describe_record(item)}: {item.problem}"
         if not isinstance(item, Batch):
             self.records += 1
             self.differing += bool(differing)
@@ -203,7 +217,7 @@ class RankComparison:
     def as_json(self) -> dict[str, object]:
         """Return the comparison as JSON types; the names are those of the attributes."""
         found = {"divergence": self.divergence, "trained": self.trained}
-        facts = asdict(replace(self, divergence=None, trained=None))
+        facts: dict[str, object] = to_builtins(replace(self, divergence=None, trained=None))
         return facts | {name: own and own.as_json() for name, own in found.items()}
 
     @property
@@ -212,18 +226,19 @@ class RankComparison:
         return EVALUATED.issuperset(self.groups)
 
     @property
-    def cut_off(self) -> bool:
-        """True if one file is the beginning of the other: its run ended early."""
-        both = self.expected.alone and self.actual.alone
-        if self.differing or self.differing_places or both:
-            return False
-        return not (self.actual if self.expected.alone else self.expected).complete
+    def is_open(self) -> bool:
+        """True if neither of two whole runs says that it ended."""
+        return not (self.segment or self.expected.end or self.actual.end)
 
     @property
-    def equal(self) -> bool:
-        """True if both files have the same contents."""
-        differing = self.differing or self.differing_places
-        return not (differing or self.expected.alone or self.actual.alone)
+    def verdict(self) -> Literal["equal", "different", "incomplete"]:
+        """That on this rank; see ``Comparison.verdict``."""
+        shorter, longer = sorted((self.expected, self.actual), key=lambda side: side.alone)
+        # One file may be the beginning of the other, and not say that its run ended.
+        is_cut = longer.alone and longer.records == longer.beyond and not shorter.end
+        if self.divergence or shorter.alone or (longer.alone and not is_cut):
+            return "different"
+        return "incomplete" if is_cut or (self.error and not self.sees_end) else "equal"
 
 
 def _is_earlier(found: Divergence, known: Divergence | None) -> bool:
@@ -291,15 +306,14 @@ class Comparison:
         """
         if self.refusals or not self.ranks:
             return "not comparable"
+        verdicts = {rank.verdict for rank in self.ranks}
         # A missing rank is a difference, whatever the other ranks say.
-        whole = not (self.ranks_only_expected or self.ranks_only_actual)
-        if not whole or not all(rank.equal or rank.cut_off for rank in self.ranks):
+        if self.ranks_only_expected or self.ranks_only_actual or "different" in verdicts:
             return "different"
         # Without digests to compare, nothing is proven.
         if not all(rank.digests or rank.places for rank in self.ranks):
             return "not comparable"
-        whole = all(rank.equal and (rank.sees_end or not rank.error) for rank in self.ranks)
-        return "equal" if whole else "incomplete"
+        return "incomplete" if "incomplete" in verdicts else "equal"
 
     @property
     def extent(self) -> Literal["logged values", "evaluations", "training"]:
@@ -492,9 +506,6 @@ class _RankPass:
 
     def compare_records(self) -> Iterator[tuple[Item | None, Item | None, Divergence | None]]:
         """Yield each record that counts, its counterpart and their difference."""
-        # By run, what follows the last record of both. It does not count if the other is a
-        # segment that was stopped before its fit ended.
-        waiting: tuple[list[Item], list[Item]] = ([], [])
         expected, actual = self._runs
         rank = self.result.rank
         with expected.open(rank) as first, actual.open(rank) as second:
@@ -505,10 +516,7 @@ class _RankPass:
                     self.result.uncompared_batches += 1
                     continue
                 if one is None or other is None:
-                    side = one is None
-                    waiting[side].append(item)
-                    if not any(self._are_parts):  # all records of a longer run would be kept
-                        self._sides[side].note_alone(waiting[side])
+                    self._sides[one is None].note_alone(item)
                 elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
                     self.result.records += 1
                     self.refusals = run_refusals(one, other)
@@ -518,34 +526,17 @@ class _RankPass:
                     found = self._find_difference(one, other)
                     self.result.count(item, found)
                     # One within an epoch has the place of its end, which a segment need not reach.
-                    is_early = isinstance(item, Evaluation)
-                    for run, records in () if is_early else zip(self._sides, waiting, strict=True):
-                        run.note_alone(records)
+                    for side in () if isinstance(item, Evaluation) else self._sides:
+                        side.beyond = 0
                 yield one, other, found
-        self._note_ends((first, second), waiting)
+        files = zip(self._sides, (first, second), self._are_parts, self._sides[::-1], strict=True)
+        for side, file, is_part, longer in files:
+            side.truncated, side.problem = file.truncated, file.problem
+            if is_part and side.end in ("", "stopped"):  # it says nothing of what follows
+                longer.forget_beyond()
         if any(self._are_parts):
             last_step = self._sides[self._are_parts.index(True)].last_step
             self.result.segment = (start[2], last_step)
-
-    def _note_ends(
-        self, files: tuple[RankReader, RankReader], waiting: tuple[list[Item], list[Item]]
-    ) -> None:
-        """Note how both files end, and what waits there."""
-        stops = [
-            is_part and not side.ended
-            for is_part, side in zip(self._are_parts, self._sides, strict=True)
-        ]
-        ends = zip(self._sides, files, waiting, stops[::-1], strict=True)
-        for run, file, records, other_stops in ends:
-            run.note_alone([] if other_stops else records)
-            run.complete, run.truncated, run.breaks = file.complete, file.truncated, (*file.breaks,)
-        if (found := self.result.trained) is not None and found.is_end:
-            # Only now: the last state of one run alone may come after the ends, which are a pair.
-            side = min(self._sides, key=lambda side: side.last_step)
-            placed = replace(found, epoch=side.last_epoch, step=side.last_step)
-            if self.result.divergence == found:
-                self.result.divergence = placed
-            self.result.trained = placed
 
     def _list_counted(
         self, records: Iterable[RecordPair], start: LedgerPosition
@@ -566,9 +557,14 @@ class _RankPass:
                 counts = is_segment and is_pair and place >= start
             elif isinstance(item, Batch):
                 counts = place >= start and (is_pair or self._selected)
+            elif isinstance(item, End):
+                # Where a segment was stopped, the other run need not end.
+                ends = [end for end in (one, other) if isinstance(end, End)]
+                first = min(ends, key=lambda end: (end.step, end.status != "stopped"))
+                counts = first.status != "stopped"
             else:
-                outside = isinstance(item, End) or place < start
-                counts = isinstance(item, RunFacts) or not (is_segment and outside)
+                is_break = isinstance(item, Resume)
+                counts = isinstance(item, RunFacts) or (place >= start and not is_break)
             if counts:
                 yield item, one, other
 
@@ -582,11 +578,11 @@ class _RankPass:
 
 def _find_start(file: RankReader, is_part: bool) -> LedgerPosition:
     """Return the place at which a segment begins; the beginning of any other run."""
-    if not (is_part and file.breaks):
+    resumed = read_resume(file.path) if is_part else None
+    if resumed is None:
         return LEDGER_START
-    last = file.breaks[-1]
     # Phase 1 of an epoch has its batches, as in `record_place`.
-    return (last.epoch, 1 if last.batch else 0, last.step)
+    return (resumed.epoch, 1 if resumed.batch else 0, resumed.step)
 
 
 def find_rank_drift(ledger: Ledger) -> Divergence | None:
@@ -653,7 +649,7 @@ def align_records(*readers: RankReader) -> Iterator[RecordPair]:
         # that of the record before it, which only one run may have.
         lowest = min(place for place, _, _ in present)
         alike = len(present) > 1 and present[0][1] == present[1][1]
-        if lowest > floor and not alike:  # what waits has no counterpart any more
+        if lowest > floor:  # what waits has no counterpart any more
             yield from _list_alone(waiting)
             waiting, floor = {}, lowest
         for side, head in enumerate(tuple(heads)):

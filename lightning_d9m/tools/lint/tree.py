@@ -237,9 +237,10 @@ class Tree:
             node = found
 
     def find_uses(
-        self, area: ast.AST | None, key: str, skipped: ast.AST | None = None
+        self, target: ast.AST | None, scope: Scope, skipped: ast.AST | None = None
     ) -> list[ast.AST]:
-        """Return the loads of a name or attribute in an area, without those within ``skipped``."""
+        """Return the loads of a target of a scope, without those within ``skipped``."""
+        _, area, key = scope.follow(target)
         return [
             node
             for node in (() if area is None else ast.walk(area))

@@ -56,7 +56,7 @@ _OP_PROBES = f"{_MODULE_PROBES},op"
 # Of each step and module, whatever the program selects.
 _EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
 # The kinds of causes of two runs that running a part of them again adds nothing to.
-_KNOWN = ("stack", "incomparable", "failure")
+_KNOWN = ("stack", "incomparable")
 # The likeliest are first; a longer list would hide them.
 _MOST_LINES = 5
 
@@ -261,8 +261,9 @@ class Search:
         found.cause = find_cause(found.pair.comparison)
         found.divergences = earliest_divergences(found.pair.comparison)
         found.looks.append(f"the two runs: {describe_place(found.divergences)}")
-        # What a failure shows is in its log: a step that runs again would only be equal.
-        return bool(found.divergences) and found.cause.kind not in _KNOWN
+        # What ended a run is in its log: a step that runs again would only be equal.
+        is_within = any(not own.is_end for own in found.divergences)
+        return is_within and found.cause.kind not in _KNOWN
 
     def _look_between(self, expected: RecordedRun, actual: RecordedRun) -> RunPair | None:
         """Run the segment in which two runs part again, and tell with which one that agrees."""

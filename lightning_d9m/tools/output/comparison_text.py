@@ -1,6 +1,7 @@
 """The comparison of two runs as text, for ``d9m compare``."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from lightning_d9m.engine.ledger.differences import (
     Divergence,
@@ -165,17 +166,18 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
                 f"only {name} has {pluralize(found, 'probe')} in batches of both, "
                 f"the first {side.first_place}."
             )
-        for found_break in side.breaks:
-            # A sentence of the ledger becomes a part of this one.
-            problem = (found_break.problem or "").removesuffix(".")
-            problem = f"; {escape(problem, _LONGEST)}" if problem else ""
-            yield (
-                f"{name} was interrupted and resumed at epoch {found_break.epoch}, batch "
-                f"{found_break.batch} (step {found_break.step}){problem}."
-            )
-            for reason in found_break.inexact:
+        # A sentence of the ledger becomes a part of another one.
+        problem = escape(side.problem.removesuffix("."), _LONGEST)
+        for resumed in side.breaks:
+            if resumed.parent or resumed is side.breaks[0]:
+                yield (
+                    f"{name} was interrupted and resumed at epoch {resumed.epoch}, batch "
+                    f"{resumed.batch} (step {resumed.step}){'; ' if problem else ''}{problem}."
+                )
+                problem = ""  # it is that of the first
+            for reason in resumed.inexact:
                 yield f"{name} was not resumed exactly there: {escape(reason, _LONGEST)}"
-        if not side.complete:
+        if not side.end:
             torn = "; its torn last record was left out" if side.truncated else ""
             # A segment may be compared while it runs.
             ended = "was ended before it" if rank.segment is None else "has not"
@@ -184,7 +186,16 @@ def _list_one_sided(rank: RankComparison) -> Iterator[str]:
 
 def state_verdict(comparison: Comparison) -> str:
     """Return a sentence with the verdict and what it is based on."""
-    return f"{_state_verdict(comparison)} {describe_varying(comparison.varying_ops)}".rstrip()
+    return " ".join([_state_verdict(comparison), *list_limits(comparison)])
+
+
+def list_limits(*comparisons: Comparison) -> list[str]:
+    """Return sentences for a verdict: the ops that may vary, and what was not compared."""
+    varying = dict.fromkeys(describe_varying(own.varying_ops) for own in comparisons)
+    reasons = (rank.undigested for own in comparisons for rank in own.ranks if rank.undigested)
+    first = "".join(islice(reasons, 1))
+    missing = first and f"A value was not compared, in {escape(first, _LONGEST)}"
+    return [*filter(None, [*varying, missing])]
 
 
 def _state_verdict(comparison: Comparison) -> str:
@@ -194,7 +205,7 @@ def _state_verdict(comparison: Comparison) -> str:
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
             f"equal: {_describe_segment(comparison)}{count_compared(comparison)} bit for bit the "
-            f"same ({digests:,} of digests; {epochs}; {ranks})."
+            f"same ({digests:,} of digests; {epochs}; {ranks}){describe_missing_end(comparison)}."
             f"{describe_exception(comparison, ' Each run')}"
         )
     # The text must not say more than what was compared.
@@ -230,7 +241,15 @@ def _describe_segment(comparison: Comparison) -> str:
     return f"steps {first.segment[0]:,} to {first.segment[1]:,} of 0 to {end:,}, "
 
 
+_PAIR = 2
 _CUT = "; one was ended before it finished its ledger."
+
+
+def describe_missing_end(*comparisons: Comparison, runs: int = 2) -> str:
+    """Return words for a verdict if nothing says that runs ended, as for killed ones; else none."""
+    if not any(rank.is_open for own in comparisons for rank in own.ranks):
+        return ""
+    return f", as far as they go; {'neither' if runs == _PAIR else 'no'} run says that it ended"
 
 
 def describe_exception(comparison: Comparison, subject: str) -> str:

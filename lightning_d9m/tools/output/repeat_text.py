@@ -12,7 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from lightning_d9m.engine.ledger.differences import describe_varying
 from lightning_d9m.engine.ledger.folder import Ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
@@ -29,7 +28,9 @@ from lightning_d9m.tools.output.columns import (
 )
 from lightning_d9m.tools.output.comparison_text import (
     describe_exception,
+    describe_missing_end,
     format_evidence,
+    list_limits,
     state_verdict,
 )
 from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width, wrap
@@ -284,14 +285,12 @@ class RepeatReport:
             if entry.row["run"] == last
             for rank in entry.comparison.ranks
         )
+        found = [entry.comparison for entry in self._compared]
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
+        agree += describe_missing_end(*found, runs=runs)
         ended = self._describe_exceptions()
-        found = {describe_varying(entry.comparison.varying_ops): None for entry in self._compared}
-        ledgers = [entry.ledger for entry in self._compared]
-        if any(own.outcome(rank).end is None for own in ledgers for rank in own.files):
-            found["A process ended without its last record, so its end was not compared."] = None
         verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
-        return " ".join([verdict, *filter(None, found)])
+        return " ".join([verdict, *list_limits(*found)])
 
     def _describe_exceptions(self) -> str:
         """Say of the first fit that an exception ended whether its state there was compared."""

@@ -22,7 +22,6 @@ from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.reader import holds_record
 from lightning_d9m.engine.ledger.format.records import Digests, StepDigests
 from lightning_d9m.engine.ledger.keys import Item
-from lightning_d9m.engine.ledger.kinds import ENDS
 from lightning_d9m.errors import CommandError, LedgerError, file_errors, written_whole
 from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
@@ -40,6 +39,7 @@ CHECK_JSON = "check.json"
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
 _COMPILED, _COMPILED_FOLDER = "PYTHONPYCACHEPREFIX", "compiled"
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
+_STATES = Digests | StepDigests
 _REASONS = {
     "transient": "A second run of the segment is equal to the ledger: the first had a fault of the "
     "machine, or a race that is rare.",
@@ -343,28 +343,19 @@ def _agree(one: Comparison, other: Comparison) -> bool:
 
 @dataclass
 class _States:
-    """Records of the state that a comparison has seen, by rank: steps, and ends of one run."""
+    """The last step of each rank whose state a comparison has seen, and was equal."""
 
-    sees_end: bool
     until: dict[int, int] = field(default_factory=dict)
-    alone: list[tuple[int, str]] = field(default_factory=list)
     differing: set[int] = field(default_factory=set)
 
     def watch(
         self, rank: int, one: Item | None, other: Item | None, found: Divergence | None
     ) -> None:
         """Note a record, as an observer of ``compare_ledgers``."""
-        state = other or one
         if found is not None:
             self.differing.add(rank)
-        elif not isinstance(state, Digests | StepDigests) or rank in self.differing:
-            return
-        elif one is not None and other is not None:
-            self.until[rank] = state.step
-        elif getattr(state, "moment", "") in ENDS and (other is not None or self.sees_end):
-            ends, trains = ("run", "program") if other is None else ("program", "run")
-            said = f"the {ends} ends at step {state.step:,}, and the {trains} does not"
-            self.alone.append((state.step, said))
+        elif one is not None and rank not in self.differing and isinstance(other, _STATES):
+            self.until[rank] = other.step
 
 
 def _compare(
@@ -382,7 +373,7 @@ def _compare(
         return checked.explain("refused", "foreign"), None
     if code := recorded.list_other_code(ledger):
         return checked.explain("refused", "code", describe_names(code, len(code))), None
-    states = _States(sees_end=segment.stop > recorded.last_step)
+    states = _States()
     comparison = recorded.compare(run, states.watch)
     if comparison.refusals:
         named = [
@@ -392,8 +383,7 @@ def _compare(
         return checked.explain("refused", "", "; ".join(named)), None
     first = comparison.first
     equal_until = min(states.until.get(rank, segment.first) for rank in ledger.files)
-    # The end with the lowest step is first: both may have one.
-    problems = [said for _, said in sorted(states.alone)] if first is None else [first.where]
+    problems = [] if first is None else [first.where]
     if equal_until < due:
         problems.append(f"nothing is compared after step {equal_until:,}")
     if not (problems or comparison.equal):

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch_features import needs_in_order
 
 from lightning_d9m import SettingError
-from lightning_d9m.engine.control.data.data_state import DATA
+from lightning_d9m.engine.control.data.data_state import DATA, UNSAVED_DATA
 from lightning_d9m.engine.control.data.loaders import LoaderControl, find_loader_problems
 from lightning_d9m.engine.control.seeding import seed_host
 
@@ -224,19 +224,20 @@ def test_what_is_no_dataloader_is_left_alone():
         begin(other, per_sample=True).release()
 
 
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [({}, True), (WORKERS[0], True), (WORKERS[1], False)],
-    ids=["none", "workers", "persistent"],
-)
-def test_a_number_of_a_dataset_is_kept_unless_it_stays_in_persistent_workers(words, kept):
+@pytest.mark.parametrize("words", [{}, *WORKERS], ids=["none", "workers", "persistent"])
+@pytest.mark.parametrize("stage", ["train", "validate"])
+def test_a_number_of_a_dataset_is_kept_unless_workers_have_another(words, stage):
     """A change of the program does not reach the copies that persistent workers have."""
     dataset = Draws()
     dataset.epoch = 0
-    control = begin(make(dataset, **words))
+    control = begin(make(dataset, **words), stage=stage)
     dataset.epoch = 1
-    found = control.capture_samplers("train", within=False)
-    assert (DATA in found.get("0", {})) == kept
+    (found,) = control.capture_samplers(stage, within=False).values()
+    unsaved = stage == "validate" and "persistent_workers" in words
+    assert (DATA in found, found.get(UNSAVED_DATA)) == (
+        not unsaved,
+        ["dataset.epoch"] if unsaved else None,
+    )
     control.release()
 
 
@@ -435,13 +436,27 @@ def test_workers_that_are_spawned_draw_the_same_and_call_the_users_function(
     assert [row[:4] for row in zero] == [row[:4] for row in one]  # a batch has a seed of its own
 
 
+class MarkedBatches(Marked):
+    """The same, with torch's way to fetch a batch at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 def mark_by_sample(worker):
     dataset = get_worker_info().dataset
     dataset.mark = dataset[3][0]
 
 
-def test_a_function_for_workers_may_read_a_sample():
-    loader = make(Marked(), worker_init_fn=mark_by_sample, num_workers=1)
+def mark_by_batch(worker):
+    dataset = get_worker_info().dataset
+    dataset.mark = dataset.__getitems__([3, 4])[0][0]
+
+
+@pytest.mark.parametrize("init", [mark_by_sample, mark_by_batch])
+@pytest.mark.parametrize("kind", [Marked, MarkedBatches])
+def test_a_function_for_workers_may_read_samples(init, kind):
+    loader = make(kind(), worker_init_fn=init, num_workers=1)
     assert {row[4] for row in epochs(loader, count=1)[0]} == {3.0}
 
 

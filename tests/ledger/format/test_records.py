@@ -1,15 +1,17 @@
 """The schema of records: what was written is read, and nothing else is."""
 
 import json
+import os
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_runs import make_header
+from ledger_runs import make_digests, make_header
 from msgspec import inspect
 
 from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
     Digests,
     End,
     Evaluation,
@@ -25,6 +27,8 @@ from lightning_d9m.engine.ledger.format.records import (
     parse_record,
 )
 
+# JSON's text of such a character, and that of its escape.
+ESCAPED = r"\udce9", r"\\udce9"
 names = st.text(st.characters(codec="utf-8"), max_size=20)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -157,11 +161,26 @@ def test_a_body_that_is_no_record(body, message):
         decode_record(body)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, "\ud800"])
+@pytest.mark.parametrize("value", [object(), {1, 2}])
 def test_a_value_that_is_no_json_is_not_written(value):
     facts = RunFacts(model="m", parameters=1, train=(), trainer={"a": value})
     with pytest.raises(FieldError, match=r"cannot be written as JSON|does not fit"):
         encode_record(facts)
+
+
+def test_a_text_without_utf_8_is_escaped():
+    """As the name of a file in Latin-1, at which a training must not end."""
+    name = os.fsdecode(b"caf\xe9")
+    records = [
+        Checkpoint(path=f"{name}/a.ckpt", epoch=0, step=1, batch=0),
+        End.failed(OSError(name)),
+        make_digests("epoch", 0, groups={"weights": {name: "0" * 32}}),
+        make_header(stack={name: name}, program={"command": name}),
+        ProbeLayout(0, (("loss", name, 0),)),
+    ]
+    for record in records:
+        written = decode_record(encode_record(record))
+        assert written == parse_record(json.loads(json.dumps(record.as_record()).replace(*ESCAPED)))
 
 
 def test_texts_and_numbers_of_subclasses_are_written_as_such():

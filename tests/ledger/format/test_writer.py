@@ -1,18 +1,22 @@
 """Writing ledgers: folders that are never shared, records that survive what ends the process."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from ledger_runs import list_batches, make_digests, make_facts
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
-from lightning_d9m.engine.ledger.format.records import End
+from lightning_d9m.engine.ledger.format.records import Checkpoint, End
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+from lightning_d9m.engine.probes.trace import ProbeCollector
+from lightning_d9m.engine.probes.training import ProbePoint
 from lightning_d9m.errors import LedgerError
 
 END = End(status="finished")
@@ -106,6 +110,50 @@ def test_ctrl_c_in_the_middle_of_a_write(writer, runs, monkeypatch, written):
     reader, records = read_all(writer.path)
     assert len(records) == (2 if written is None else 1)
     assert reader.complete
+
+
+@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
+def test_a_signal_handler_writes_in_the_middle_of_a_write(writer, runs, monkeypatch, written):
+    """As one does that saves a checkpoint: its record comes after the one under way."""
+    real = os.write
+
+    def interrupted(fd, data):
+        monkeypatch.setattr(os, "write", real)
+        size = real(fd, data[:written])
+        writer.write(Checkpoint(path="a", epoch=0, step=1, batch=1))
+        writer.write(Checkpoint(path="b", epoch=0, step=1, batch=1))
+        return size
+
+    monkeypatch.setattr(os, "write", interrupted)
+    writer.write(runs.facts())
+    writer.write(END)
+    reader, _ = read_all(writer.path)
+    assert reader.complete
+    records = map(json.loads, writer.path.read_text().splitlines()[1:])
+    written = [(record["kind"], record.get("path")) for record in records]
+    assert written == [("run", None), ("checkpoint", "a"), ("checkpoint", "b"), ("end", None)]
+
+
+@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
+def test_ctrl_c_in_the_middle_of_a_layout(writer, monkeypatch, written):
+    """What follows, as the probes of a state at an exception, refers to a layout that is there."""
+    real = os.write
+
+    def interrupted(fd, data):
+        monkeypatch.setattr(os, "write", real)
+        real(fd, data[:written])
+        raise KeyboardInterrupt
+
+    probes = ProbeCollector(writer.write)
+    monkeypatch.setattr(os, "write", interrupted)
+    for step in range(3):
+        probes.begin(ProbePoint(0, step, step))
+        probes.add("loss", "loss", step)
+        with suppress(KeyboardInterrupt):
+            probes.close()
+    writer.write(END)
+    steps = [where[1] for where in list_batches(read_ledger(writer.path))]
+    assert steps == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,28 @@ class Stopping(Base):
         return self.loss(batch[0])
 
 
+class Halting(Base):
+    """Ends the training in a hook of the last process alone, after a step or an epoch."""
+
+    def configure_callbacks(self):
+        return [Halt()]
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    validation_step = training_step
+
+
+class Halt(L.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if RANK == PROCESSES - 1 and trainer.global_step == 2:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer, module):
+        if RANK == PROCESSES - 1 and trainer.global_step > 2:
+            trainer.should_stop = True
+
+
 class Failing(Base):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and RANK == PROCESSES - 1:
@@ -339,7 +361,7 @@ def train_all():
     if PROCESSES == 4:  # each process of plain DDP would train another
         return {"Keeping": train(Keeping())}
     error = find_error()
-    programs = {kind.__name__: train(kind()) for kind in (Steered, Keeping, Stopping)}
+    programs = {kind.__name__: train(kind()) for kind in (Steered, Keeping, Stopping, Halting)}
     return {"error": error, **programs}
 
 
@@ -349,7 +371,7 @@ def found():
     return {(count, rank): own for count in ranks for rank, own in enumerate(ranks[count])}
 
 
-@pytest.mark.parametrize("program", ["Keeping", "Steered", "Stopping"])
+@pytest.mark.parametrize("program", ["Keeping", "Steered", "Stopping", "Halting"])
 def test_every_number_of_processes_has_the_same_bits(found, program):
     for rank in range(3):
         state, logged, *rest = found[3, rank][program]

@@ -79,7 +79,7 @@ def fit_controls(folder):
     with mock.patch.object(steps.MicroBatchSeeds, "start"):
         train(folder / "process rng", "mlp", 4, noisy=False)
     with (
-        mock.patch.object(sandbox._Record, "put_back"),
+        mock.patch.object(sandbox._Change, "put_back"),
         mock.patch.object(sandbox._Change, "apply"),
     ):
         train(folder / "buffers", "cnn", 4)

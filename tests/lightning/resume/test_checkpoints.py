@@ -34,8 +34,8 @@ def test_a_run_that_is_resumed_twice_counts_as_a_straight_one(fits, capsys):
     first = fits.checkpoint.rename(fits.folder / "first.ckpt")
     fits.interrupt(at={"epoch": 1, "batch": 4}, resume=first)
     last = fits.resume()
-    breaks = find_breaks(last / "rank-0.jsonl")
-    assert [(b.epoch, b.batch, b.problem) for b in breaks] == [(0, 3, None), (1, 4, None)]
+    breaks, problem = find_breaks(last / "rank-0.jsonl")
+    assert ([(b.epoch, b.batch) for b in breaks], problem) == ([(0, 3), (1, 4)], "")
     assert [*evidence(last).items()] == [*evidence(straight).items()]
     assert main(["compare", str(straight), str(last)]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -87,7 +87,7 @@ def test_a_break_is_recorded_where_the_user_goes_on(fits):
     edit(lambda content: content["callbacks"].pop(KEY))(fits.checkpoint)
     with pytest.warns(UserWarning, match="with a break that the ledger records"):
         folder = fits.resume(words={"on_inexact_resume": "warn"})
-    (found,) = find_breaks(folder / "rank-0.jsonl")
+    (found,), _ = find_breaks(folder / "rank-0.jsonl")
     assert "has no lightning_d9m state" in found.inexact[0]
     assert (found.epoch, found.step, found.batch) == (1, 9, 3)
 
@@ -278,7 +278,7 @@ def test_a_search_for_the_learning_rate_is_no_resume(fits):
     words = {"model": make_model_with_rate, "max_epochs": 1}
     search = [LearningRateFinder(num_training_steps=5, early_stop_threshold=None)]
     folder = fits.fit(**words, extra=search)
-    assert find_breaks(folder / "rank-0.jsonl") == ()
+    assert find_breaks(folder / "rank-0.jsonl") == ((), "")
     assert {("initial", 0), ("epoch", 0), ("final", 0)} <= set(evidence(folder))
     # Lightning forgets the checkpoint that a fit resumes from when the search loads its own.
     fits.interrupt(**words, at={"batch": 2, "epoch": 0})

@@ -204,6 +204,23 @@ class Caching(NoisyDigits):
         return image + 0.01 * torch.rand(64), self.classes[index]
 
 
+class Stating(NoisyDigits):
+    """Says a state that no loader of torch saves."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        image, label = super().__getitem__(index)
+        return image + 0.01 * self.read, label
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
+
+
 def level(**words):
     return {"loader": lambda: DataLoader(Level(), 16, **words), "callbacks": lambda: [Setting()]}
 
@@ -240,6 +257,7 @@ drawn = partial(stream, Drawn)
 EXACT = {
     "by index": ({"loader": by_index}, [WITHIN, VALIDATED, AT_END]),
     "nested": ({"loader": partial(by_index, nested)}, [WITHIN, AT_END]),
+    "said": ({"loader": lambda: DataLoader(Stating(), 16)}, [WITHIN, AT_END]),
     "in workers": ({"loader": partial(by_index, num_workers=1)}, [AT_END]),
     "weighted": ({"loader": weighted, "callbacks": lambda: [Reweigh()]}, [WITHIN, AT_END]),
     "a stream": ({"loader": stream}, [VALIDATED, AT_END]),
@@ -253,6 +271,7 @@ EXACT = {
     "drawn in a worker": ({"loader": partial(drawn, **PERSISTENT)}, [AT_END]),
     "drawn by no loader": ({"loader": Batches}, [AT_END]),
     "what a hook sets": (level(), [WITHIN]),
+    "what a hook sets beside persistent workers": (level(**PERSISTENT), [WITHIN, AT_END]),
     "a cache and a handle": ({"loader": cached}, [WITHIN, AT_END]),
     "a cache in workers": ({"loader": partial(cached, **PERSISTENT)}, [WITHIN, AT_END]),
     **{

@@ -33,6 +33,7 @@ from trainings import NoisyDigits, make_model
 
 from lightning_d9m import D9mError, InexactResumeError
 from lightning_d9m.engine.control import session
+from lightning_d9m.integrations.lightning.resume.position import Position
 from lightning_d9m.integrations.lightning.resume.saved_run import FORMAT
 from lightning_d9m.integrations.lightning.saved_state import MANIFEST_KEY
 from lightning_d9m.integrations.trainer.trainer_attributes import KEY
@@ -563,3 +564,47 @@ def sparse():
 
 def test_sparse_gradients_are_kept(fits):
     fits.check(WITHIN, model=sparse, **UNVALIDATED)
+
+
+class Shaking(Callback):
+    """Draws when an epoch starts."""
+
+    def on_train_epoch_start(self, trainer, module):
+        with torch.no_grad():
+            module.layers[4].bias += 0.01 * (random.random() + np.random.rand() + torch.rand(10))
+
+
+def test_what_a_callback_draws_when_an_epoch_starts_does_not_depend_on_its_place(fits):
+    places = [{"hook": "on_train_epoch_end", "epoch": epoch, "batch": 6} for epoch in (0, 1)]
+    words = {"earlier": lambda: [Shaking()], "reload_dataloaders_every_n_epochs": 2}
+    fits.check(*places, **words)
+    last = fits.fit(**words | {"earlier": list, "callbacks": lambda: [Shaking()]})
+    assert evidence(last) == evidence(fits.fit(**words))
+
+
+class Checked(Callback):
+    """Says when a sanity check runs, and counts on it."""
+
+    def on_sanity_check_end(self, trainer, module):
+        CHECKS.append(trainer)
+        with torch.no_grad():
+            module.layers[4].bias += 0.01
+
+
+CHECKS = []
+
+
+def test_a_fit_that_resumes_makes_no_sanity_check(fits):
+    words = {"callbacks": lambda: [Checked()], "num_sanity_val_steps": 2}
+    fits.check({"batch": 2}, {"hook": "on_train_epoch_end", "batch": 6}, **words)
+    assert (len(CHECKS), fits.trainer.num_sanity_val_steps) == (1, 2)
+    CHECKS.clear()
+
+
+def test_a_fit_that_fails_before_it_has_begun_saves_its_checkpoint(fits, monkeypatch):
+    def save(part):
+        part.trainer.save_checkpoint(fits.checkpoint)
+
+    monkeypatch.setattr(Position, "begin", save)
+    fits.fit(max_epochs=1)
+    assert KEY in torch.load(fits.checkpoint, weights_only=True)["callbacks"]

@@ -1,5 +1,6 @@
 """State that a program or any callback keeps in any way is exact after a resume, or is refused."""
 
+import copy
 import queue
 import sys
 import threading
@@ -371,3 +372,31 @@ def test_a_batch_size_that_was_searched_for_is_that_of_the_checkpoint(fits):
         return digits
 
     assert fits.resume(datamodule=make)
+
+
+class Anchored(Callback):
+    """Draws the weights to those that training began with, and keeps a copy of all layers."""
+
+    def on_fit_start(self, trainer, module):
+        self.norm = float(sum(own.detach().square().sum() for own in module.parameters()))
+        self.copy = copy.deepcopy(module.layers)
+
+    def on_train_start(self, trainer, module):
+        self.first = {name: own.detach().clone() for name, own in module.named_parameters()}
+
+    @torch.no_grad()
+    def on_after_backward(self, trainer, module):
+        for name, own in module.named_parameters():
+            own.grad += (own - self.first[name]) / self.norm
+        module.layers[1].bias.grad += self.copy[1].running_var - self.copy[1].weight
+
+
+def test_what_is_made_of_the_weights_when_a_fit_starts_is_that_of_the_first_fit(fits):
+    fits.check(*EARLY, callbacks=lambda: [Anchored()])
+
+
+def test_a_large_copy_of_the_weights_that_the_fit_starts_with_is_refused(fits, monkeypatch):
+    monkeypatch.setattr("lightning_d9m.engine.state.changes._MOST_BYTES", 100)
+    monkeypatch.setattr("lightning_d9m.engine.state.changes._ALWAYS_BYTES", 100)
+    error = fits.refuse("changes in the fit, or may change", callbacks=lambda: [Anchored()])
+    assert "callbacks.Anchored.copy.0.weight changes" in str(error)

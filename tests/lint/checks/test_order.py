@@ -46,6 +46,22 @@ CASES = {
     "    return {'a', folder}.pop()": True,
     "    todo = {'a', 'b'}\n    while todo:\n        other.add(todo.pop())": True,
     "    (one,) = {'a'}\n    return [*{'a'}]": False,
+    "    return max(set(folder), key=folder.count)": True,
+    "    return sorted(set(folder), key=len)": True,
+    "    return sorted(os.listdir(folder), key=lambda name: -len(name))": True,
+    "    return sorted(set(folder), key=lambda name: (len(name), name))": False,
+    "    return max(set(folder), key=str.lower)": False,
+    "    return [other[n] for n in other.keys() & folder.keys()]": True,
+    "    return [other[n] for n in other.keys() - folder]": True,
+    "    assert not other.keys() ^ folder.keys()\n    return list(other.keys())": False,
+    "    with os.scandir(folder) as found:\n        return [n.name for n in found]": True,
+    "    with os.scandir(folder) as found:\n        return {n.name for n in found}": False,
+    "    with os.scandir(folder) as found:\n        for n in found:\n"
+    "            other.append(n.name)": True,
+    "    return [n for n in os.listdir(folder) if n == other]": False,
+    "    return [n for n in os.listdir(folder) if n != other]": True,
+    "    seed = hash(folder)\n    random.seed(seed)": True,
+    "    place = hash(folder)\n    return other[place]": False,
     "    found = {'a', folder}\n    if len(found) == 1:\n        return list(found)": False,
 }
 

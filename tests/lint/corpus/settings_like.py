@@ -25,6 +25,7 @@ unseeded = default_rng()  # expect: D9M201
 legacy = RandomState()  # expect: D9M201
 python = Random()  # expect: D9M201
 sequence = np.random.SeedSequence()  # expect: D9M201
+system = random.SystemRandom(3).sample(range(9), 3)  # expect: D9M201
 seeded = default_rng(0)  # fine
 configured = np.random.default_rng(CONFIG["seed"])  # fine
 named = npr.default_rng(seed=SEED)  # fine

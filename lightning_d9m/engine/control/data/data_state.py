@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
@@ -44,8 +44,7 @@ _CHECKED_BATCHES = 16
 class DataState:
     """The state of the objects that load data, and of all in them, relative to their first one.
 
-    An object with a ``state_dict`` says itself where it is, and has none here. Generators of
-    datasets have a state of their own: see ``capture_generators``.
+    Generators of datasets have a state of their own: see ``capture_generators``.
 
     Args:
         owners: The objects by name. What changes in a loader itself is never saved, as Lightning
@@ -54,6 +53,8 @@ class DataState:
         samplers: The samplers of the loader.
         earlier: The states of other loaders. An object that one of them has, too, is compared with
             its first state there.
+        saved: The names of objects whose ``state_dict`` another part of a checkpoint has, if they
+            have one. They have no state here.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DataState:
         owners: Mapping[str, object],
         samplers: Sequence[object] = (),
         earlier: Iterable["DataState"] = (),
+        saved: Collection[str] = (LOADER,),
     ) -> None:
         known = {
             id(own): changes
@@ -71,7 +73,7 @@ class DataState:
         self.data: dict[str, tuple[object, Changes]] = {
             name: (own, known.get(id(own)) or _watch(name, own, others))
             for name, own in owners.items()
-            if not hasattr(own, "load_state_dict")
+            if not (name in saved and hasattr(own, "load_state_dict"))
         }
         self.samplers: dict[str, tuple[object, Changes]] = {
             str(number): (sampler, known.get(id(sampler)) or _watch("", sampler, others))
@@ -165,7 +167,9 @@ class WorkerWatch:
     """
 
     def __init__(self, owners: Mapping[str, object], report: Callable[[str], object]) -> None:
-        self._state = DataState(owners)
+        # A worker does not know whether the loader saves it; a stream that says its state may be.
+        saved = [name for name, own in owners.items() if isinstance(own, IterableDataset)]
+        self._state = DataState(owners, saved=saved)
         self._report = report
         self._batches = 0
 

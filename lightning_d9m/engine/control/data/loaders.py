@@ -136,10 +136,13 @@ class SeededDataset:
             return self._dataset[request]  # the program reads a sample, as in `worker_init_fn`
         return self._load(request, self._fetch_sample)
 
-    def __getitems__(self, request: SeededIndex | list[SeededIndex]) -> Any:
+    def __getitems__(self, request: Any) -> Any:
         """Return a batch, or the micro-batches of logical ranks."""
         if isinstance(request, SeededIndex):
             return self._load(request, self._fetch_batch)
+        if not all(isinstance(part, SeededIndex) for part in request):  # the program's, as above
+            fetch = getattr(self._dataset, "__getitems__", None)
+            return fetch(request) if fetch else [self._dataset[index] for index in request]
         return MicroBatches(map(self.__getitems__, request))
 
     def _load(self, request: SeededIndex, fetch: Callable[[Any, int], Any]) -> Any:
@@ -246,11 +249,14 @@ class ControlledLoader:
         samplers = find_samplers(loader)
         self._rankless = all(type(sampler) in RANKLESS for sampler in samplers)
         owners: dict[str, object] = {LOADER: loader} if is_of_program(type(loader)) else {}
-        # Persistent workers have a copy of a dataset with indices, which changes of the program do
-        # not reach.
-        if iterable or not (loader.num_workers and loader.persistent_workers):
-            owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-        self.state: DataState = DataState(owners, samplers, [own.state for own in control.loaders])
+        owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        # Workers have the dataset as it was when they started; a later change does not reach them.
+        self._keeps_copies = not iterable and loader.num_workers > 0 and loader.persistent_workers
+        # Only torchdata's loader saves the state that a dataset says, and that of a map is not
+        # loaded, as this class restores the position.
+        saved = (LOADER, "dataset") if iterable and has_state(loader) else (LOADER,)
+        earlier = [own.state for own in control.loaders]
+        self.state: DataState = DataState(owners, samplers, earlier, saved)
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
         self._keep_in_order(loader)
@@ -325,14 +331,18 @@ class ControlledLoader:
         """Return what the order of batches depends on; see ``LoaderControl.capture_samplers``."""
         start = self.start
         if not within or start is None:
-            return self.state.capture()
+            found = self.state.capture()
+            if self._keeps_copies and self.stage != "train" and DATA in found:
+                # They start in the first validation, so those of a resumed run have later values.
+                found[UNSAVED_DATA] = [*found.get(UNSAVED_DATA, ()), *found.pop(DATA)]
+            return found
         # Read again from the start of the epoch; a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
             return start
         at_start = {name: own for name, own in start.items() if name not in _OF_DATA}
         now = {name: own for name, own in self.state.capture().items() if name in _OF_DATA}
         loader = self.loader()
-        if loader is not None and loader.num_workers and not at_end:
+        if loader is not None and loader.num_workers and not (at_end or self._keeps_copies):
             # Workers have copies from the start of the epoch.
             first, held = start.get(DATA, {}), tuple(self.state.data)
             changed = [
@@ -356,10 +366,13 @@ class ControlledLoader:
         if data:
             self.state.restore_data(states)
 
-    def restore_data(self, epoch: int) -> None:
-        """Restore what the dataset held where the run was interrupted."""
+    def restore_data(self, epoch: int, *, within: bool) -> None:
+        """Restore what the dataset held where the run was interrupted.
+
+        Within an epoch it has been restored before workers start that end with the epoch.
+        """
         reached = self._find_reached(epoch)
-        if reached is not None:
+        if reached is not None and (self._keeps_copies or not within):
             self.state.restore_data(reached.samplers.get(str(self.stream.number), {}))
             self._has_data = True
 
@@ -380,7 +393,7 @@ class ControlledLoader:
         reached = self._find_reached(epoch)
         if reached is not None:
             # Hooks may have set the data since it was restored.
-            self.restore(reached.samplers, data=not self._has_data)
+            self.restore(reached.samplers, data=not (self._has_data or self._keeps_copies))
             self._has_data = True
         self._seed_samplers(loader, epoch)
         # A loader of an iterable dataset restores its position itself, or cannot.
@@ -547,10 +560,10 @@ class LoaderControl:
                 control.first_epoch = epoch
             control.start_epoch(epoch)
 
-    def restore_data(self, stage: str, epoch: int) -> None:
+    def restore_data(self, stage: str, epoch: int, *, within: bool = False) -> None:
         """Restore the state of datasets, which an iteration before the epoch may have changed."""
         for control in self._list(stage):
-            control.restore_data(epoch)
+            control.restore_data(epoch, within=within)
 
     def restore_samplers(self, stage: str, samplers: Mapping[str, Any]) -> None:
         """Restore what ``capture_samplers`` returned, after the loaders were loaded."""

@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -73,8 +72,8 @@ class RankReader(AbstractContextManager["RankReader"]):
             file.
         complete: Whether the last record is an ``End``. Set at the end of the file.
         marked: Number of the line with the chain hash ``mark``; 0 until it was read.
-        breaks: The interruptions after which the run was resumed, in order; reasons that a run
-            found late are known once it was read. Only a ``LineageReader`` has them.
+        problem: Why the run that it continues is not read; empty if it is, or there is none. Only
+            a ``LineageReader`` reads it.
 
     Raises:
         LedgerError: When the file cannot be read, is not a ledger, or has another schema; while
@@ -85,7 +84,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         self.path = path
         self.line = self.marked = 0
         self.truncated = self.complete = False
-        self.breaks: list[Break] = []
+        self.problem = ""
         self._mark = mark.encode()
         self._layouts: dict[int, tuple[ProbeKey, ...]] = {}
         self._chain_hash = CHAIN_START
@@ -240,33 +239,12 @@ def _open_regular(path: Path) -> BinaryIO:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
-    """An interruption after which the run was resumed.
-
-    Attributes:
-        epoch: The epoch that was next or under way.
-        step: The global step.
-        batch: How many batches of the epoch were trained.
-        parent: The ledger that is continued, as the record names it.
-        problem: Why that ledger is not read; None when it is.
-        inexact: Why the resumed run cannot end at the bits of an uninterrupted one; empty when it
-            can.
-    """
-
-    epoch: int
-    step: int
-    batch: int
-    parent: str
-    problem: str | None = None
-    inexact: tuple[str, ...] = ()
-
-
 class LineageReader(RankReader):
     """Streams the file of a run after those of the runs that it continues, if it was resumed.
 
-    It yields each record once, as the uninterrupted run would have written it. The header,
-    ``complete`` and ``line`` are those of the last file.
+    It yields each record once, as the uninterrupted run would have written it, and where the run
+    was resumed, the record that says so. The header, ``complete`` and ``line`` are those of the
+    last file.
     """
 
     # The second record of a resumed run's file names the folder that it continues.
@@ -274,16 +252,13 @@ class LineageReader(RankReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self._parts, self.breaks = _follow(path)
+            self._parts, self.problem = _follow(path)
         except BaseException:
             self.close()
             raise
 
     def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
-        """Yield each record after the header once, and batches in order among them.
-
-        The reasons that a part gives are kept.
-        """
+        """Yield each record after the header once, and batches in order among them."""
         parts: list[tuple[Path, Resume | None]] = [*self._parts, (self.path, None)]
         for number, (path, resume) in enumerate(parts):
             part = self if resume is None else RankReader(path, mark=resume.parent_check)
@@ -291,13 +266,7 @@ class LineageReader(RankReader):
                 for record in RankReader.records(part, lines_only=lines_only):
                     if resume is not None and not _counts(record, part, resume):
                         continue
-                    # The oldest part continues a ledger, too, if that cannot be read.
-                    place = number + len(self.breaks) - len(self._parts) - 1
-                    if isinstance(record, Resume) and place >= 0:
-                        known = self.breaks[place]
-                        reasons = tuple(dict.fromkeys((*known.inexact, *record.inexact)))
-                        self.breaks[place] = replace(known, inexact=reasons)
-                    elif not isinstance(record, (Resume, RunFacts) if number else Resume):
+                    if not (number and isinstance(record, RunFacts)):
                         yield record
 
 
@@ -324,16 +293,18 @@ def _holds(path: Path, chain_hash: str) -> bool:
         return any(reader.marked for _ in reader.line_records()) or bool(reader.marked)
 
 
-def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
-    """Return the continued files with the records that continue them, oldest first; the breaks."""
+def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], str]:
+    """Return the continued files with the records that continue them, oldest first.
+
+    Also return why the file that the oldest one continues is not read; empty if it continues none.
+    """
     parts: list[tuple[Path, Resume]] = []
-    breaks: list[Break] = []
+    problem = ""
     # By inode, because one file has many paths, and a chain of edited records may be a circle.
     seen: set[tuple[int, int]] = set()
     while (record := read_resume(path)) is not None:
         found = find_parent(path, record.parent)
         seen.add(_file_id(path))
-        problem = None
         try:
             if found is None:
                 problem = "it is not there"
@@ -343,13 +314,11 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], list[Break]]:
                 problem = "it does not hold the record at which the checkpoint was saved"
         except LedgerError as error:
             problem = str(error)
-        place = record.epoch, record.step, record.batch
-        breaks.append(Break(*place, record.parent, problem, record.inexact))
-        if found is None or problem is not None:
+        if found is None or problem:
             break
         parts.append((found, record))
         path = found
-    return parts[::-1], breaks[::-1]
+    return parts[::-1], problem
 
 
 def read_resume(path: Path) -> Resume | None:

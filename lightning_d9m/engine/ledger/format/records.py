@@ -245,15 +245,21 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         step: The global step.
         totals: One digest for each group.
         groups: Digest by name, by group; a group may be left out and have only its total.
+        undigested: Number of objects in the state that count by their type alone, because their
+            bytes are not defined.
+        problem: Where the first of them is, and why it has no digest.
         loss: The last training loss, if there was one.
         scalars: Each logged scalar.
     """
 
+    cut: ClassVar[tuple[str, ...]] = ("problem",)
     moment: Annotated[Text, _PAIRS]
     epoch: Annotated[Whole, _PAIRS]
     step: Whole
     totals: Digests32
     groups: Mapping[Text, Digests32]
+    undigested: Annotated[Whole, _NEVER] = 0
+    problem: Annotated[Text | None, _NEVER] = None
     loss: HexFloat | None = None
     scalars: Mapping[Text, HexFloat] = {}
 
@@ -263,6 +269,7 @@ class Digests(Entry, frozen=True, tag="digests", kw_only=True):
         return {name: float.fromhex(text) for name, text in written.items()}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_floats("loss", [self.loss])
         _check_floats("scalars", self.scalars.values())
 
@@ -288,7 +295,8 @@ class Evaluation(Entry, frozen=True, tag="evaluation", kw_only=True):
     batches: Whole
     outputs: Digest
     undigested: Whole = 0
-    problem: Text | None = None
+    # A key in it may show an address, which is another one in each run.
+    problem: Annotated[Text | None, _NEVER] = None
     scalars: Mapping[Text, HexFloat] = {}
 
     def __post_init__(self) -> None:
@@ -321,7 +329,9 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
     """The last record of a fit that finished, failed or was stopped; a killed fit has none.
 
     Attributes:
-        status: The outcome; ``"stopped"`` of a segment, which ends at a step on purpose.
+        status: The outcome; ``"stopped"`` of a segment that was ended before its fit ended.
+        epoch: The epoch of the last state that the fit has recorded, or that an exception ended.
+        step: The global step there.
         error: The error's message.
         drift: The difference between ranks, if that is the error.
         reason: What ended a training that finished, where it is known.
@@ -329,6 +339,8 @@ class End(Entry, frozen=True, tag="end", kw_only=True):
 
     cut: ClassVar[tuple[str, ...]] = ("error", "reason")
     status: Literal["finished", "failed", "stopped"]
+    epoch: Whole = field(default_factory=int)
+    step: Whole = field(default_factory=int)
     error: Annotated[Text | None, _NEVER] = None
     drift: Annotated[RankDrift | None, _NEVER] = None
     reason: Annotated[Text | None, _NEVER] = None
@@ -552,13 +564,25 @@ def encode_record(record: Record) -> bytes:
         FieldError: When the record is not one that ``decode_record`` would accept.
     """
     try:
-        body = _encode(record)
-    except (TypeError, UnicodeEncodeError) as error:
+        try:
+            body = _encode(record)
+        except UnicodeEncodeError:  # rare
+            body = _encode(_escape_surrogates(record.as_record()))
+    except TypeError as error:
         raise FieldError("record", f"cannot be written as JSON: {error}") from error
     # msgspec checks types only when it decodes. A line that readers refuse would make the rest of
     # the file unreadable, so it is refused here.
     decode_record(body)
     return body
+
+
+def _escape_surrogates(value: Json) -> Json:
+    """Return a value whose texts have a UTF-8 encoding, unlike the name of a file in Latin-1."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(own) for key, own in value.items()}
+    return [*map(_escape_surrogates, value)] if isinstance(value, list | tuple) else value
 
 
 def decode_record(body: bytes) -> Record:

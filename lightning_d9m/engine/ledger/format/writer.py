@@ -41,9 +41,13 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self._process = os.getpid()
         self._closed = False
         self._failure: str | None = None
-        self._layouts: dict[int, int] = {}  # the number of places of each
-        # The bytes and the last check of all whole records, and those with the one under way.
-        self._written = self._begun = (0, CHAIN_START)
+        # Those that are not written yet: more than one if a signal handler writes during a write.
+        self._waiting: list[Record | Mapping[str, Json]] = []
+        self._is_writing = False
+        # Of all whole records, and of those with the one under way: their bytes, the last check,
+        # and how many places each layout has.
+        self._written: tuple[int, bytes, dict[int, int]] = (0, CHAIN_START, {})
+        self._begun = self._written
         # O_EXCL: a run never continues a file. O_APPEND: the kernel writes at the end, even if
         # another program has changed the file. O_CLOEXEC: a program that this one starts, such as
         # a loader's worker, does not keep the file open.
@@ -59,6 +63,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
     def write(self, record: Record | Mapping[str, Json]) -> None:
         """Append one record, typed or as JSON values by name.
 
+        A signal handler may call this during a write, which then writes the handler's record, too.
         After a failure the writer refuses records: a ledger with a gap must not look complete.
 
         Raises:
@@ -76,24 +81,32 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
                 f"{os.getpid()} was forked from it and must not write there. Start a new Trainer "
                 "run in the forked process."
             )
-        kind = record.get("kind") if isinstance(record, Mapping) else record.kind
+        self._waiting.append(record)
+        while self._waiting and not self._is_writing:
+            try:
+                self._is_writing = True
+                if self._waiting:  # a handler may have come between
+                    self._write(self._waiting.pop(0))
+            finally:
+                self._is_writing = False
+
+    def _write(self, record: Record | Mapping[str, Json]) -> None:
         try:
+            # The record before may have been interrupted (Ctrl-C within `os.write`), so it is
+            # looked at only now. A handler cannot know how much the kernel had taken.
+            self._resolve()
             typed = parse_record(record) if isinstance(record, Mapping) else record
+            layouts = self._written[2]
             if isinstance(typed, ProbesRecord):
-                typed.check_places(self._layouts.get(typed.layout, 0))
-            body = encode_record(typed)
+                typed.check_places(layouts.get(typed.layout, 0))
+            if isinstance(typed, ProbeLayout):
+                layouts = {**layouts, typed.id: len(typed.places)}
+            self._append(encode_record(typed), layouts)
         except FieldError as error:
+            kind = record.get("kind") if isinstance(record, Mapping) else record.kind
             raise LedgerError(
                 f"A record {quote(kind)} for {self.path} is malformed: {error}."
             ) from error
-        if isinstance(typed, ProbeLayout):
-            # Before it is written: an interruption may come between the two.
-            self._layouts[typed.id] = len(typed.places)
-        # The record before may have been interrupted (Ctrl-C within `os.write`), so it is looked at
-        # only now. A handler cannot know how much the kernel had taken.
-        try:
-            self._resolve()
-            self._append(body)
         except OSError as error:
             with suppress(OSError):
                 self._resolve()
@@ -133,14 +146,14 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         elif status.st_size != self._written[0]:
             raise OSError("another program has changed the file")
 
-    def _append(self, body: bytes) -> None:
+    def _append(self, body: bytes, layouts: dict[int, int]) -> None:
         """Append a record. After an error ``_resolve`` takes a part of it back."""
-        size, check = self._written
+        size, check, _ = self._written
         line, check = chain_record(body, check)
         limit = MAX_LINE if size else MAX_HEADER
         if len(line) > limit:
             raise OSError(f"a record of {len(line)} bytes exceeds the {limit} allowed")
-        self._begun = (size + len(line), check)
+        self._begun = (size + len(line), check, layouts)
         written = os.write(self._file, line)
         while written < len(line):
             # After a short write on a full disk, the next write raises the error.

@@ -88,7 +88,7 @@ class Samplers(Part):
     """
 
     name = "samplers"
-    restored = ("validation", "epoch")  # again after a sanity check
+    restored = ("validation",)
 
     def capture(self, phase: Phase) -> dict[str, Any]:
         control = self.fit.session.loaders

@@ -18,7 +18,7 @@ Moment = Literal["load", "reset", "train", "validation", "epoch", "started", "ba
 
 ``"load"``: the checkpoint has been read. ``"reset"``: the loops are about to read their progress.
 ``"train"``: training is about to start. ``"validation"``: the loaders of validation have been
-loaded, before a sanity check or later. ``"epoch"``: the first epoch is about to start.
+loaded. ``"epoch"``: the first epoch is about to start.
 ``"started"``: its hooks have run. ``"batch"``: the next batch of a partly trained epoch follows.
 """
 
@@ -93,8 +93,8 @@ class Part:
     # `Any`, since msgspec takes more than classes, such as a union with None or a list of dicts.
     form: Any = dict[str, Any]
     scope: Literal["rank", "run", "joined"] = "rank"
-    # A part may be restored more than once: what runs after the first time, such as a sanity check
-    # or the hooks that start an epoch, may change its state again.
+    # A part may be restored more than once: what runs after the first time, such as the hooks that
+    # start an epoch, may change its state again.
     restored: tuple[Moment, ...] = ()
     checked: Moment | None = None
     evaluated = False

@@ -43,7 +43,7 @@ from lightning_d9m.integrations.lightning.saved_state import CALLBACKS, MANIFEST
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
-from lightning_d9m.integrations.trainer.trainer_attributes import KEY, ranks_of
+from lightning_d9m.integrations.trainer.trainer_attributes import KEY, Trainer, ranks_of
 
 _Find = Callable[[], list[str]]
 
@@ -91,7 +91,7 @@ class ResumableFit(Fit):
         # What the loaders of validation, which may come later, restore.
         self._unvalidated: Mapping[str, Any] = {}
         self._loader_states: list[dict[str, Any]] = []
-        self._at_end = False
+        self._at_end = self._starts_epoch = False
         # The numbers of batches of the epochs since a loader has loaded its state.
         self._lengths: list[int] | None = None
         self._skipped = 0
@@ -140,6 +140,8 @@ class ResumableFit(Fit):
             # The weights are loaded before the callbacks' on_load_checkpoint, the optimizers after.
             (trainer.strategy, "load_model_state_dict", self._load_weights),
             (trainer.strategy, "load_optimizer_state_dict", self._load_optimizers),
+            # After that the hooks may make objects of the weights.
+            (trainer.strategy, "setup", self._set_up),
             # The loaders of training are loaded: each is given to `resume_loader`, they load their
             # states, and then they are iterated for the first time, which starts workers.
             (fit, lightning_private.LOAD_LOADER_STATES, self._load_loader_states),
@@ -305,6 +307,9 @@ class ResumableFit(Fit):
         self._check("load")
         self._unvalidated = saved
         self._restore("load")
+        # The interrupted run has made it, and what it changes is in the checkpoint. Lightning would
+        # repeat it.
+        self._patches.replace(trainer, "num_sanity_val_steps", 0)
         continue_cut(trainer, saved["position"], checkpoint)
 
     @property
@@ -391,13 +396,24 @@ class ResumableFit(Fit):
             found = map(find_epoch_problem, lightning_private.list_loaders(trainer.fit_loop))
             self.report([*filter(None, found)])
 
+    def _set_up(self, set_up: Callable[[Trainer], None], trainer: Trainer) -> None:
+        set_up(trainer)
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._watch_program()
+
     def _load_training(self, load: Callable[[], None]) -> None:
         self._watch_program()
         load()
         self.session.loaders.keep_iterated("train")
+        if self._starts_epoch:
+            self._starts_epoch = False
+            self.session.start_epoch(self.trainer.current_epoch)
 
     def _watch_program(self) -> None:
-        """Take the program's state as held at first, before loaders restore what they share."""
+        """Take the program's state as held at first, before hooks change it.
+
+        Loaders may restore what they share with the program.
+        """
         if self.trainer.optimizers:
             _ = self._program.changes
 
@@ -436,10 +452,10 @@ class ResumableFit(Fit):
 
     def begin(self) -> None:
         """Continue the ledger of the interrupted run; called before training starts."""
-        self.has_begun = True
         self._find_trained = remember(self._program)
         for part in self._parts.values():
             part.begin()
+        self.has_begun = True  # last, as an exception may save while parts begin
         if not self.saved and not self._reasons:
             return
         position, step = self._position, self.trainer.global_step
@@ -470,8 +486,11 @@ class ResumableFit(Fit):
         if self.saved and self.has_begun:
             self._restore("epoch")
             self._check("epoch")
-            if self.was_saved_between_epochs:
-                self.session.loaders.restore_data("train", self._position.epoch)
+            within = not self.was_saved_between_epochs
+            self.session.loaders.restore_data("train", self._position.epoch, within=within)
+        # Loaders may be loaded again now, which seeds. Then it seeds the epoch, before the hooks of
+        # all callbacks: what one draws must not depend on its place among them.
+        self._starts_epoch = self.has_begun
         start()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:

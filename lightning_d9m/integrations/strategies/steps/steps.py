@@ -33,6 +33,7 @@ from lightning_d9m.integrations.strategies.sums.metric_states import MetricState
 from lightning_d9m.integrations.strategies.sums.sandbox import Sandbox
 from lightning_d9m.integrations.trainer.lightning_private import (
     BEFORE_BATCH_TRANSFER,
+    is_validation_due,
     set_logged_batch,
     skips_backward,
 )
@@ -52,6 +53,7 @@ _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
 # The draws between two steps, such as those of callbacks, are of no logical rank.
 _BETWEEN_STEPS = -1
 _TRAINED = ("on_train_batch_start", "on_train_batch_end")
+_AFTER_STEPS = ("on_before_optimizer_step", "optimizer_step", "on_train_batch_end")
 
 
 class LogicalSteps:
@@ -82,7 +84,7 @@ class LogicalSteps:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
         self.block = block = processes.block  # of the strategy
-        gather = processes.gather_values
+        self._gather = gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
         metrics = find_metrics(trainer)
         self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
@@ -104,7 +106,7 @@ class LogicalSteps:
         self._sandbox = Sandbox(
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
-        self._ran = False
+        self._ran = self._ends_steps = False
         self._place = ("train", 0, 0)
         self.losses: list[Tensor] = []
         self._output: Any = None
@@ -155,8 +157,30 @@ class LogicalSteps:
         patches.replace(self._module, BEFORE_BATCH_TRANSFER, later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
+        owners = (self._module, *self._trainer.callbacks)
+        hooks = [getattr(owner, name, None) for owner in owners for name in _AFTER_STEPS]
+        self._ends_steps = any(hook and not is_of_lightning(hook) for hook in hooks)
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
+        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
+            end = partial(self._end_advance, loop, loop.on_advance_end)
+            patches.replace(loop, "on_advance_end", end)
+
+    def _end_advance(self, loop: Any, end: Callable[..., None], *args: Any) -> None:
+        """Run the end of a batch or an epoch, after which a loop may stop, on all processes alike.
+
+        A hook of the program may have set ``should_stop`` on its process alone.
+        """
+        # An exchange takes about a millisecond, which most programs need not spend on each batch.
+        if self._ends_steps:
+            self._agree_to_stop()
+        is_rare = loop is self._trainer.fit_loop or is_validation_due(self._trainer)
+        end(*args)
+        if is_rare:
+            self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        self._trainer.should_stop = any(self._gather(bool(self._trainer.should_stop)))
 
     def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""

@@ -177,7 +177,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes, plain data (see `encode_plain`)."""
-        return [decode_plain(part) for part in self.gather_bytes(encode_plain(values))]
+        parts = self.gather_bytes(encode_plain(values))
+        return [decode_plain(part, self.root_device) for part in parts]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process."""

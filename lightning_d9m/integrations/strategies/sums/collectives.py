@@ -102,8 +102,8 @@ def send_tensors(tensors: list[Tensor], processes: Any) -> None:
         for tensor, first in zip(others, processes.gather_values(others)[0], strict=True):
             # Only where it differs: torch refuses to write to a tensor of which several elements
             # have one address.
-            if not TENSOR.matches(tensor.cpu(), first):
-                TENSOR.write(tensor, first.to(tensor.device))
+            if not TENSOR.matches(tensor, moved := first.to(tensor.device)):
+                TENSOR.write(tensor, moved)
 
 
 def move_tensors(value: Any, module: nn.Module) -> Any:

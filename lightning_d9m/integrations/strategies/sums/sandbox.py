@@ -1,11 +1,13 @@
 """Changes by the step of a logical rank: put back before the next one, merged at the end."""
 
+import math
+import operator
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -27,13 +29,12 @@ from lightning_d9m.engine.state.parts import (
     Dict,
     Kind,
     are_same,
-    equal_bits,
     holds_objects,
 )
 from lightning_d9m.engine.state.plain_data import encode_plain
 from lightning_d9m.engine.state.state import VERSIONED, LeaveOut, Node, Watch
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.strategies.sums.collectives import move_tensors, send_tensors
+from lightning_d9m.integrations.strategies.sums.collectives import send_tensors
 from lightning_d9m.program import is_of_framework
 
 # The steps in which trained weights are compared by value; later a version tells.
@@ -42,8 +43,10 @@ from lightning_d9m.program import is_of_framework
 # error, since the value before is not known.
 _COMPARED_STEPS = 2
 _NUMBERS = (int, float, complex)
-_PAIR = 2
-_LARGEST = 8  # bytes of a number that torch has, too: not those of np.longdouble
+# What a change is, by which those that differ are merged.
+_ADDED, _BUFFER, _ELEMENTS, _ENTRY, _VALUE = "added", "buffer", "elements", "entry", "value"
+# What logical ranks add to containers of these is merged, whatever holds them.
+_CONTAINERS: tuple[Any, ...] = (dict, set, (list, deque))
 # Of data outside the module only a step that has written to them is looked at closely.
 _WRITTEN = replace(TENSOR, sign=VERSIONED.sign)
 # What others keep, or no program changes.
@@ -52,48 +55,41 @@ _LEFT_OUT = Kind(lambda _: None, sign=lambda _: 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """A value that a step has replaced: a part of a holder, or all that an object holds."""
+    """A value that a step has replaced, or a container to which it has added.
 
-    path: str
+    Attributes:
+        node: The holder of a part, or the object that has changed as a whole.
+        key: The key of the part; empty for a whole.
+        value: What is there now; ``MISSING`` if the part is gone.
+        token: The form, by which changes that differ are merged, and what was added to a container,
+            or what is equal if logical ranks make the same change. Only this is sent at first.
+    """
+
     node: Node
-    key: Any
+    key: tuple[Any, ...]
     value: Any
-    token: str
+    token: tuple[str, Any]
 
     def put_back(self) -> None:
         """Restore the value at the start of the step."""
         node = self.node
-        self._set(node.content if self.key is None else node.content.get(self.key[0], MISSING))
+        self._set(node.content.get(self.key[0], MISSING) if self.key else node.content)
 
     def apply(self) -> None:
         """Set the changed value."""
         self._set(self.value)
 
     def _set(self, value: Any) -> None:
-        if self.key is None:
-            self.node.kind.write(self.node.owner, value)
-        else:
+        if self.key:
             self.node.set_part(self.key[0], value)
+        else:
+            self.node.kind.write(self.node.owner, value)
 
 
-@dataclass(slots=True, eq=False)
-class _Record:
-    """The changes of one logical rank.
-
-    Attributes:
-        changes: The replaced values by path.
-        added: Each extended list, set or dict, and what was appended to it, by path.
-    """
-
-    changes: dict[str, _Change] = field(default_factory=dict)
-    added: dict[str, tuple[Node, list[Any]]] = field(default_factory=dict)
-
-    def put_back(self) -> None:
-        """Restore the state at the start of the step."""
-        for node, _ in self.added.values():
-            node.kind.write(node.owner, node.content)
-        for change in self.changes.values():
-            change.put_back()
+# The changes of a logical rank by path, and whether a part of a holder has changed there: an object
+# that has changed has the path of one that replaces it.
+_Place: TypeAlias = tuple[str, bool]
+_Record: TypeAlias = dict[_Place, _Change]
 
 
 class Sandbox:
@@ -192,11 +188,11 @@ class Sandbox:
                 )
         if self._watch is None:
             return
-        record = self._records[rank] = _Record()
+        record = self._records[rank] = {}
         for node in self._watch.find_changed():
             self._note(node, record)
         if not last:
-            record.put_back()
+            _put_back(record)
 
     # The state
 
@@ -217,9 +213,10 @@ class Sandbox:
         if kind is OPAQUE and any(hasattr(value.__class__, name) for name in QUESTIONS):
             return TOLD
         if kind is LONG:  # whose objects are not entered
-            plain = DICT if isinstance(value, dict) else ITEMS
-            return self._together if holds_objects(value) else plain
-        return kind
+            if holds_objects(value):
+                return self._together
+            kind = DICT if isinstance(value, dict) else ITEMS
+        return _BOUNDED if kind is ITEMS and getattr(value, "maxlen", None) else kind
 
     def _read_versions(self) -> dict[str, Any]:
         return {
@@ -242,21 +239,22 @@ class Sandbox:
                 f"after step {_COMPARED_STEPS}, and its value is not known any more: change it in "
                 "a hook such as on_train_batch_end, or in the first step already."
             )
+        added: Any = {}
         if isinstance(kind, Dict):
             for path, key, first, part in node.find_parts():
                 if key in self._hide(owner):
                     continue
                 if first is MISSING and kind is DICT:
-                    record.added.setdefault(node.path, (node, []))[1].append((key, part))
+                    added[key] = part
                 else:
-                    record.changes[path] = self._make_change(path, node, (key,), part)
-        elif (added := _find_added(node)) is not None:
-            record.added[node.path] = node, added
-        else:
+                    record[path, True] = self._make_change(node, (key,), part)
+        elif (added := _find_added(node)) is None:
             if kind in (TENSOR, VERSIONED):
                 self._changing.add(id(owner))
                 kind = TENSOR
-            record.changes[node.path] = self._make_change(node.path, node, None, kind.read(owner))
+            record[node.path, False] = self._make_change(node, (), kind.read(owner))
+        if added or kind is DICT:  # which is put back as a whole, with the order of its keys
+            record[node.path, False] = _Change(node, (), MISSING, (_ADDED, added))
 
     def _note_opaque(self, node: Node) -> None:
         package = type(node.owner).__module__.partition(".")[0]
@@ -269,9 +267,7 @@ class Sandbox:
                 stacklevel=2,
             )
 
-    def _make_change(self, path: str, node: Node, key: Any, value: Any) -> _Change:
-        if value is MISSING:
-            return _Change(path, node, key, value, "removed")
+    def _make_change(self, node: Node, key: tuple[Any, ...], value: Any) -> _Change:
         if node.kind is TABLE:
             is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         else:
@@ -279,11 +275,14 @@ class Sandbox:
             is_buffer = id(node.owner) in self._buffers
         if is_buffer:
             # Not by its values: DDP takes the buffers of process 0, whatever those of others are.
-            token = f"buffer {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
-        else:
-            # Only this is sent at first, and values only of changes that then differ.
-            token = digest_saved(value) or type(value).__qualname__
-        return _Change(path, node, key, value, token)
+            kind = f"{getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}"
+            return _Change(node, key, value, (_BUFFER, kind))
+        form = _ENTRY if node.kind is DICT else _VALUE
+        if not key and _has_elements(node, value):
+            form = _ELEMENTS
+        removed = "removed" if value is MISSING else None
+        digest = removed or digest_saved(value) or type(value).__qualname__
+        return _Change(node, key, value, (form, digest))
 
     # The merge
 
@@ -305,64 +304,59 @@ class Sandbox:
         self._steps[stage] += 1
         if stage == "predict":
             for record in records.values():
-                for path in record.added:
-                    raise SettingError(
-                        f"predict_step adds to {path!r}, and processes may predict different "
-                        "numbers of batches: return the value from predict_step, or write it in a "
-                        "callback."
-                    )
-                record.put_back()
+                for (path, _), change in record.items():
+                    if change.token[0] == _ADDED and change.token[1]:
+                        raise SettingError(
+                            f"predict_step adds to {path!r}, and processes may predict different "
+                            "numbers of batches: return the value from predict_step, or write it "
+                            "in a callback."
+                        )
+                _put_back(record)
             return [extra]
         if self._watch is None:
             return [extra]
         tokens = {
-            rank: {path: change.token for path, change in record.changes.items()}
+            rank: {place: change.token for place, change in record.items()}
             for rank, record in records.items()
         }
-        added = {
-            rank: {path: items for path, (_, items) in record.added.items()}
-            for rank, record in records.items()
-        }
-        sent = [tokens, added, extra]
-        parts = self._processes.gather_values(sent) if self._shared else [sent]
-        self._merge(records, parts, stage)
+        parts = self._gather([tokens, extra])
+        self._merge(records, _turn(part[0] for part in parts), stage)
         return [part[-1] for part in parts]
 
-    def _merge(self, records: dict[int, _Record], parts: list[Any], stage: str) -> None:
+    def _gather(self, values: Any) -> list[Any]:
+        return self._processes.gather_values(values) if self._shared else [values]
+
+    def _merge(
+        self, records: dict[int, _Record], tokens: dict[_Place, dict[int, Any]], stage: str
+    ) -> None:
         # From here on all processes have the same facts, so they decide alike and in one order.
-        tokens, added = (_turn(part[place] for part in parts) for place in (0, 1))
         for record in records.values():
-            record.put_back()
-        for change in records[self._block.start].changes.values():
-            change.apply()
-        differing = [
-            path
-            for path, found in sorted(tokens.items())
-            if len(found) < self._ranks or len(set(found.values())) > 1
-        ]
+            _put_back(record)
+        differing, added, buffers = dict[_Place, Any](), dict[str, Any](), []
+        for place, tokens_of in tokens.items():
+            found = {rank: token for rank, token in tokens_of.items() if token[0] != _ADDED}
+            if len(found) < len(tokens_of):
+                added[place[0]] = {r: own for r, (_, own) in tokens_of.items() if r not in found}
+            if found and (len(found) < self._ranks or len({*found.values()}) > 1):
+                differing[place] = found
+            elif found:
+                change = records[self._block.start][place]
+                change.apply()
+                if change.token[0] == _BUFFER:
+                    owner = change.node.owner
+                    buffers.append(owner[change.key[0]] if change.key else owner)
         if differing:
-            # Such as weights of samples, by the number of the sample. Equal values of several ranks
-            # may be those of a counter, to which each has added.
-            single = {path for path in differing if len(tokens[path]) == 1}
-            self._settle(records, differing, single, stage)
+            self._settle(records, differing, stage)
         if self._shared:
-            changes = records[self._block.start].changes
-            # In the order of names: a broadcast must meet its counterpart in each process.
-            alike = [changes[path] for path in sorted(changes.keys() - {*differing})]
-            buffers = [
-                change.node.owner if change.key is None else change.node.owner[change.key[0]]
-                for change in alike
-                if change.token.startswith("buffer")
-            ]
-            # Their tokens have no digest, so buffers that differ were not found above.
+            # Their tokens have no digest of values, so buffers that differ were not found above.
             send_tensors(buffers, self._processes)
         for path, by_rank in added.items():
             self._add_all(path, by_rank, stage)
 
     def _settle(
-        self, records: dict[int, _Record], paths: list[str], single: set[str], stage: str
+        self, records: dict[int, _Record], differing: dict[_Place, dict[int, Any]], stage: str
     ) -> None:
-        """Merge values that differ, alike on all processes.
+        """Merge changes that differ, alike on all processes.
 
         Elements of tensors, and entries of dicts, that one logical rank has written are kept. Of
         anything else it is the value of logical rank 0, or that before the step.
@@ -370,72 +364,65 @@ class Sandbox:
         Raises:
             SettingError: If that cannot be sent.
         """
+        forms = {place: {form for form, _ in found.values()} for place, found in differing.items()}
+        # An entry is that of the weights of samples, by the number of the sample. Equal values of
+        # several ranks may be those of a counter, to which each has added.
+        merged = {
+            place
+            for place, found in differing.items()
+            if forms[place] == {_ELEMENTS} or (forms[place] == {_ENTRY} and len(found) == 1)
+        }
         here = {
             rank: {
-                path: _offer(record.changes[path], first=rank == 0, single=path in single)
-                for path in paths
-                if path in record.changes
+                place: _offer(change)
+                for place, change in record.items()
+                if rank in differing.get(place, ()) and (place in merged or rank == 0)
             }
             for rank, record in records.items()
         }
-        offers = _turn(self._processes.gather_values(here) if self._shared else [here])
-        changes = {
-            path: change for record in records.values() for path, change in record.changes.items()
-        }
-        for path in paths:
-            by_rank, change = offers[path], changes.get(path)
-            forms, first = {offer[0] for offer in by_rank.values()}, by_rank.get(0, [""])
-            if forms == {"entry"}:
-                for offer in by_rank.values():
-                    self._apply(path, offer)
-            elif forms == {"written"}:
-                self._write(path, by_rank)
-            elif first[0] == "unknown":
+        offers = _turn(self._gather(here))
+        for place, found in differing.items():
+            path, given = place[0], offers.get(place, {})
+            if given.get(0, ...) is None:
                 raise SettingError(
                     f"A step changes {path!r}, and not alike on all logical ranks, so its value is "
                     "sent to the other processes, but it is none of the numbers, strings, tensors, "
                     "arrays and containers of these that can be sent: keep the parts of the object."
                 )
-            else:
-                if change is None or not change.token.startswith("buffer"):
-                    self._report(path, None if change is None else change.value, stage)
-                if first[0] == "written":
-                    self._write(path, {0: first})
-                elif first[0] and self._block.start:
-                    self._apply(path, first)
-                elif change is not None and self._block.start:
-                    change.put_back()
-
-    def _apply(self, path: str, offer: list[Any]) -> None:
-        """Set a value that a logical rank has offered."""
-        _, key, place, removed, value = offer
-        made = MISSING if removed else move_tensors(value, self._module)
-        _Change(path, self._watch.paths[place], key, made, "").apply()
+            if forms[place] != {_BUFFER} and (place not in merged or None in given.values()):
+                changes = [record[place] for record in records.values() if place in record]
+                self._report(path, changes[0].value if changes else None, stage)
+            if given and found[min(given)][0] == _ELEMENTS:
+                self._write(path, given)
+                continue
+            for rank, offer in given.items():
+                if offer is not None and rank in records:
+                    records[rank][place].apply()
+                elif offer is not None:
+                    holder, key, *value = offer
+                    made = value[0] if value else MISSING
+                    _Change(self._watch.paths[holder], key, made, found[rank]).apply()
 
     def _write(self, path: str, by_rank: dict[int, list[Any]]) -> None:
-        """Write to a tensor what each logical rank wrote to it.
+        """Write to a tensor or an array what each logical rank wrote to it.
 
         Raises:
             SettingError: If logical ranks wrote different values to an element.
         """
         node = self._watch.paths[path]
         # From the value before the step, which each logical rank started from.
-        merged = _find_tensor(node.content).flatten().clone()
-        taken = torch.zeros(merged.shape, dtype=torch.bool, device=merged.device)
+        merged: Any = _read_elements(node.content).clone()
+        taken = torch.zeros(len(merged), dtype=torch.bool, device=merged.device)
         for rank in sorted(by_rank):
-            _, places, values = move_tensors(by_rank[rank], self._module)
+            places, rows = by_rank[rank]
             again = taken[places]
             # Two ranks may write one element if they write the same: then their order has no
             # effect.
-            if not equal_bits(merged[places][again], values[again]):
-                raise SettingError(
-                    f"The logical ranks write different values to the same elements of "
-                    f"{path!r}, of which each process of DDP has its own: register it as a "
-                    "buffer, which is that of logical rank 0, append to a list, which gets "
-                    "the values of all, or train without logical_ranks."
-                )
-            merged[places], taken[places] = values, True
-        node.kind.write(node.owner, merged.reshape(node.content.shape))
+            if not torch.equal(merged[places][again], rows[again]):
+                _refuse_elements(path)
+            merged[places], taken[places] = rows, True
+        made = merged.numpy() if isinstance(node.content, np.ndarray) else merged
+        node.kind.write(node.owner, made.view(node.content.dtype).reshape(node.content.shape))
 
     def _report(self, path: str, value: Any, stage: str) -> None:
         single = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)
@@ -454,132 +441,143 @@ class Sandbox:
                 stacklevel=2,
             )
 
-    def _add_all(self, path: str, by_rank: dict[int, list[Any]], stage: str) -> None:
+    def _add_all(self, path: str, by_rank: dict[int, Any], stage: str) -> None:
         node = self._watch.paths[path]
-        counts = {len(items) for items in by_rank.values()}
+        counts = {len(parts) for parts in by_rank.values()}
         if (len(by_rank) < self._ranks or len(counts) > 1) and _hides_added(node):
             self._report(path, node.owner, stage)
             by_rank = {0: by_rank.get(0, [])}
-        moved = move_tensors(by_rank, self._module)
-        items = [item for rank in sorted(by_rank) for item in moved[rank]]
-        if node.kind is SET:
-            node.owner.update(items)
-        elif node.kind is ITEMS:
-            node.owner.extend(items)
-        else:
-            self._add_entries(path, node.owner, items, stage)
+        self._add(path, node.owner, [by_rank[rank] for rank in sorted(by_rank)], stage)
 
-    def _add_entries(self, path: str, owner: dict[Any, Any], items: list[Any], stage: str) -> None:
-        """Add keys and values to a dict, and merge what several logical ranks add under one."""
+    def _add(self, path: str, owner: Any, parts: list[Any], stage: str) -> None:
+        """Add to a container what logical ranks have added to it, in their order.
+
+        What several add under one key of a dict is merged likewise.
+        """
+        if not isinstance(owner, dict):
+            add = owner.update if isinstance(owner, set) else owner.extend
+            for part in parts:
+                add(part)
+            return
         by_key: dict[Any, list[Any]] = {}
-        for key, value in items:
+        for key, value in (entry for part in parts for entry in part.items()):
             by_key.setdefault(key, []).append(value)
         for key, values in by_key.items():
-            # In the order of ranks, so the first one that has added a key decides.
-            first, *others = values
-            owner.setdefault(key, first)
-            if not others:
-                continue
-            if all(isinstance(value, list | deque) for value in values):
-                for other in others:
-                    first.extend(other)
-            elif all(isinstance(value, set) for value in values):
-                first.update(*others)
-            elif all(isinstance(value, dict) for value in values):
-                entries = [entry for value in values for entry in value.items()]
+            first = owner.setdefault(key, values[0])  # of the first one that has added the key
+            kinds = [each for each in _CONTAINERS if all(isinstance(v, each) for v in values)]
+            if kinds and len(values) > 1:
+                held = type(first).copy(first)
                 first.clear()
-                self._add_entries(path, first, entries, stage)
+                self._add(path, first, [held, *values[1:]], stage)
             # In a dict that counts, equal values are of several additions, unless all count alike.
             elif len({digest_saved(value) or type(value) for value in values}) > 1 or (
-                isinstance(owner, Counter | defaultdict) and len(values) < self._ranks
+                isinstance(owner, Counter | defaultdict) and 1 < len(values) < self._ranks
             ):
                 self._report(path, first, stage)
 
 
-def _offer(change: _Change, *, first: bool, single: bool) -> list[Any]:
-    """Return what other processes may make of a change that differs.
+def _put_back(record: _Record) -> None:
+    for change in record.values():
+        change.put_back()
 
-    It begins with ``"written"``, and has the places and values that were written to a tensor; or
-    with ``"entry"`` of a dict or the ``"first"`` value, that of logical rank 0, and has what
-    ``_apply`` needs; with ``"unknown"`` if the latter cannot be sent; or with nothing.
+
+def _offer(change: _Change) -> list[Any] | None:
+    """Return what other processes make of a change that differs; None if it cannot be sent.
+
+    Of elements it is their places and bytes; otherwise the path of the holder, the key and the
+    value, unless that was removed.
     """
-    if change.key is None and change.token[:6] != "buffer":
-        found = map(_find_tensor, (change.value, change.node.content))
-        both = [each for each in found if each is not None]
-        forms = {
-            (each.shape, each.dtype, each.layout is torch.strided or id(each)) for each in both
-        }
-        # A single number may be a counter, to which each has added.
-        if len(both) * len(forms) == _PAIR and both[0].numel() > 1:
-            flat = [each.flatten() for each in both]
-            bits = [each.view(torch.uint8).reshape(len(each), -1) for each in flat]
-            # By bytes: a NaN is equal to itself, and -0.0 is not 0.0.
-            places = (bits[0] != bits[1]).any(1).nonzero().flatten()
-            return ["written", places, flat[0][places]]
-    is_entry = single and change.node.kind is DICT
-    if not (is_entry or first):
-        return [""]
-    removed = change.value is MISSING
-    plain = None if removed else change.value
+    if change.token[0] == _ELEMENTS:
+        if change.node.kind is VERSIONED:  # whose values before are not known
+            _refuse_elements(change.node.path)
+        now, before = map(_read_elements, (change.value, change.node.content))
+        # By bytes: a NaN is equal to itself, and -0.0 is not 0.0.
+        places = (now != before).any(1).nonzero().flatten()
+        return [places, now[places]]
+    value = [] if change.value is MISSING else [change.value]
     try:
         # Encoded to see whether it can be sent; for a tensor that would only copy it.
-        if not isinstance(plain, Tensor):
-            encode_plain(plain)
+        if not isinstance(change.value, Tensor):
+            encode_plain(value)
     except SettingError:
-        return ["unknown" if first else ""]
-    return ["entry" if is_entry else "first", change.key, change.node.path, removed, plain]
-
-
-def _find_tensor(value: object) -> Any:
-    """Return a tensor, or one with the bits of the numbers of an array, else None."""
-    if not isinstance(value, np.ndarray):
-        return value if isinstance(value, Tensor) else None
-    kind = value.dtype
-    if kind.kind not in "biuf" or not kind.isnative or kind.itemsize > _LARGEST:
         return None
-    # Torch cannot write to elements of unsigned types, except uint8.
-    return torch.from_numpy(np.ascontiguousarray(value).view(kind.str.replace("u", "i")))
+    return [change.node.path, change.key, *value]
 
 
-def _turn(parts: Iterable[dict[int, dict[str, Any]]]) -> dict[str, dict[int, Any]]:
-    """Return values by path and logical rank, given those of each process by rank and path."""
-    turned: dict[str, dict[int, Any]] = {}
-    for rank, paths in (entry for part in parts for entry in part.items()):
-        for path, value in paths.items():
-            turned.setdefault(path, {})[rank] = value
+def _refuse_elements(path: str) -> NoReturn:
+    raise SettingError(
+        f"The logical ranks write different values to the same elements of {path!r}, of which each "
+        "process of DDP has its own: register it as a buffer, which is that of logical rank 0, "
+        "append to a list, which gets the values of all, or train without logical_ranks."
+    )
+
+
+def _has_elements(node: Node, value: Any) -> bool:
+    """Return whether a tensor or an array has the type and shape that it had before.
+
+    A single number may be a counter, to which each logical rank has added.
+    """
+    before = node.owner if node.kind is VERSIONED else node.content
+    dense = getattr(value, "layout", torch.strided) is torch.strided
+    if not (node.kind.copies or node.kind is VERSIONED) or not dense or value.nbytes == 0:
+        return False
+    same = (value.shape, value.dtype) == (before.shape, before.dtype)
+    return same and math.prod(value.shape) > 1 and not getattr(value, "is_quantized", False)
+
+
+def _read_elements(value: Any) -> Tensor:
+    """Return the bytes of a dense tensor or an array, with a row for each element."""
+    if isinstance(value, Tensor):
+        return value.reshape(-1, 1).view(torch.uint8)
+    return torch.from_numpy(np.ascontiguousarray(value).reshape(-1, 1).view(np.uint8))
+
+
+def _turn(parts: Iterable[dict[int, dict[_Place, Any]]]) -> dict[_Place, dict[int, Any]]:
+    """Return values by place and logical rank, given those of each process by rank and place."""
+    turned: dict[_Place, dict[int, Any]] = {}
+    for rank, places in (entry for part in parts for entry in part.items()):
+        for place, value in places.items():
+            turned.setdefault(place, {})[rank] = value
     return turned
 
 
-def _find_added(node: Node) -> list[Any] | None:
-    """Return what was appended to a list or set; None if it was changed otherwise."""
-    owner = node.owner
+def _find_added(node: Node) -> Any:
+    """Return what was appended to a list or added to a set; None if it was changed otherwise."""
+    owner, before = node.owner, node.content
     if node.kind is SET:
         # By their texts: elements of two types have no order, and that of a set depends on hashes.
-        return sorted(owner - node.content, key=repr) if node.content <= owner else None
-    if node.kind is not ITEMS:
+        return sorted(owner - before, key=repr) if before <= owner else None
+    if not isinstance(owner, list | deque):
         return None
-    now, before = tuple(owner), node.content
+    now = tuple(owner)
     # A full deque drops its first items.
-    full = len(now) == getattr(owner, "maxlen", None)
-    for dropped in range(1 + len(before) * full):
-        # The first item alone first: to compare all of them each time takes quadratic time.
-        if dropped < len(before) and not are_same(now[:1], before[dropped : dropped + 1]):
-            continue
-        kept = before[dropped:]
-        if len(now) > len(kept) and are_same(now[: len(kept)], kept):
-            return list(now[len(kept) :])
-    return None
+    most = len(before) * (len(now) == getattr(owner, "maxlen", None))
+    shift = next(_list_shifts(node, now, most), None)
+    return None if shift is None else [*now[len(before) - shift :]]
 
 
 def _hides_added(node: Node) -> bool:
     """Return whether a full deque can look the same after items were appended, as one of zeros."""
     before = node.content
-    if node.kind is not ITEMS or getattr(node.owner, "maxlen", None) != len(before):
+    if getattr(node.owner, "maxlen", None) != len(before):
         return False
-    for dropped in range(1, max(len(before), 2)):
-        first = before[dropped : dropped + 1]
-        kept = len(before) - dropped
-        # The first item alone first, as above.
-        if are_same(first, before[: len(first)]) and are_same(before[dropped:], before[:kept]):
-            return True
-    return False
+    # Nothing is left of all items, but a single one may be the same again.
+    return any(_list_shifts(node, before, max(len(before) - 1, 1)))
+
+
+def _list_shifts(node: Node, now: tuple[Any, ...], most: int) -> Iterator[int]:
+    """Yield how many first items may have been dropped, if the others are now the first."""
+    before, are_alike = node.content, node.kind.compare
+    for shift in range(most + 1):
+        # The first item alone first: to compare all of them each time takes quadratic time.
+        kept = (before[shift : shift + length] for length in (1, len(before)))
+        if all(are_alike(now[: len(part)], part) for part in kept):
+            yield shift
+
+
+def _are_identical(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+# By identity: what was dropped from a full deque may be equal to what is left.
+_BOUNDED = replace(ITEMS, compare=_are_identical)

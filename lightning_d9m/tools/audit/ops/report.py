@@ -35,26 +35,38 @@ def summarize(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     return {"settings": dict(settings), "ops": ops, "rows": list(rows)}
 
 
-def find_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the cases whose patched op gave more than one output."""
-    return [row["key"] for row in rows if varies(row["conditions"]["patched"])]
+def find_problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each case whose patched op varied, or failed where torch's op ran.
+
+    An audit in which no patched op ran is a problem, too: it says nothing.
+    """
+    problems = []
+    for row in rows:
+        default, patched = (row["conditions"][name] for name in ("default", "patched"))
+        if varies(patched):
+            problems.append(f"the patched op varied: {row['key']}")
+        elif default["outcome"] == "ran" and patched["outcome"] == "failed":
+            problems.append(f"the patched op failed: {row['key']}: {patched['reason']}")
+    if not any(row["conditions"]["patched"]["outcome"] == "ran" for row in rows):
+        problems.append("no patched op ran, so nothing was measured")
+    return problems
 
 
 def render_findings(summary: Mapping[str, Any]) -> str:
     """Return the findings for a terminal, the ops that vary first."""
-    ops, broken = summary["ops"], find_broken(summary["rows"])
+    ops, problems = summary["ops"], find_problems(summary["rows"])
     # What varies is what the reader looks for.
     varied = [entry for entry in ops if entry["varied"]["default"]]
     steady = [entry for entry in ops if entry not in varied]
     odd = [entry for entry in steady if entry["findings"]]
-    verdict = f"{pluralize(len(broken), 'case')} of patched ops" if broken else "No patched op"
+    found = pluralize(len(problems), "problem") if problems else "No patched op varied or failed"
     head = (
-        f"{verdict} varied. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
+        f"{found}. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
         f"{len(varied)}; neither varied nor refused: {len(steady) - len(odd)}."
     )
     lines = [
         head,
-        *(f"the patched op varied: {key}" for key in broken),
+        *problems,
         "",
         *(" ".join((f"{entry['op']}: varies.", *entry["findings"])) for entry in varied),
         *(f"{entry['op']}: steady. {' '.join(entry['findings'])}" for entry in odd),

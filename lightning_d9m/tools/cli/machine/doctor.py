@@ -25,12 +25,14 @@ def run(arguments: argparse.Namespace) -> int:
     # These load torch, which `d9m --help` must not.
     import torch
 
-    from lightning_d9m.engine.control.doctor import find_problems
+    from lightning_d9m.engine.control.doctor import check_settings, find_problems
+    from lightning_d9m.engine.control.settings import Settings
     from lightning_d9m.engine.ledger.stack import capture_stack
+    from lightning_d9m.engine.recording.run import RunOptions
     from lightning_d9m.integrations.strategies.horovod.environment import check_installation
     from lightning_d9m.tools.audit.device import try_device
 
-    findings = [*find_problems(), *check_installation()]
+    findings = [*find_problems(), check_settings(Settings, RunOptions), *check_installation()]
     findings += [try_device(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     findings.sort(key=lambda finding: _STATUSES.index(finding.status))
     facts = {"findings": list(map(asdict, findings)), "stack": capture_stack()}

@@ -1,8 +1,9 @@
 """Calls of the catalog's ops, and the conditions under which they vary.
 
-A condition gets a call and the words of its line in ``calls.txt``. It returns the catalog's name of
-the op that the call runs, or None where the source shows that the call is deterministic, by modes,
-dtypes, sizes and which results are used.
+A condition is a function here, which ``calls.txt`` names without its underscore. It gets a call and
+the words of its line there. It returns the catalog's name of the op that the call runs, or None
+where the source shows that the call is deterministic, by modes, dtypes, sizes and which results are
+used.
 What it finds always depends: the source shows neither the device nor who needs the gradient.
 """
 
@@ -51,7 +52,8 @@ _RULES = {
 
 def rule_of(op: Op) -> str:
     """Return the id of the rule that finds an op; an op that never varies has none."""
-    return _RULES[op.flag_effect]
+    # The source does not show shapes. With the flag on, torch raises where the op varies.
+    return "D9M103" if op.name in NAMES["by shape"] else _RULES[op.flag_effect]
 
 
 def check_op(call: Call) -> Iterator[Report]:
@@ -299,8 +301,7 @@ def _may_use_indices(node: ast.AST, call: Call) -> bool:
             return bool(last.strip("_"))
         case ast.Assign([ast.Name() as name], value) if value is node:
             # The result has a name: what is done with the name decides.
-            _, area, key = call.scope.follow(name)
-            uses = call.tree.find_uses(area, key, parent)
+            uses = call.tree.find_uses(name, call.scope, parent)
             return any(_may_use_indices(use, call) for use in uses)
     return True
 
@@ -318,14 +319,6 @@ def _is_indexed(call: Call, least: int) -> bool:
     return named or isinstance(call.read(1, "dim", default=UNKNOWN), int)
 
 
-_CONDITIONS: dict[str, Callable[..., str | None]] = {
-    condition.__name__.strip("_"): condition
-    for condition in (
-        *(_added, _always, _averaged, _given, _indexed, _interpolated, _of_fractions, _of_sparse),
-        *(_of_tensor, _padded, _put, _reduced, _repeated, _scattered, _selected),
-        *(_sparse_product, _unless),
-    )
-}
 FUNCTIONS: dict[str, list[Condition]] = defaultdict(list)
 """The conditions of each function and module, by its full name."""
 METHODS: dict[str, Condition] = {}
@@ -340,7 +333,7 @@ def _read_calls() -> None:
             op, *words = head.split()
             kind, *words = words or ["always"]
             given = [int(word) if word.lstrip("-").isdigit() else word for word in words]
-            condition = (_CONDITIONS[kind], [op, *given])
+            condition = (globals()[f"_{kind}"], [op, *given])
             for name in " ".join(names).split():
                 first, _, rest = name.partition(".")
                 if first == "Tensor":

@@ -34,20 +34,19 @@ _ORDERING = NAMES["passed on"] | NAMES["ordering"]
 # Expressions that have the order of a part.
 _PASSING = (
     *(ast.BinOp, ast.BoolOp, ast.Starred, ast.IfExp, ast.NamedExpr, ast.List, ast.Tuple),
-    *(ast.Await, ast.keyword, ast.withitem),
+    *(ast.Await, ast.keyword),
 )
 _DEPTH = 4  # most names and loops that are followed to what shows that its order matters
 
 
 def check_listing(call: Call) -> Iterator[Report]:
     """Find listings of folders whose order is used."""
-    edit = "sorted({})"
-    if call.name in {"os.walk", "os.fwalk"}:
+    walks = call.name in {"os.walk", "os.fwalk"}
+    if walks:
         # os.walk yields names in lists, and a program sorts them within its loop: dirs.sort().
         loop = ast.walk(call.parent) if isinstance(call.parent, ast.For) else ()
         if any("sort" in read_last_name(one.func) for one in loop if isinstance(one, ast.Call)):
             return
-        edit = ""
     elif call.name not in NAMES["listings"]:
         # Path.glob and similar methods of any object, since its type is not known.
         one_pattern = call.method == "glob" and len(call.node.args) == 1
@@ -57,9 +56,7 @@ def check_listing(call: Call) -> Iterator[Report]:
     if _expects_one_file(call) or _is_message(call.node, call.tree):
         return
     if _decides(call.node, call.tree):
-        if call.name == "os.scandir":  # its entries have no order, and are closed by `with`
-            closed = isinstance(call.parent, ast.withitem)
-            edit = "" if closed else "sorted({}, key=lambda entry: entry.name)"
+        edit = "" if walks else _edit_order(call.node, call.tree)
         yield Report("D9M302", call.node, "depends", edit=edit)
 
 
@@ -85,8 +82,7 @@ def check_modification_time(call: Call) -> Iterator[Report]:
     elif call.name != "builtins.sorted":
         return
     target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else call.receiver
-    _, area, name = call.scope.follow(target) if target else ([], None, "")
-    uses = [use for use in call.tree.find_uses(area, name) if use is not ordered]
+    uses = [use for use in call.tree.find_uses(target, call.scope) if use is not ordered]
     users = [call.tree.parent[use] for use in uses] if target else [call.parent]
     # A subscript that picks one end, such as the newest file.
     ends = ast.Constant | ast.UnaryOp | ast.Slice
@@ -118,15 +114,24 @@ def check_hash(call: Call) -> Iterator[Report]:
     methods = (one for one in call.tree.around(call.node) if isinstance(one, ast.FunctionDef))
     if getattr(next(methods, None), "name", "") in {"__hash__", "__eq__"}:
         return
-    kind, used = _read_element(call.node.args[0]), False
-    match call.parent:
-        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
-            used = True
-        case ast.Call(function):
-            name = resolve(function, call.scope) or read_last_name(function)
-            used = name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
-    if kind != "numbers" and used:
+    kind = _read_element(call.node.args[0])
+    if kind != "numbers" and _is_computed(call.node, call.tree):
         yield Report("D9M303", call.node, "certain" if kind == "strings" else "depends")
+
+
+def _is_computed(node: ast.AST, tree: Tree, depth: int = _DEPTH) -> bool:
+    """Return whether a number, or a name that it is given, is in arithmetic or a seed."""
+    parent = tree.parent[node]
+    match parent:
+        case ast.BinOp(op=ast.Mod() | ast.BitAnd() | ast.RShift() | ast.Mult() | ast.Add()):
+            return True
+        case ast.Call(function):
+            name = resolve(function, tree.scope[node]) or read_last_name(function)
+            return name in {"builtins.abs", "builtins.divmod"} or "seed" in name.lower()
+        case ast.Assign([target, *_]) if depth:
+            uses = tree.find_uses(target, tree.scope[node], parent)
+            return any(_is_computed(use, tree, depth - 1) for use in uses)
+    return False
 
 
 def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
@@ -137,20 +142,24 @@ def check_set(node: ast.expr, tree: Tree) -> Iterator[Report]:
         return
     if site == "popped" or (not _is_message(node, tree) and _decides(node, tree)):
         texts = elements == "strings"
-        ordered = texts and site == "iterated" and _has_order(node, tree.scope[node])
-        edit = "sorted({})" if ordered else ""
+        edit = _edit_order(node, tree) if texts else ""
         yield Report("D9M301", node, "depends", "" if texts else _MIXED, edit=edit)
 
 
-def _has_order(node: ast.expr, scope: Scope) -> bool:
-    """Return whether elements can be sorted: a text and a number cannot."""
-    for value in scope.follow(node)[0]:
-        match value:
-            case ast.Set(elements) | ast.Call(
-                _, [ast.List(elements) | ast.Tuple(elements) | ast.Set(elements)]
-            ) if set(map(_read_element, elements)) != {"strings"}:
-                return False
-    return True
+def _edit_order(node: ast.expr, tree: Tree) -> str:
+    """Return the edit that sorts an iterable: a list anywhere, others where they are iterated.
+
+    ``next`` and ``with`` take no list.
+    """
+    scope = tree.scope[node]
+    is_list = isinstance(node, ast.Call) and resolve(node.func, scope) in NAMES["lists"]
+    if resolve(ast.Name("sorted"), scope) != "builtins.sorted":
+        return ""
+    if is_list:
+        return "sorted({})"
+    # Entries of folders, paths in an archive, and None in a set of strings have no order, and paths
+    # in an archive without a name have no str().
+    return "sorted({}, key=repr)" if _find_iteration(node, tree) == "iterated" else ""
 
 
 def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped", ""]:
@@ -158,20 +167,31 @@ def _find_iteration(node: ast.expr, tree: Tree) -> Literal["iterated", "popped",
     parent = tree.parent[node]
     iterated = False
     match parent:
-        case ast.For(iter=values) | ast.comprehension(iter=values):
+        case ast.For(iter=values) | ast.comprehension(iter=values, is_async=0):
             iterated = values is node
         case ast.Starred():
             iterated = not isinstance(tree.parent[parent], ast.Set)
         case ast.YieldFrom():
             iterated = True
         case ast.Call(function) if node is not function:
-            iterated = read_last_name(function) in _ORDERING
+            iterated = read_last_name(function) in _ORDERING or _ties(parent)
         # A dict's pop takes a key, and a set's takes nothing.
         case ast.Attribute(attr="pop"):
             call = tree.parent[parent]
             popped = isinstance(call, ast.Call) and call.func is parent and not call.args
             return "popped" if popped else ""
     return "iterated" if iterated else ""
+
+
+def _ties(call: ast.Call) -> bool:
+    """Return whether a call compares by a key that often is equal; then the order decides.
+
+    A key with a tuple names what decides then.
+    """
+    key = next((word.value for word in call.keywords if word.arg == "key"), None)
+    parts = [] if key is None else list(ast.walk(key))
+    tying = any(read_last_name(part) in NAMES["tying"] for part in parts)
+    return tying and not any(isinstance(part, ast.Tuple) for part in parts)
 
 
 def _has_one_element(node: ast.expr, tree: Tree) -> bool:
@@ -197,17 +217,22 @@ def _read_elements(  # noqa: C901 - one case for each kind of expression
     match node:
         case _ if depth == 0:
             pass
-        case ast.Set() | ast.SetComp():
+        case ast.Set(elements):
+            found = _merge(map(_read_element, elements))
+        case ast.SetComp():
             found = _read_element(node)
         case ast.Call(function, given) if resolve(function, scope) in NAMES["sets"]:
             first = given[0] if given else None
             found = _read_elements(first, scope, depth - 1) or _read_element(first)
         case ast.Call(ast.Attribute(value, method)) if method in NAMES["set methods"]:
             found = _read_elements(value, scope, depth - 1)
-        case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor(), right):
-            found = _merge(_read_elements(side, scope, depth - 1) for side in (left, right))
-        case ast.BinOp(left, ast.Sub()):
-            found = _read_elements(left, scope, depth - 1)
+        case ast.BinOp(left, ast.BitOr() | ast.BitAnd() | ast.BitXor() | ast.Sub() as op, right):
+            sides = (left,) if isinstance(op, ast.Sub) else (left, right)
+            called = {read_last_name(side.func) for side in sides if isinstance(side, ast.Call)}
+            # Of views of a dict Python makes a set, which does not have the dict's order.
+            views = not called.isdisjoint({"keys", "items"})
+            read = (_read_elements(side, scope, depth - 1) for side in sides)
+            found = "unknown" if views else _merge(read)
         case ast.Name(name):
             bindings, where = scope.find(name)
             kinds: list[Elements | None] = []
@@ -260,9 +285,7 @@ def _read_element(node: ast.AST | None) -> Elements:
     return found
 
 
-def _decides(  # noqa: C901 - one case for each kind of parent
-    node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH
-) -> bool:
+def _decides(node: ast.AST, tree: Tree, *, numbered: bool = False, depth: int = _DEPTH) -> bool:
     """Return whether the order of an iterable decides anything in the code that uses it.
 
     ``numbered`` says whether numbers go with its elements, as ``enumerate`` gives them, and
@@ -275,11 +298,11 @@ def _decides(  # noqa: C901 - one case for each kind of parent
     match parent:
         case ast.Call(function) if node is not function:
             name = read_last_name(function)
-            decides = name not in NAMES["free"] and "sort" not in name.lower()
+            decides = _ties(parent) or not (name in NAMES["free"] or "sort" in name.lower())
             if name in NAMES["passed on"]:
                 numbered |= name in NAMES["numbered"]
                 decides = _decides(parent, tree, numbered=numbered, depth=depth)
-        case ast.comprehension(iter=values) if values is node:
+        case ast.comprehension(iter=values) if values is node and not _picks_one(parent):
             made = tree.parent[parent]
             # Of a dict the order decides only the numbers; otherwise keys find the values.
             decides = numbered and isinstance(made, ast.DictComp)
@@ -287,8 +310,11 @@ def _decides(  # noqa: C901 - one case for each kind of parent
                 decides = _decides(made, tree, numbered=numbered, depth=depth)
         case ast.For(iter=values) | ast.AsyncFor(iter=values):
             decides = values is node and _loop_decides(parent, numbered=numbered)
-        case ast.Assign() | ast.AnnAssign():
-            target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
+        case (
+            ast.Assign([target, *_])
+            | ast.AnnAssign(target)
+            | ast.withitem(optional_vars=ast.Name() as target)
+        ):
             decides = bool(depth) and _name_decides(target, parent, tree, depth - 1)
         case ast.Subscript() | ast.Return() | ast.YieldFrom() | ast.AugAssign():
             decides = True
@@ -296,9 +322,18 @@ def _decides(  # noqa: C901 - one case for each kind of parent
             pass
         case _ if isinstance(parent, _PASSING):
             decides = _decides(parent, tree, numbered=numbered, depth=depth)
-        case ast.With(body=body) | ast.AsyncWith(body=body):
-            decides = any(_loop_decides(one) for one in body if isinstance(one, ast.For))
     return decides
+
+
+def _picks_one(made: ast.comprehension) -> bool:
+    """Return whether only an element that is equal to a value is taken."""
+    for test in made.ifs:
+        match test:
+            case ast.Compare(ast.Name(name), [ast.Eq()], [_]) | ast.Compare(
+                _, [ast.Eq()], [ast.Name(name)]
+            ) if is_named(made.target, name):
+                return True
+    return False
 
 
 def _name_decides(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -> bool:
@@ -310,7 +345,7 @@ def _name_decides(target: ast.AST, statement: ast.AST, tree: Tree, depth: int) -
     if area is None:
         return True
     # Flow is not followed: any use after a sort, or before it, is taken for one of the sorted list.
-    uses = tree.find_uses(area, key, statement)
+    uses = tree.find_uses(target, tree.scope[statement], statement)
     # A name of a module or class without uses may be used elsewhere.
     decides = not uses and not isinstance(area, FUNCTION_NODES)
     for use in uses:

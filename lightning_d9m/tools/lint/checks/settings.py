@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from lightning_d9m.tools.lint.rules import Certainty
 from lightning_d9m.tools.lint.tree import (
+    FUNCTION_NODES,
     NAMES,
     UNKNOWN,
     Call,
     Report,
     Scope,
     Tree,
-    find_value,
     read_constant,
     resolve,
 )
@@ -33,9 +33,15 @@ _WARN_ONLY = (
     "after one warning."
 )
 
+_NO_SEED = "It draws each number from the system, and ignores a seed."
 _DEPTH = 4
 # What `--fix` writes where a seed is missing.
 _SEED = 0
+# Code in these may run more than once.
+_REPEATED = (
+    *(*FUNCTION_NODES, ast.For, ast.AsyncFor, ast.While),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
 
 
 def check_setting_call(call: Call) -> Iterator[Report]:
@@ -99,47 +105,40 @@ def check_choice_by_time(call: Call) -> Iterator[Report]:
 
 def check_seed(call: Call) -> Iterator[Report]:
     """Find calls with a missing or varying seed."""
-    node, name = call.node, call.name
-    seed = call.get(0, "seed", "x", "a", "entropy")
+    node, name, words = call.node, call.name, ("seed", "x", "a", "entropy")
+    generates, resets = name in NAMES["generators"], name in NAMES["from system when empty"]
     if name in NAMES["always from system"] or _reseeds_generator(call):
         # `--fix` writes the call that takes a seed in place of the one that draws it.
         method = "manual_seed_all" if name.endswith("_all") else "manual_seed"
         owner = ast.unparse(node.func).rpartition(".")[0]
         alone = owner and isinstance(call.parent, ast.Expr)  # its result is not used
-        yield Report("D9M204", node, edit=f"{owner}.{method}({_SEED})" if alone else "")
-    elif name in NAMES["generators"] or name in NAMES["from system when empty"]:
-        value = ast.Constant(None) if seed is None else find_value(seed, call.scope)[0]
-        empty = isinstance(value, ast.Constant) and value.value is None
-        if empty and not (call.starred or call.unpacked):
-            if name in NAMES["from system when empty"] or not _is_seeded_later(call):
-                alone = len(node.args) + len(node.keywords) <= 1
-                edit = f"{ast.unparse(node.func)}({_SEED})" if alone else ""
-                # A number in a dict display is data, such as the name of a run: the source does
-                # not show who reads it.
-                outer = next(
-                    o for o in call.tree.around(node) if isinstance(o, ast.Dict | ast.stmt)
-                )
-                certainty: Certainty = "depends" if isinstance(outer, ast.Dict) else "certain"
-                rule = "D9M201" if name in NAMES["generators"] else "D9M204"
-                yield Report(rule, node, certainty, edit=edit)
-        elif seed is not None:
-            yield from _check_entropy(call, seed)
-    elif name in NAMES["global seeds"] or call.method == "manual_seed":
-        if seed is not None:
-            yield from _check_entropy(call, seed)
+        yield Report("D9M204", node, edit=_edit_seed(call, f"{owner}.{method}") if alone else "")
+    elif name == "random.SystemRandom":
+        yield Report("D9M201", node, "depends", reason=_NO_SEED, fix="Use random.Random(seed).")
+    elif (generates or resets) and call.read(0, *words) is None:
+        if resets or not _is_seeded_later(call):
+            # A number in a dict display is data, such as the name of a run: the source does not
+            # show who reads it.
+            outer = next(o for o in call.tree.around(node) if isinstance(o, ast.Dict | ast.stmt))
+            certainty: Certainty = "depends" if isinstance(outer, ast.Dict) else "certain"
+            edit = _edit_seed(call, ast.unparse(node.func))
+            yield Report("D9M201" if generates else "D9M204", node, certainty, edit=edit)
     else:
-        # Any function may take a seed by one of these names, such as scikit-learn's.
-        words = (call.named[word] for word in NAMES["seed words"] if word in call.named)
-        if any(_find_entropy(value, call.scope) for value in words):
-            yield Report("D9M203", node)
+        seeds = generates or name in NAMES["global seeds"] or call.method == "manual_seed"
+        # Any other function may take a seed by one of these names, such as scikit-learn's.
+        given = [call.get(0, *words)] if seeds else map(call.named.get, NAMES["seed words"])
+        for found in filter(None, (_find_entropy(seed, call.scope) for seed in given if seed)):
+            called = f"{found.removeprefix('builtins.')}()"
+            reason = f"The seed is taken from {called}, which differs in each run."
+            yield Report("D9M203", node, reason=reason)
 
 
-def _check_entropy(call: Call, seed: ast.AST) -> Iterator[Report]:
-    """Find what differs in each run in the expression of a seed."""
-    if found := _find_entropy(seed, call.scope):
-        called = f"{found.removeprefix('builtins.')}()"
-        reason = f"The seed is taken from {called}, which differs in each run."
-        yield Report("D9M203", call.node, reason=reason)
+def _edit_seed(call: Call, function: str) -> str:
+    """Return the call of a function with a seed, where that has one meaning."""
+    # In code that runs more than once, a fixed seed would draw the same numbers each time.
+    repeated = any(isinstance(outer, _REPEATED) for outer in call.tree.around(call.node))
+    other = len(call.node.args) + len(call.node.keywords) > 1
+    return "" if repeated or other else f"{function}({_SEED})"
 
 
 def _find_entropy(node: ast.AST, scope: Scope, depth: int = _DEPTH) -> str:
@@ -168,8 +167,7 @@ def _reseeds_generator(call: Call) -> bool:
 def _is_seeded_later(call: Call) -> bool:
     """Return whether a new object that has a name is seeded where it is used."""
     target = call.parent.targets[0] if isinstance(call.parent, ast.Assign) else None
-    _, area, key = call.scope.follow(target)
-    uses = (call.tree.parent[use] for use in call.tree.find_uses(area, key))
+    uses = (call.tree.parent[use] for use in call.tree.find_uses(target, call.scope))
     return any(getattr(use, "attr", "") in NAMES["seeding methods"] for use in uses)
 
 
@@ -180,8 +178,6 @@ def check_worker_seed(call: Call) -> Iterator[Report]:
     parts = () if function is None else ast.walk(function)
     for inner in [Call(part, call.tree) for part in parts if isinstance(part, ast.Call)]:
         seeding = inner.name in {*NAMES["from system when empty"], "torch.manual_seed"}
+        # It has no edit: a program may call the function itself, too, to seed the main process.
         if seeding and inner.read(0, "seed", "a") not in (None, UNKNOWN):
-            # An edit must not use a name that the file has not imported.
-            known = resolve(ast.Name("torch"), inner.scope) == "torch"
-            edit = f"{ast.unparse(inner.node.func)}(torch.initial_seed() % 2**32)"
-            yield Report("D9M207", inner.node, edit=edit if known else "")
+            yield Report("D9M207", inner.node)
