@@ -44,7 +44,7 @@ from lightning_d9m.tools.segments.segment import RecordedRun, find_resume
 from lightning_d9m.version import __version__
 
 UNSIGNED = "Nobody's signature was verified: give --signer."
-# A proof comes from anybody; one of 1,000 epochs has 35 kB.
+# A proof comes from anybody; one of 1,000 epochs has 48 kB.
 _MOST_BYTES = 64 * 2**20
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
