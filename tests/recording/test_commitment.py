@@ -101,6 +101,14 @@ def test_a_program_may_leave_the_folder_in_which_it_began(program, tmp_path, mon
     assert find_sources() == before
 
 
+def test_a_program_that_begins_in_the_root_does_not_own_all_files(program, monkeypatch):
+    monkeypatch.syspath_prepend(program[0].parent)
+    monkeypatch.chdir("/")
+    found = find_sources()
+    assert not any(name.endswith("own.py") for name in found.program)
+    assert {"own.py", "torch"} <= {*found.used}
+
+
 def test_a_module_that_waits_for_its_first_use_is_not_loaded(program, monkeypatch):
     class Lazy(ModuleType):
         def __getattribute__(self, name):

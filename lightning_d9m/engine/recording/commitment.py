@@ -62,6 +62,8 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
     command names if they are the same. ``unhashed`` is what ``chain_batch`` has noted.
     """
     start, script = _find_start()
+    # All is below the root, in which containers begin, and packages may be anywhere.
+    inside = tuple({start, script} - {os.sep})
     roots = {_name_folder(str(Path(entry).absolute())) for entry in sys.path}
     find_root = cache(lambda own: max(filter(own.startswith, roots), key=len, default=""))
     program, used, gaps = dict[str, str](), set[str](), dict[str, str]()
@@ -75,7 +77,7 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
         is_installed = root in _INSTALLED
         if not is_installed and inner.startswith(_STANDARD):
             continue
-        if base and not is_installed and inner.startswith((start, script)):
+        if base and not is_installed and inner.startswith(inside):
             own = os.path.relpath(path, start)
             program[own] = hash_file(Path(path))
             if not _is_compiled_from(path, program[own]):
