@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
-from importlib.metadata import Distribution
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,8 @@ HONEST: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-@cache
-def hash_once(name: str, _: str) -> str:
-    """Return the hash of a package in a folder: torch has 700 MB, and no check changes them."""
-    return _hash_package(Distribution.from_name(name))
-
-
-_hash_package = training.hash_package
+# torch has 700 MB, and no check changes it.
+hash_once = cache(training.hash_tree)
 
 
 @contextmanager
@@ -69,9 +63,7 @@ def standing_in(folder: Path) -> Iterator[None]:
     packages = str(folder / "site-packages")
     known = {"PYTHONPATH": packages, **VARIABLES}
     paths = mock.patch.object(sys, "path", [packages, *sys.path])
-    hashes = mock.patch.object(
-        training, "hash_package", lambda own: hash_once(own.name, str(own.locate_file("")))
-    )
+    hashes = mock.patch.object(training, "hash_tree", hash_once)
     with chdir(folder), mock.patch.dict(os.environ, known), paths, hashes:
         yield
 

@@ -144,12 +144,13 @@ def edit_proof(folder: Path, change: Callable[[dict[str, Any]], object]) -> None
     file.write_text(json.dumps(proof))
 
 
-def train_further(folder: Path) -> None:
-    """Change the final model a little."""
+def train_further(folder: Path, name: str = "layers.1.weight") -> None:
+    """Change the final model a little, in a tensor that it may not have had."""
     import torch
 
     checkpoint = torch.load(folder / FINAL, weights_only=True)
-    checkpoint["state_dict"]["layers.1.weight"] += 1e-6
+    weights = checkpoint["state_dict"]
+    weights[name] = weights.get(name, torch.zeros(2)) + 1e-6
     torch.save(checkpoint, folder / FINAL)
 
 
@@ -190,18 +191,20 @@ def list_lies(other: Path) -> dict[str, Callable[[Path], object]]:
         _edit("step", 31, _reverse("state_sha256"))(folder)
         _hash_again(LEDGER)(folder)
 
-    def forge_model(folder: Path) -> None:
-        train_further(folder)
+    def forge_model(folder: Path, *name: str) -> None:
+        train_further(folder, *name)
         _hash_again(FINAL)(folder)
 
     return {
         "other code": _edit_text("train.py", "1e-3", "2e-3"),
-        "package changed in place": _edit_text(PACKAGE, "60", "61"),
+        "module changed in place": _edit_text(PACKAGE, "60", "61"),
         "package left out": lambda folder: edit_proof(
-            folder, lambda proof: proof["predicate"]["packages"].pop("steps")
+            folder, lambda proof: proof["predicate"]["packages"].pop("numpy")
         ),
         "model trained further": train_further,
         "model trained further, its hash made again": forge_model,
+        "mean of the model forged": lambda folder: forge_model(folder, "layers.0.1.running_mean"),
+        "tensor added to the model": lambda folder: forge_model(folder, "trigger"),
         "records and checks made again": _edit("step", 31, _reverse("weights")),
         "records, checks and their hash made again": forge_records,
         "proof of another run": lambda folder: shutil.copy(other / "proof.json", folder),

@@ -42,6 +42,8 @@ def test_a_key_that_is_none(tmp_path, monkeypatch, sign):
     monkeypatch.setenv("PYTHONPATH", ".")
     with pytest.raises(SettingError, match=r"does not sign .* by .*Unable to load PEM"):
         write(["key", "--private_key", "key.pem"])
+    assert not (tmp_path / "proof.json").exists()  # nobody takes it for a signed one
+    write(None)
     (tmp_path / "proof.json.sig").write_text("{}")
     for words, said in (
         (["key", "--public_key", "key.pem"], "Unable to load PEM"),
@@ -57,6 +59,7 @@ def test_the_package_that_signs_is_absent_or_elsewhere(tmp_path, monkeypatch, si
     monkeypatch.setattr(sys, "executable", sys._base_executable)
     with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
         sign[0](["sigstore"])
+    sign[0](None)
     (tmp_path / "proof.json.sig").write_text("{}")
     with pytest.raises(SettingError, match=r"No module named model_signing\. Install"):
         sign[1](["sigstore"])

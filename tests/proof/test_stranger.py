@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9m.tools.proof.training import hash_package
+from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.tools.proof.training import hash_tree
+from lightning_d9m.tools.segments.check import CheckedSegment
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/segments"))
 
@@ -43,15 +45,8 @@ def keys(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def hashed_once():
     """Read the files of each installed package once for all tests: torch has 700 MB."""
-    known = {}
-
-    def hash_once(package):
-        if package.name == "steps":  # of the program, which a lie changes
-            return hash_package(package)
-        return known.get(package.name) or known.setdefault(package.name, hash_package(package))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_d9m.tools.proof.training.hash_package", hash_once)
+        patch.setattr("lightning_d9m.tools.proof.training.hash_tree", cache(hash_tree))
         found = cache(packages_distributions)
         patch.setattr("lightning_d9m.tools.proof.training.packages_distributions", found)
         yield
@@ -104,8 +99,8 @@ def prove(d9m, stranger):
 def check(d9m, forking_python):
     """Return a function that checks the proof with the program in the working folder."""
 
-    def run(*options):
-        command = ("--json", "--", forking_python, "train.py", "again")
+    def run(*options, program="train.py"):
+        command = ("--json", "--", forking_python, program, "again")
         status, out, errors = d9m("check", "proof.json", *options, *command)
         assert out, errors
         return status, json.loads(out)
@@ -163,6 +158,13 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     status, said = verify("--choose", "8")
     assert status == 1
     assert f"not chosen with 8: {equal}7" in said
+    checked = verdict["predicate"]["urn:lightning-d9m:check:1"]["checked"]
+    checked[0]["number"] = 3 - checked[0]["number"]  # one that was easier to pass
+    edit(verdict, "chosen")
+    status, said = d9m("verify", "chosen", "proof.json", "--choose", "7")[:2]
+    assert status == 1
+    assert f"Its segments are not those that 7 chooses: [{checked[0]['number']}]" in said
+    checked[0]["number"] = 3 - checked[0]["number"]
     verdict["predicate"]["properties"] = [f"{equal}8"]
     edit(verdict, "verdict.json")
     status, _, errors = d9m("verify", "verdict.json", "proof.json", "--signer", public)
@@ -191,10 +193,12 @@ MODEL = "step=60.ckpt does not hold the final weights"
 # What is said of each lie; "records, checks and their hash made again" is found by its segment.
 LIES = {
     "other code": "train.py is not here as it was",
-    "package changed in place": f"The package steps {DIFFERS}",
-    "package left out": "The package steps is not in the proof",
+    "module changed in place": "site-packages/steps.py is not here as it was",
+    "package left out": "The package numpy is not in the proof",
     "model trained further": MODEL,
     "model trained further, its hash made again": MODEL,
+    "mean of the model forged": MODEL,
+    "tensor added to the model": MODEL,
     "records and checks made again": f"rank-0.jsonl {DIFFERS}",
     "proof of another run": "The ledger's field created",
     "ledger of another run": MODEL,
@@ -247,6 +251,49 @@ def test_lies_are_told_before_anything_is_trained(prove, check, published, tmp_p
         shutil.copytree(honest, tmp_path, dirs_exist_ok=True)
     Path("train.py").unlink()
     assert "train.py is not here" in check()[1]["problems"][0]
+
+
+def test_code_that_the_proof_does_not_have_is_refused_by_its_segment(d9m, stranger, check):
+    """A liar has left a file out of the record of the code, or the stranger runs another one."""
+
+    def shorten(records):
+        for record in records:
+            record.get("program", {}).pop("site-packages/steps.py", None)
+
+    stranger()
+    Path("other.py").write_text(Path("train.py").read_text())
+    lines = Path(measured.LEDGER).read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[2] == kinds[-2] == "sources"  # a program that ends itself has one, too
+    measured.edit_ledger(Path(measured.LEDGER), shorten)
+    assert d9m("prove", "run")[0] == 0
+    for name, said in (("train.py", "site-packages/steps.py"), ("other.py", "other.py")):
+        status, found = check("--only", "0", program=name)
+        assert status == 1
+        (segment,) = found["checked"]
+        assert segment["verdict"] == "refused"
+        assert segment["reason"].startswith("The program has loaded other code than the run: ")
+        assert said in segment["reason"]
+
+
+def test_a_program_that_changes_the_file_of_its_proof_changes_no_verdict(prove, check, monkeypatch):
+    """Nor is the verdict lost if the terminal has been closed."""
+    prove()
+    digest = hash_file(Path("proof.json"))
+
+    def swap(*_, **__):
+        Path("proof.json").write_text("{}")
+        return CheckedSegment(0, 0, 16)
+
+    def close(*_):
+        raise RuntimeError
+
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.check_part", swap)
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.print_check", close)
+    with pytest.raises(AssertionError, match="RuntimeError"):
+        check("--segments", "1", "--choose", "7", "--verdict", "verdict")
+    said = json.loads(Path("verdict").read_text())
+    assert said["subject"] == [{"name": "proof.json", "digest": {"sha256": digest}}]
 
 
 def test_a_proof_may_say_more_than_it_must(prove, check):

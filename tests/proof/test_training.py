@@ -3,7 +3,6 @@
 import hashlib
 import json
 import sys
-from importlib.metadata import PathDistribution
 from random import Random
 
 import pytest
@@ -18,45 +17,37 @@ from lightning_d9m.engine.ledger.format.records import (
     StepDigests,
     encode_record,
 )
+from lightning_d9m.engine.recording.commitment import list_packages
 from lightning_d9m.errors import SettingError
-from lightning_d9m.tools.proof.training import choose_segments, hash_package, make_proof
+from lightning_d9m.tools.proof import training
+from lightning_d9m.tools.proof.training import (
+    choose_segments,
+    hash_tree,
+    make_proof,
+    open_proof,
+    write_statement,
+)
 from lightning_d9m.tools.segments.segment import RecordedRun
 
 
-@pytest.fixture
-def package(tmp_path):
-    """Return an installed package, and the file that is its content."""
-    folder = tmp_path / "own-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: own\nVersion: 1.0\n")
-    (folder / "RECORD").write_text(
-        "own.py,,\nown-1.0.dist-info/RECORD,,\n../bin/own,,\nown.pyc,,\n"
-    )
-    (tmp_path / "own.py").write_text("x = 1\n")
-    return PathDistribution(folder), tmp_path / "own.py"
+def test_a_package_is_hashed_by_all_that_python_may_load_of_it(tmp_path):
+    folder = tmp_path / "own"
+    (folder / "__pycache__").mkdir(parents=True)
+    (folder / "core.py").write_text("x = 1\n")
+    (folder / "__pycache__/core.pyc").write_bytes(b"")
+    core = hashlib.sha256(b"x = 1\n").hexdigest()
+    known = hashlib.sha256(f"own/core.py {core}\n".encode()).hexdigest()
+    assert hash_tree(folder) == known
+    assert hash_tree(folder / "core.py") == hashlib.sha256(f"core.py {core}\n".encode()).hexdigest()
+    (folder / "core").mkdir()
+    (folder / "core/__init__.py").write_text("x = 99\n")  # which hides the file
+    assert hash_tree(folder) != known
 
 
-def test_a_package_is_hashed_by_its_content(package):
-    installed, file = package
-    own = hashlib.sha256(b"x = 1\n").hexdigest()
-    assert hash_package(installed) == hashlib.sha256(f"own.py {own}\n".encode()).hexdigest()
-    file.write_text("x = 2\n")
-    assert hash_package(installed) != hashlib.sha256(f"own.py {own}\n".encode()).hexdigest()
-    file.unlink()
-    assert len(hash_package(installed)) == 64
-    (installed._path / "direct_url.json").write_text('{"dir_info": {"editable": true}}')
-    assert "it lists no files" in hash_package(installed)
-    (installed._path / "direct_url.json").unlink()
-    (installed._path / "RECORD").write_text("own-1.0.dist-info/RECORD,,\n")
-    assert "it lists no files" in hash_package(installed)
-
-
-def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number(tmp_path):
-    proof, other = tmp_path / "proof.json", tmp_path / "other.json"
-    proof.write_text("1")
-    other.write_text("2")
-    known = hashlib.sha256(f"{hashlib.sha256(b'1').hexdigest()} 7".encode()).hexdigest()
-    drawn = [choose_segments(file, 7, range(1000), 10) for file in (proof, other)]
+def test_segments_are_chosen_by_the_bytes_of_the_proof_and_a_number():
+    proof, other = (hashlib.sha256(content).hexdigest() for content in (b"1", b"2"))
+    known = hashlib.sha256(f"{proof} 7".encode()).hexdigest()
+    drawn = [choose_segments(digest, 7, range(1000), 10) for digest in (proof, other)]
     assert drawn[0] == sorted(Random(int(known, 16)).sample(range(1000), 10)) != drawn[1]
 
 
@@ -106,19 +97,90 @@ def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_name
     failed = write_run(tmp_path / "fit-000", status="failed")
     with pytest.raises(SettingError, match="has not finished"):
         make_proof(failed, [], tmp_path)
-    changed = Sources(program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",))
+    changed = Sources(
+        program={}, named={}, packages={"numpy": "0.1"}, used=("numpy",), gaps={"a": "b"}
+    )
     run = write_run(tmp_path / "fit-001", make_final(**TOTALS), changed)
-    said = make_proof(run, [], tmp_path).predicate.packages
-    assert "the training used 0.1, and here is" in said["numpy"]
+    said = make_proof(run, [], tmp_path).predicate
+    assert "the training used 0.1, and here is" in said.packages["numpy"]
+    assert said.uncommitted["a"] == "b"
 
 
-def test_a_broken_installation_hides_no_package(tmp_path, monkeypatch):
-    (tmp_path / "pytest-0.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    used = Sources(program={}, named={}, packages={"pytest": pytest.__version__}, used=("pytest",))
-    run = write_run(tmp_path / "fit-001", make_final(**TOTALS), used)
-    assert len(make_proof(run, [], tmp_path).predicate.packages["pytest"]) == 64
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a function that installs a package of two files with a version and a tag."""
+    folder = tmp_path / "site-packages"
+    (folder / "own").mkdir(parents=True)
+    (folder / "broken-0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/own").write_text("a command of the package")
+    monkeypatch.syspath_prepend(tmp_path / "bin")
+
+    def install(version, tag, text="x = 1"):
+        info = folder / "own-1.dist-info"
+        info.mkdir(exist_ok=True)
+        (folder / "own/__init__.py").write_text(text)
+        (info / "METADATA").write_text(f"Name: own\nVersion: {version}\n")
+        (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
+        (info / "RECORD").write_text("own/__init__.py,,\n")
+        list_packages.cache_clear()
+
+    yield install
+    list_packages.cache_clear()
 
 
-def test_the_interpreter_hashes_its_own_pytest():
-    assert len(hash_package(PathDistribution.from_name("pytest"))) == 64, sys.path
+def test_what_a_segment_has_loaded_is_compared_with_the_run(tmp_path):
+    """Of a file that the run has changed nothing is known, and of no record nothing is right."""
+    one, two = "1" * 64, "2" * 64
+    known = {
+        "program": {"a.py": one},
+        "named": {"b": one},
+        "gaps": {"file log": "", "file a.py": ""},
+    }
+    run = write_run(tmp_path / "fit-000", Sources(**known, packages={}, used=()))
+    for number, (program, named, other) in enumerate(
+        (
+            ({"a.py": one}, {"b": one, "log": two}, []),
+            ({"a.py": two}, {"b": two}, ["a.py", "b"]),
+            ({"a.py": one, "c.py": one}, {"a.py": one}, ["c.py"]),
+        )
+    ):
+        own = Sources(program=program, named=named, packages={}, used=("whole",))
+        part = write_run(tmp_path / f"fit-01{number}", own).ledger
+        assert run.list_other_code(part) == other
+    assert run.list_other_code(write_run(tmp_path / "fit-020").ledger) == ["it has no record of it"]
+    assert write_run(tmp_path / "fit-021").list_other_code(part) == []
+
+
+def test_a_package_counts_for_the_platform_that_its_wheel_names(tmp_path, monkeypatch, installed):
+    """Not for one kernel, as a stack names it: that of a stranger is another one."""
+    installed("1.0", "py3-none-linux")
+    known = list_packages(tuple(sys.path))
+    assert known["own"] == "1.0 py3-none-linux"
+    run = write_run(
+        tmp_path / "fit-000",
+        make_final(**TOTALS),
+        Sources(program={}, named={}, packages=known, used=("own", "../own", "/", "gone")),
+    )
+    proof = make_proof(run, [], tmp_path)
+    assert proof.predicate.packages["own"] == hash_tree(tmp_path / "site-packages/own")
+    none = dict.fromkeys(("../own", "/", "gone"), "it is not here")
+    assert proof.predicate.packages == {"own": proof.predicate.packages["own"], **none}
+    write_statement(tmp_path / "proof.json", proof, None)
+    stack = training.capture_stack()
+    monkeypatch.setattr(training, "capture_stack", lambda: {**stack, "os.release": "other"})
+
+    def check():
+        report = open_proof(tmp_path / "proof.json", None)[1]
+        return report.problems, report.notes[0]
+
+    assert check()[0] == []
+    installed("1.0", "py3-none-linux", "x = 2")
+    assert check()[0] == ["The package own is not here as the proof has it."]
+    for other in (("1.0", "py3-none-mac"), ("1.1", "py3-none-linux")):
+        installed(*other)
+        problems, note = check()
+        assert problems == []
+        said = f"own: the training used 1.0 py3-none-linux, and here is {' '.join(other)}"
+        assert note.startswith(f"Results here may differ, as the stack does: {said}")

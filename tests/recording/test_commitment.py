@@ -1,15 +1,26 @@
 """A run commits to what was there when it began, and to its values, as hashlib hashes them."""
 
 import hashlib
+import py_compile
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from types import ModuleType
 
 import pytest
 import torch
 
-from lightning_d9m.engine.recording.commitment import find_sources, hash_named, hash_values
+from lightning_d9m.engine.probes.training import Training
+from lightning_d9m.engine.recording import commitment
+from lightning_d9m.engine.recording.commitment import (
+    chain_batch,
+    find_sources,
+    hash_named,
+    hash_state,
+    hash_values,
+)
 
 
 @pytest.fixture
@@ -41,13 +52,92 @@ def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
     name("--config=config.yaml", "log", "x" * 300, "nothing\0", "")
     before = find_sources()
     (tmp_path / "log").write_text("written")
-    assert find_sources(before).named == {"config.yaml": hashlib.sha256(b"a: 1").hexdigest()}
+    (tmp_path / "nothing").write_text("new")
+    found = find_sources(before)
+    assert found.named == {"config.yaml": hashlib.sha256(b"a: 1").hexdigest()}
+    assert found.gaps["file log"] == "the run has changed it"
+
+
+def test_the_place_of_a_module_and_not_its_name_says_whose_it_is(program, tmp_path, monkeypatch):
+    """Each is hashed, or of a package or module that is, or is named."""
+    names = ("torchdata/__init__.py", "lib/loose.py", "lib/space/part/a.py", "lib/whole/b/c.py")
+    for place in (*names, "lib/space/part/__init__.py", "lib/whole/__init__.py", "cache/own.so"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("x = 1\n")
+    modules = ("torchdata", "loose", "space.part.a", "whole.b.c")
+    known = dict(zip(modules, names, strict=True)) | {
+        "built": "cache/own.so",
+        "zipped": "a.zip/a.py",
+    }
+    for module, place in known.items():
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        sys.modules[module].__file__ = str(tmp_path / place)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # as from standard input
+    here = tmp_path / "torchdata"
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    found = find_sources()
+    assert found.program == {"__init__.py": hashlib.sha256(b"x = 1\n").hexdigest()}
+    assert {"loose.py", "space/part", "whole", "torch"} <= {*found.used}
+    assert not {"os.py", "json", "torchdata", "space"} & {*found.used}
+    assert found.gaps == {
+        "module own_program": "its code is in no file of a folder of sys.path",
+        "module built": "its code is in no file of a folder of sys.path",
+        "module zipped": "its code is in no file of a folder of sys.path",
+        "module __main__": "its code is in no file of a folder of sys.path",
+    }
+
+
+def test_a_program_may_leave_the_folder_in_which_it_began(program, tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/train.py").write_text("x = 2\n")
+    (tmp_path / "config.yaml").write_text("a: 1")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "scripts/train.py"))
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "config.yaml"])
+    before = find_sources()
+    assert {"own.py", "scripts/train.py"} == {*before.program}
+    assert {*before.named} == {"config.yaml"}
+    monkeypatch.chdir("/")
+    assert find_sources() == before
+
+
+def test_a_program_that_begins_in_the_root_does_not_own_all_files(program, monkeypatch):
+    monkeypatch.syspath_prepend(program[0].parent)
+    monkeypatch.chdir("/")
+    found = find_sources()
+    assert not any(name.endswith("own.py") for name in found.program)
+    assert {"own.py", "torch"} <= {*found.used}
+
+
+def test_a_module_that_waits_for_its_first_use_is_not_loaded(program, monkeypatch):
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    monkeypatch.setitem(sys.modules, "other", object())
+    assert "module lazy" not in find_sources().gaps
+
+
+def test_compiled_code_that_the_source_does_not_give_is_named(program, tmp_path):
+    """Python runs it, and who reads the source reads another program."""
+    file, _ = program
+    other = tmp_path / "other.py"
+    other.write_text("x = 99\n")
+    unchecked = PycInvalidationMode.UNCHECKED_HASH
+    (tmp_path / "__pycache__").mkdir()
+    for source, is_named in ((file, False), (other, True)):
+        py_compile.compile(str(source), cache_from_source(file), invalidation_mode=unchecked)
+        commitment._is_compiled_from.cache_clear()
+        assert ("file own.py" in find_sources().gaps) == is_named
 
 
 def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
     program, tmp_path, monkeypatch
 ):
     file, _ = program
+    monkeypatch.setattr(commitment, "_INSTALLED", [f"{tmp_path}/real/site-packages/"])
+    monkeypatch.syspath_prepend(tmp_path / "path")
     for folder, module in (("project/mypkg", "linked"), ("real/site-packages/other", "installed")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("x = 1\n")
@@ -60,8 +150,10 @@ def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(
     sys.modules["installed"].__file__ = str(tmp_path / "path/other/a.py")
     sys.modules["own_program"].__file__ = str(tmp_path / "v1.py")
     own = {"a.py", "v1.py", "own.py"}
-    found = {name for name in find_sources().program if Path(name).name in own}
+    sources = find_sources()
+    found = {name for name in sources.program if Path(name).name in own}
     assert found == {"project/mypkg/a.py", "v1.py"}
+    assert "other/a.py" in sources.used
 
 
 def test_packages_are_those_that_python_imports(program, tmp_path, monkeypatch):
@@ -72,6 +164,30 @@ def test_packages_are_those_that_python_imports(program, tmp_path, monkeypatch):
             (info / "METADATA").write_text(f"Name: doubled\nVersion: {version}\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
     assert find_sources().packages == {"doubled": "1.0"}
+
+
+def test_a_batch_is_hashed_with_its_names_and_says_what_has_no_bytes():
+    one, two, unhashed = torch.zeros(3), torch.ones(3), set()
+    swapped = ({"image": one, "mask": two}, {"mask": one, "image": two})
+    assert len({chain_batch("", batch, unhashed) for batch in swapped}) == 2
+    assert not unhashed
+    chain_batch("", {"image": one, "a": iter([1])}, unhashed)
+    assert unhashed == {"builtins.list_iterator"}
+    known = "it has no defined bytes"
+    assert find_sources(None, unhashed).gaps["data of type builtins.list_iterator"] == known
+
+
+def test_the_buffers_of_a_state_dict_are_weights():
+    def hash_weights(model):
+        return hash_state(Training(model), "")["weights_sha256"]
+
+    model = torch.nn.BatchNorm1d(2)
+    before = hash_weights(model)
+    assert before == hash_named(model.state_dict())[:32]
+    model.register_buffer("own", torch.ones(1), persistent=False)
+    assert hash_weights(model) == before
+    model.running_mean += 1
+    assert hash_weights(model) != before
 
 
 def test_a_tensor_is_hashed_with_its_header_in_row_major_order():

@@ -24,7 +24,7 @@ from lightning_d9m.engine.ledger.format.records import (
     encode_record,
 )
 from lightning_d9m.errors import CommandError, LedgerError
-from lightning_d9m.tools.launch.run import Run
+from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.check import (
     CheckedSegment,
     CheckReport,
@@ -205,10 +205,30 @@ def test_what_ends_one_segment_is_its_result(monkeypatch, error):
         raise error("No space left on device.")
 
     monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", fail)
-    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={})
+    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={}, sources=None)
     found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
     assert (found.number, found.verdict) == (3, "failed")
     assert found.reason == "No space left on device."
+
+
+def test_a_segment_of_a_provable_run_compiles_its_own_code(monkeypatch, tmp_path):
+    """Who has published the program may have put other code into __pycache__."""
+    given = []
+
+    def run(*_, variables, **__):
+        given.append(variables.get("PYTHONPYCACHEPREFIX"))
+        raise CommandError("")
+
+    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", run)
+    known = CheckedSegment(3, 0, 1)
+    for sources in (None, ()):
+        recorded = SimpleNamespace(variables={}, sources=sources)
+        check_segment(recorded, Runs([], tmp_path), Segment(None, 1), known, 1, "segment 3")
+    assert given == [None, str(tmp_path / "compiled")]
+    (tmp_path / "compiled").mkdir()
+    with CheckReport(str(tmp_path)).kept(tmp_path / "links", lambda: None):
+        pass
+    assert not (tmp_path / "compiled").exists()
 
 
 def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, monkeypatch):

@@ -187,6 +187,7 @@ class Run:
         self.data = ""
         self._commitment: Any = None  # the module, if the run commits to what it does
         self._sources: Any = None  # the program as the run began
+        self._unhashed = set[str]()  # types in its batches that have no hash
         self.probes = Probes()
 
     # A callback is copied (by a tuner) and pickled (by a launcher that spawns). A copy has no open
@@ -344,6 +345,8 @@ class Run:
                 named = named and os.path.relpath(named, self.folder)
             self._writer.write(replace(parent, parent=named, unchecked=unchecked or None))
         self._writer.write(facts)
+        if self._sources is not None:  # also of a run that is killed
+            self._writer.write(self._sources)
         if options.reference is None:
             return
         from lightning_d9m.engine.recording.reference import Reference
@@ -499,7 +502,7 @@ class Run:
     def take_data(self, batch: object) -> None:
         """Take the batch that is trained next, if the run commits to its data."""
         if self._commitment is not None:
-            self.data = self._commitment.chain_batch(self.data, batch)
+            self.data = self._commitment.chain_batch(self.data, batch, self._unhashed)
 
     def _commit(self) -> dict[str, str]:
         commitment = self._commitment
@@ -666,7 +669,7 @@ class Run:
                     self._write_held()
                 self.probes.close()
                 if self._commitment is not None and self.ranks.rank == 0:
-                    self.append(self._commitment.find_sources(self._sources))
+                    self.append(self._commitment.find_sources(self._sources, self._unhashed))
         finally:
             writer, reference = self._writer, self._reference
             end = replace(end, epoch=self._reached[0], step=self._reached[1])

@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     note_run(recorded)
     chosen = [own for own in recorded.list_segments() if own.number in numbers]
     links = output / "checkpoints"
-    with report.kept(links, partial(print_check, report, arguments.format, command)):
+    with report.kept(links, partial(_show, arguments, report, command)):
         if report.problems:
             pass  # what follows would say nothing of this proof
         elif arguments.follow:
@@ -134,10 +134,16 @@ def run(arguments: argparse.Namespace) -> int:
             _run_jobs(arguments, [own.number for own in chosen], report)
         else:
             _run_in_turn(chosen, partial(check, recorded), report)
-    # A check that was interrupted has no verdict: it leaves out what its choice demands.
-    if arguments.verdict is not None:
-        write_verdict(arguments.verdict, arguments.proof, report, arguments.sign)
     return STATUS[report.verdict]
+
+
+def _show(arguments: argparse.Namespace, report: CheckReport, command: list[str]) -> None:
+    """Write the verdict, if one is wanted, and print the result."""
+    # Before it is printed, as the terminal may have been closed. A check that was interrupted has
+    # no verdict: it leaves out what its choice demands.
+    if arguments.verdict is not None and not report.interrupted:
+        write_verdict(arguments.verdict, arguments.proof.name, report, arguments.sign)
+    print_check(report, arguments.format, command)
 
 
 def _make_folder(chosen: Path | None) -> Path:
@@ -202,11 +208,11 @@ def _choose(arguments: argparse.Namespace, recorded: RecordedRun, report: CheckR
     if not report.is_drawn:
         refuse_options(arguments, ["choose"], "nothing is left to choose")
         return arguments.only or there
-    choice, proof = arguments.choose, arguments.proof
-    if proof is None:  # numbers of segments repeat it
+    choice = arguments.choose
+    if not report.proof:  # numbers of segments repeat it
         return sorted(SystemRandom().sample(there, count))
     report.choice = SystemRandom().randrange(10**6) if choice is None else choice
-    return choose_segments(proof, report.choice, there, count)
+    return choose_segments(report.proof, report.choice, there, count)
 
 
 def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
 from lightning_d9m.engine.ledger.kinds import EXCEPTION
-from lightning_d9m.errors import CheckpointError, LedgerError, SettingError
+from lightning_d9m.errors import CheckpointError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import describe_moment, describe_names, escape, pluralize
 from lightning_d9m.tools.cli.arguments import SIGNER, refuse_options, whole_number
 from lightning_d9m.tools.output.columns import print_result
@@ -25,7 +25,7 @@ from lightning_d9m.tools.output.terminal import wrap_on_terminal
 
 ARGUMENTS = f"""
 checkpoint:CHECKPOINT  a checkpoint that a Trainer saved, or a file of weights, alone (also
-    .safetensors) or under the key state_dict; or a verdict of d9m check (.json)
+    .safetensors) or under the key state_dict; or a verdict of d9m check
 ledger:LEDGER?  the ledger to search (default: the one that the checkpoint names, if it exists); or
     the proof that the verdict is on
 {SIGNER.strip()}
@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
             "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{path} whole.pt`, and give that."
         )
-    if path.suffix == ".json":
+    with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
+        is_statement = file.read(1) == b"{"  # no checkpoint begins with it, whatever their names
+    if is_statement:
         return _verify_verdict(arguments)
     refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
     # Here, because they load torch and Lightning: `d9m --help` and a wrong path answer at once.

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from hashlib import sha256
-from importlib.metadata import Distribution, packages_distributions
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
@@ -44,17 +44,16 @@ from lightning_d9m.tools.segments.segment import RecordedRun, find_resume
 from lightning_d9m.version import __version__
 
 UNSIGNED = "Nobody's signature was verified: give --signer."
-# A proof comes from anybody; one of 1,000 epochs has 35 kB.
+# A proof comes from anybody; one of 1,000 epochs has 48 kB.
 _MOST_BYTES = 64 * 2**20
-# What pip writes beside the files of a package: it names the installer and where it came from, so
-# two machines with the same package differ in it.
-_NOT_CONTENT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 _NO_DATA = sha256().hexdigest()[:DIGEST_DIGITS]
 _NEVER = {
     "validation data": "only the batches of training are hashed",
     "other files": "of the files that the program reads, those of at most 256 MiB are hashed that "
     "its command names",
-    "other packages": "of those that were not loaded, the ledger has the versions alone",
+    "other packages": "of those that were not loaded, the ledger has the versions alone, and of "
+    "Python's own modules that of Python",
+    "other processes": "what only they have loaded, such as the workers of a loader, is not hashed",
 }
 # A session sets them, and a process without one has others.
 _OF_SESSION = ("flag.", "variable.", "world.", "python.hash", "compiler.", "horovod.", "package.")
@@ -124,11 +123,15 @@ def write_statement(path: Path, statement: Struct, method: Method) -> None:
 
     Raises:
         LedgerError: If it cannot be written; ``path`` stays as it was.
-        SettingError: If it cannot be signed.
+        SettingError: If it cannot be signed; ``path`` is removed.
     """
     with file_errors(LedgerError, f"{path} cannot be written"), written_whole(path) as part:
         part.write_bytes(json.format(json.encode(statement), indent=1) + b"\n")
-    _call_signer("sign", path, method)
+    try:
+        _call_signer("sign", path, method)
+    except BaseException:  # one without the signature could be taken for what was asked for
+        path.unlink()
+        raise
 
 
 def read_statement(path: Path, kind: type[_S], method: Method) -> _S:
@@ -222,12 +225,11 @@ def _check_model(recorded: RecordedRun, model: Path) -> None:
     weights, final = find_weights(load_checkpoint(model)), recorded.last_state
     assert isinstance(final, Digests), "the run has finished"
     # By SHA-256 of the whole, not by the digests of the record: those are XXH3.
-    names = final.groups.get("weights", {})  # a model has buffers, too
-    found = hash_named({name: weights.get(name) for name in names})
-    if found[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
+    if hash_named(weights)[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
         raise SettingError(
-            f"{escape(str(model), 400)} does not hold the final weights of the run. Name a file "
-            "that the training has saved at its end, with whole weights."
+            f"{escape(str(model), 400)} does not hold the final weights of the run, or more than "
+            "its parameters and saved buffers. Name a file that the training has saved at its "
+            "end, with whole weights."
         )
 
 
@@ -243,7 +245,7 @@ def _list_gaps(
     recorded: RecordedRun, final: Mapping[str, Mapping[str, str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield what the proof of a run does not commit to, beside packages, and why."""
-    yield from _NEVER.items()
+    yield from {**_NEVER, **recorded.gaps}.items()
     if recorded.last_step and any(own[DATA] == _NO_DATA for own in final.values()):
         yield "training data", "the loop does not pass its batches to a Recorder"
     if recorded.sources is None or not recorded.sources.program:
@@ -256,35 +258,33 @@ def _list_gaps(
 
 
 def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
-    """Yield the hash of each package that a run has used, or why there is none."""
+    """Yield the hash of each package or module that a run has used, or why there is none."""
     from lightning_d9m.engine.recording.commitment import list_packages
 
     # An environment has hundreds; what was not loaded computed nothing.
     of_module, here = packages_distributions(), list_packages(tuple(sys.path))
-    used = {name for module in sources.used for name in of_module.get(module, ())}
-    for name in sorted(used & sources.packages.keys() & here.keys()):
-        (version, package), known = here[name], sources.packages[name]
-        if version == known:
-            yield name, hash_package(package)
+    for unit in sources.used:
+        names = {*of_module.get(re.split("[/.]", unit)[0], ())} & sources.packages.keys()
+        other = sorted(name for name in names & here.keys() if here[name] != sources.packages[name])
+        # The ledger may be anybody's, and name any folder.
+        is_inner = {"", ".."}.isdisjoint(unit.split("/"))
+        paths = filter(os.path.exists, (Path(entry, unit) for entry in sys.path))
+        # A command may have the name of a package, and its folder is the first one of sys.path.
+        path = next((own for own in paths if own.suffix or own.is_dir()), None)
+        if other:
+            known = sources.packages[other[0]]
+            yield unit, f"the training used {known}, and here is {here[other[0]]}"
         else:
-            yield name, f"the training used {known}, and here is {version}"
+            yield unit, hash_tree(path) if is_inner and path else "it is not here"
 
 
-def hash_package(package: Distribution) -> str:
-    """Return the SHA-256 of the files of a package, or why there is none."""
-    files = [
-        file
-        for file in sorted(package.files or (), key=str)
-        # Scripts, which are outside, name the path of the interpreter.
-        if file.name not in _NOT_CONTENT and file.suffix != ".pyc" and ".." not in file.parts
-    ]
-    if not files or "editable" in (package.read_text("direct_url.json") or ""):
-        return "it lists no files, as one that is installed from a folder"
-    content = sha256()
-    for file in files:
-        path = Path(str(file.locate()))
-        content.update(f"{file} {hash_file(path) if path.is_file() else 'missing'}\n".encode())
-    return content.hexdigest()
+def hash_tree(path: Path) -> str:
+    """Return the SHA-256 of the files of a package, or of one file."""
+    # Not of those that RECORD lists: Python loads what is there.
+    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+    names = {file.relative_to(path.parent).as_posix(): file for file in files}
+    named = [(name, file) for name, file in names.items() if "/__pycache__/" not in name]
+    return sha256("".join(f"{n} {hash_file(file)}\n" for n, file in named).encode()).hexdigest()
 
 
 def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
@@ -293,8 +293,9 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     The report has what contradicts the proof, and what limits a check of the run. Its errors are
     those of ``read_statement`` and ``RecordedRun``.
     """
-    proof, report = read_statement(path, Proof, signer), CheckReport()
-    said, folder = proof.predicate, path.absolute().parent.resolve()
+    proof, folder = read_statement(path, Proof, signer), path.absolute().parent.resolve()
+    # Before its program runs, which may change the file.
+    said, report = proof.predicate, CheckReport(proof=hash_file(path))
     recorded = RecordedRun(folder / said.ledger)
     try:
         here = make_proof(recorded, [folder / name for name in said.models], folder)
@@ -303,8 +304,7 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     else:
         report.problems, differing = _compare(proof, here)
         if differing:
-            shown = describe_names(differing[:4], len(differing))
-            report.notes = [f"Results here may differ, as the stack does: {shown}."]
+            report.notes = [f"Results here may differ, as the stack does: {'; '.join(differing)}."]
     left_out = "; ".join(map(escape, said.gaps))
     report.notes += [*([] if signer else [UNSIGNED]), f"The proof does not commit to: {left_out}."]
     return recorded, report
@@ -326,16 +326,14 @@ def _list_facts(proof: Proof) -> dict[str, dict[str, Any]]:
 
 
 def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
-    """Return what contradicts a proof, and what may let results differ here, as another stack."""
+    """Return what contradicts a proof, and what may let results differ here: packages, stack."""
     stack = stack_differences(here.predicate.run["stack"], capture_stack())
-    differing = [
+    other = [
         f"{name}: {escape(expected)} there, {escape(actual)} here"
         for name, expected, actual in stack
         if not name.startswith(_OF_SESSION)
     ]
-    # For another Python or platform, the same version of a package has other files.
-    is_other = any(line.startswith(("python.", "os.", "cpu.machine")) for line in differing)
-    problems, known = list[str](), _list_facts(here)
+    problems, differing, known = list[str](), list[str](), _list_facts(here)
     for what, facts in _list_facts(proof).items():
         for name, expected, actual in table_differences(facts, known[what]):
             text = f"The {what} {escape(name, 200)}"
@@ -343,17 +341,20 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
                 problems.append(f"{text} is not in the proof.")
             elif what == "uncommitted part" or (what == "package" and not _is_hash(expected)):
                 continue  # it may leave out more than it must, and says so
-            elif what == "package" and (is_other or not _is_hash(actual)):
-                differing.append(f"{name}: {'other content' if _is_hash(actual) else actual}")
+            elif what == "package" and not _is_hash(actual):
+                differing.append(f"{escape(name, 200)}: {escape(actual, 200)}")
             else:
                 problems.append(f"{text} is not here as the proof has it.")
-    return problems, differing
+    return problems, differing + other
 
 
-def choose_segments(proof: Path, number: int, there: Sequence[int], count: int) -> list[int]:
-    """Return the segments that a number chooses: nobody knows them before the proof exists."""
+def choose_segments(proof: str, number: int, there: Sequence[int], count: int) -> list[int]:
+    """Return the segments that a number chooses: nobody knows them before the proof exists.
+
+    ``proof`` is the SHA-256 of its file.
+    """
     # Both must be fixed before: who makes a proof would choose a number, and a checker a proof.
-    seed = int(sha256(f"{hash_file(proof)} {number}".encode()).hexdigest(), 16)
+    seed = int(sha256(f"{proof} {number}".encode()).hexdigest(), 16)
     return sorted(Random(seed).sample([*there], min(count, len(there))))  # noqa: S311 - it can be repeated
 
 
@@ -363,15 +364,18 @@ def _name_property(report: CheckReport) -> str:
     return found + ("" if report.choice is None else f"_CHOSEN_BY_{report.choice}")
 
 
-def write_verdict(path: Path, proof: Path, report: CheckReport, method: Method) -> None:
-    """Write and sign the verdict of a check on a proof, as ``write_statement`` does."""
+def write_verdict(path: Path, name: str, report: CheckReport, method: Method) -> None:
+    """Write and sign the verdict of a check on a proof, as ``write_statement`` does.
+
+    ``name`` is that of the file of the proof.
+    """
     # Without the folders of this machine.
     checked = [replace(own, ledgers=(), checkpoint="") for own in report.checked]
     said = replace(report, output="", run="", checked=checked)
     verifier, now = {"id": f"urn:lightning-d9m:{__version__}"}, datetime.now(timezone.utc)
     properties = [_name_property(report)] * (report.verdict == "equal")
     result = _Result(verifier, now.isoformat(timespec="seconds"), properties, said)
-    subject = [_Subject(proof.name, {"sha256": hash_file(proof)})]
+    subject = [_Subject(name, {"sha256": report.proof})]
     verdict = _Verdict(_FORM, "https://in-toto.io/attestation/svr/v0.1", subject, result)
     write_statement(path, verdict, method)
 
@@ -385,12 +389,17 @@ def check_verdict(
     ``read_statement``.
     """
     verdict, problems = read_statement(path, _Verdict, signer), list[str]()
+    digest = hash_file(proof)
     said, report = verdict.predicate.properties, verdict.predicate.check
     # By content, because a stranger may have renamed it.
-    if [own.digest for own in verdict.subject] != [{"sha256": hash_file(proof)}]:
+    if [own.digest for own in verdict.subject] != [{"sha256": digest}]:
         problems.append(f"It is a verdict on another file than {proof}.")
     if report.verdict != "equal" or said != [_name_property(report)]:
         problems.append("It does not say that the run is equal.")
     elif number not in (None, report.choice) and len(report.equal) != len(report.there):
         problems.append(f"Its segments were not chosen with {number}: {said[0]}.")
+    elif report.choice is not None:
+        checked = sorted(own.number for own in report.checked)
+        if checked != choose_segments(digest, report.choice, report.there, len(checked)):
+            problems.append(f"Its segments are not those that {report.choice} chooses: {checked}.")
     return escape(" ".join(said), 200), [escape(own, 400) for own in report.notes], problems

@@ -37,6 +37,7 @@ from lightning_d9m.tools.segments.segment import (
 
 CHECK_JSON = "check.json"
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
+_COMPILED, _COMPILED_FOLDER = "PYTHONPYCACHEPREFIX", "compiled"
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _STATES = Digests | StepDigests
 _REASONS = {
@@ -54,6 +55,7 @@ _REASONS = {
     "foreign": "The checkpoint is not the one that the ledger names: another run has saved it, or "
     "this one at another step, or the ledger has been changed since.",
     "refused": "The program has other settings than the run: {}.",
+    "code": "The program has loaded other code than the run: {}.",
     "device": "Two runs of the segment agree, and differ from the ledger; a run with {} is equal "
     "to it. So this device computes different values: it has a fault, or is of another kind.",
     "same": "A run with {} agrees with them, so this device is not the reason.",
@@ -118,6 +120,7 @@ class CheckReport:
         output: The folder of the check.
         run: The ledger of the run; ``note_run`` notes it, and what it says of the whole run.
         is_drawn: Whether the segments were chosen at random.
+        proof: The SHA-256 of the proof that is checked; empty for a ledger.
         choice: The seed with which another check chooses them again, if there is one.
         there: The numbers of segments that can be run.
         checked: Those that were run.
@@ -130,6 +133,7 @@ class CheckReport:
 
     output: str = ""
     run: str = ""
+    proof: str = ""
     is_drawn: bool = False
     choice: int | None = None
     there: list[int] = field(default_factory=list)
@@ -198,6 +202,7 @@ class CheckReport:
                 folder.rmdir()
             if names:
                 self.notes.append(f"The checkpoints before a difference are kept in {folder}.")
+            shutil.rmtree(Path(self.output, _COMPILED_FOLDER), ignore_errors=True)
             file = Path(self.output, CHECK_JSON)
             # Before it is printed: the terminal may have been closed.
             # Whole: where ranks of a cluster share the file, a check of segments waits for it.
@@ -272,6 +277,9 @@ def check_segment(
         **options: Further arguments of ``run_segment``.
     """
     options["variables"] = {**recorded.variables, **options.get("variables", {})}
+    if recorded.sources is not None:
+        # Who has published the program may have put other code beside it, into __pycache__.
+        options["variables"][_COMPILED] = str(runs.output / _COMPILED_FOLDER)
 
     def attempt(
         known: CheckedSegment, suffix: str = "", variables: Mapping[str, str] = MappingProxyType({})
@@ -363,6 +371,8 @@ def _compare(
         resumed.step != segment.first or not holds_record(own, resumed.parent_check)
     ):
         return checked.explain("refused", "foreign"), None
+    if code := recorded.list_other_code(ledger):
+        return checked.explain("refused", "code", describe_names(code, len(code))), None
     states = _States()
     comparison = recorded.compare(run, states.watch)
     if comparison.refusals:

@@ -116,6 +116,7 @@ class RecordedRun:
         ends: The states that end segments: the first after each checkpoint, and the final one.
         last_state: The last record of the state.
         sources: The program, if the run commits to it.
+        gaps: What of program and data it does not commit to, and why.
 
     Raises:
         LedgerError: If the ledger cannot be read.
@@ -139,6 +140,7 @@ class RecordedRun:
         self.ends: list[Digests | StepDigests] = []
         self.last_state: Digests | StepDigests | None = None
         self.sources: Sources | None = None
+        self.gaps: dict[str, str] = {}
         self._is_saved = False  # whether the state of the last checkpoint is still to come
         # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
         own = self.ledger.files[min(self.ledger.files)]
@@ -164,6 +166,7 @@ class RecordedRun:
             self.end = record
         elif isinstance(record, Sources):
             self.sources = record
+            self.gaps |= record.gaps
         elif isinstance(record, Digests | StepDigests):
             self._note_state(record)
 
@@ -252,6 +255,26 @@ class RecordedRun:
         stops.append(self.stop)
         pairs = zip(numbered, stops, strict=True)
         return [Segment(start, stop, number) for (number, start), stop in pairs]
+
+    def list_other_code(self, ledger: Ledger) -> list[str]:
+        """Return the files that a segment, with its ledger, has loaded and the run has not.
+
+        They are those of the program: packages are the business of who runs the segment.
+        """
+        if self.sources is None:
+            return []
+        own = ledger.files[min(ledger.files)]
+        records = [record for file, record in read_lineage(own) if file == own]
+        sources = [record for record in records if isinstance(record, Sources)]
+        known = {**self.sources.program, **self.sources.named}
+        found = [
+            (name, text)
+            for record in sources
+            for name, text in (*record.program.items(), *record.named.items())
+            if name in record.program or f"file {name}" not in self.gaps
+        ]
+        other = sorted({name for name, text in found if known.get(name) != text})
+        return other if sources else ["it has no record of it"]
 
     def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.

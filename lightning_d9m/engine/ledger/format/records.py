@@ -447,7 +447,7 @@ class Checkpoint(Entry, frozen=True, tag="checkpoint", kw_only=True):
 
 
 class Sources(Entry, frozen=True, tag="sources", kw_only=True):
-    """The program of a run that commits to it, when the run ends; on rank 0.
+    """The program of a run that commits to it, when the run begins and when it ends; on rank 0.
 
     ``d9m prove`` and ``d9m check`` read it, and no comparison of two ledgers.
 
@@ -455,14 +455,17 @@ class Sources(Entry, frozen=True, tag="sources", kw_only=True):
         program: SHA-256 of each file of the program that is loaded, by its path from the working
             folder.
         named: SHA-256 of each file that the command names.
-        packages: The version of each installed package.
-        used: The names of the loaded modules outside of packages.
+        packages: The version of each installed package, and the tags of its wheel.
+        used: The path of each other package or module that is loaded, from its folder in Python's
+            path.
+        gaps: Why the run does not commit to a part of the program or its data.
     """
 
     program: Hashes
     named: Hashes
     packages: Mapping[Text, Text]
     used: tuple[Text, ...]
+    gaps: Mapping[Text, Text] = {}
 
 
 class Resume(Entry, frozen=True, tag="resume", kw_only=True):
