@@ -15,12 +15,12 @@ from lightning_d9m.ops.portability.kernels import add, add_at, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
 
 
-def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def evaluate(name: str, *inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Apply a function element by element.
 
     Args:
         name: One of ``FUNCTIONS``.
-        inputs: Broadcast against each other.
+        inputs: Tensors and numbers, broadcast against each other.
         dtype: The result's, by default the inputs' or else torch's default.
     """
     if dtype is None:
@@ -30,8 +30,9 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
     # A function of 16 bits is that of float32, rounded once more.
     # A function of float32 still computes in float64 inside, see `formulas.py`.
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    (device, *_) = {one.device for one in inputs if one.device.type != "cpu"} or {inputs[0].device}
-    given = [one.to(device, working) for one in inputs]
+    devices = [one.device for one in inputs if isinstance(one, Tensor)]
+    device = next((one for one in devices if one.type != "cpu"), devices[0])
+    given = [torch.as_tensor(one, dtype=working, device=device) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
     return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
@@ -54,7 +55,6 @@ RULES |= {
     "mul_": Tensor.mul_,
     "rsqrt": lambda values: RULES["reciprocal"](RULES["sqrt"](values)),
     "relu": lambda values: torch.threshold(values, 0, 0),
-    "floor_divide": lambda left, right: RULES["div"](left, right, rounding_mode="floor"),
     # Processors make NaNs of different signs.
     "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
     "copysign": lambda values, signs: torch.copysign(
@@ -103,6 +103,8 @@ def copy_in_place(target: Tensor, source: Tensor, non_blocking: bool = False) ->
 def _add(function: Callable[..., Tensor], left: Any, right: Any, alpha: float = 1) -> Tensor:
     return function(left, right if alpha == 1 else right * alpha)
 
+    if rounding_mode == "floor":
+        return evaluate("floor_divide", left, right)
 
 RULES |= {"add": partial(_add, torch.add), "add_": partial(_add, Tensor.add_)}
 RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
@@ -118,29 +120,7 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
             left = left.to(torch.get_default_dtype())
         wide = left.to(accumulation_dtype(left.dtype))
         return torch.div(wide, wide.new_full((), right)).to(left.dtype)
-    dtype = torch.result_type(left, right)
-    # Widened: a quotient of float32 numbers is never rounded to a whole number in float64.
-    one, other = _widen(left, right)
-    quotient = divide(one, other)
-    return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
-
-
-def _widen(*values: Any) -> list[Tensor]:
-    """Return numbers and tensors as float64 tensors."""
-    (like,) = [one for one in values if isinstance(one, Tensor)][:1]
-    tensors = (one if isinstance(one, Tensor) else like.new_full((), one) for one in values)
-    return [one.double() for one in tensors]
-
-
-def _remainder(mode: str, left: Any, right: Any) -> Tensor:
-    wide, other = _widen(left, right)
-    result = wide - divide(wide, other, mode) * other
-    # `x - 0 * inf` would be NaN.
-    result = torch.where(other.isinf() & wide.isfinite(), wide, result)
-    return result.to(torch.result_type(left, right))
-
-
-RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
+    return divide(left, right).trunc_()
 
 
 def _add_scaled(
