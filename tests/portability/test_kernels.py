@@ -95,10 +95,11 @@ def test_sums(shape, dims, dtype):
 
 
 @DTYPES
-def test_sums_at_places(dtype):
+@pytest.mark.parametrize(("rows", "width"), [(50, 1), (50, 3), (9000, 2)])
+def test_sums_at_places(rows, width, dtype):
     """Of what is there, too: each of two threads adds to its own places."""
-    terms, places = draw(3000, dtype=dtype).pow(9), torch.randint(50, (3000,))
-    found, expected = (draw(50, dtype=dtype, seed=1) for _ in range(2))
+    terms, places = draw(3000, width, dtype=dtype).pow(9), torch.randint(50, (3000,))
+    found, expected = (draw(rows, width, dtype=dtype, seed=1) for _ in range(2))
     kernels.add_at(found, places, terms)
     with by_torch():
         kernels.add_at(expected, places, terms)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.patches.registration import accumulation_dtype
+from lightning_d9m.ops.patches.kernels import sampling
+from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
-from lightning_d9m.ops.portability.kernels import add, add_at, widen
+from lightning_d9m.ops.portability.kernels import add, add_at, find_exact_sums, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
 
 
@@ -58,18 +59,9 @@ RULES |= {
     # Processors make NaNs of different signs.
     "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
     "copysign": lambda values, signs: torch.copysign(
-        values, torch.where(torch.as_tensor(signs).isnan(), 0.0, signs)
+        values, signs.masked_fill(signs.isnan(), 0) if isinstance(signs, Tensor) else signs
     ),
 }
-
-
-def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Show the bits of numbers; NaN gets one pattern first."""
-    if values.is_floating_point() and not dtype.is_floating_point:
-        # The sign and the payload of a NaN that an operation makes differ between x86, ARM and
-        # CUDA.
-        values.masked_fill_(values.isnan(), math.nan)
-    return torch.ops.aten.view.dtype(values, dtype)  # type: ignore[no-any-return]
 
 
 def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -103,8 +95,6 @@ def copy_in_place(target: Tensor, source: Tensor, non_blocking: bool = False) ->
 def _add(function: Callable[..., Tensor], left: Any, right: Any, alpha: float = 1) -> Tensor:
     return function(left, right if alpha == 1 else right * alpha)
 
-    if rounding_mode == "floor":
-        return evaluate("floor_divide", left, right)
 
 RULES |= {"add": partial(_add, torch.add), "add_": partial(_add, Tensor.add_)}
 RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
@@ -113,6 +103,8 @@ RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
 @rule("div")
 def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     """The quotient; CUDA multiplies by the reciprocal of a number on the CPU."""
+    if rounding_mode == "floor":
+        return evaluate("floor_divide", left, right)
     if rounding_mode is None:
         if isinstance(right, Tensor):
             return torch.div(left, right if left.device.type == "cpu" else right.to(left.device))
@@ -314,13 +306,26 @@ def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more:
     return torch.scatter_reduce(values, dim, index, *given, **more) + 0
 
 
-def _add_at(values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor) -> Tensor:
-    """Add to places, by exact sums: what is found among the numbers of all places."""
-    places = find(torch.arange(values.numel(), device=values.device).view(values.shape))
+def _add_at(
+    values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor, dims: int | None = None
+) -> Tensor:
+    """Add to places, by exact sums: what is found among the numbers of all places.
+
+    ``dims`` is the number of the first dimensions that have places, by default all; each of their
+    places then has a row of elements.
+    """
+    require(source.dtype == values.dtype)
+    sizes, rest = values.shape[:dims], values.shape[len(values.shape[:dims]) :]
+    places = find(torch.arange(math.prod(sizes), device=values.device).view(sizes))
     out = values.clone(memory_format=torch.contiguous_format)
-    terms = source.expand(places.shape).reshape(-1).to(out.dtype)
-    add_at(out.view(-1), places.reshape(-1), terms)
+    rows = out.view(-1, math.prod(rest))
+    terms = source.expand(*places.shape, *rest).reshape(-1, rows.shape[1])
+    add_at(rows, places.reshape(-1), terms)
     return out.add_(0.0)
+
+
+for _name in ("grid_sampler_2d_backward", "grid_sampler_3d_backward"):
+    RULES[_name] = partial(getattr(sampling, _name), find_by_torch=find_exact_sums)
 
 
 @rule("scatter_add")
@@ -337,7 +342,11 @@ def index_put(
 ) -> Tensor:
     """Write to, or add to, indexed places."""
     if not accumulate:
-        return torch.index_put(values, list(indices), source)
+        return torch.ops.aten.index_put(values, list(indices), source)  # type: ignore[no-any-return]
     # Indexing an array of the numbers of all places by the same indices gives the place of each
     # term, whatever mixture of slices, masks and negative numbers they are.
-    return _add_at(values, lambda numbers: torch.ops.aten.index(numbers, list(indices)), source)
+    find = lambda numbers: torch.ops.aten.index(numbers, list(indices))  # noqa: E731
+    # A mask stands for as many dimensions as it has.
+    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    dims = len(indices) - len(masks) + sum(one.dim() for one in masks)
+    return _add_at(values, find, source, dims)

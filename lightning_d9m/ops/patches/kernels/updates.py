@@ -375,9 +375,9 @@ def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
     return out
 
 
-def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> None:
+def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool, **more: Any) -> None:
     """Write into each row the sum of the values that go to it; see :func:`plan_sum`."""
-    plan_sum(out.dtype, out.shape, index, values.shape, include=include)(out, index, values)
+    plan_sum(out.dtype, out.shape, index, values.shape, include=include, **more)(out, index, values)
 
 
 def plan_sum(
@@ -389,6 +389,7 @@ def plan_sum(
     *,
     include: bool = True,
     pieces: Pieces | None = None,
+    by_torch: Callable[..., None] | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return a function that adds values into the places of a dimension that an index names.
 
@@ -403,6 +404,7 @@ def plan_sum(
         axis: The dimension.
         include: Whether what is there is a term as well.
         pieces: By default those for all values of the dimension.
+        by_torch: See ``accumulate``.
     """
     outer, rows, inner = sides = _divide(shape, axis)
     lines = _view_places(index, sides)
@@ -412,7 +414,8 @@ def plan_sum(
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
         index = index if is_view else index.reshape(sides)
-        accumulate(out, index, values.contiguous(), None, layout, planned, include=include)
+        more = (None, layout, planned)
+        accumulate(out, index, values.contiguous(), *more, include=include, by_torch=by_torch)
 
     return add
 
