@@ -388,6 +388,7 @@ EDGES = {
     "counted distances": (lambda x: torch.cdist(x, x.flip(0), p=0.0) * x.sum(), (4, 3)),
     "prod of one": (lambda x: x.prod(0, keepdim=True), ()),
     "infinite terms": (lambda x: (x * 0).norm(-0.5), (5,)),
+    "added to one": (lambda x: x.scatter_add(0, torch.tensor(0), x * 2), ()),
     "put of one": (lambda x: torch.zeros(()).put(torch.tensor([0]), x, accumulate=True), ()),
     "padded by a stride": (lambda x: _transpose(x, 2, 1, (2, 1)), (2, 3, 4, 5)),
     "padded by two strides": (lambda x: _transpose(x, 1, 0, 2), (2, 3, 4, 5)),

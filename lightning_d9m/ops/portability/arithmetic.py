@@ -318,9 +318,9 @@ def _add_at(
     sizes, rest = values.shape[:dims], values.shape[len(values.shape[:dims]) :]
     places = find(torch.arange(math.prod(sizes), device=values.device).view(sizes))
     out = values.clone(memory_format=torch.contiguous_format)
-    rows = out.view(-1, math.prod(rest))
-    terms = source.expand(*places.shape, *rest).reshape(-1, rows.shape[1])
-    add_at(rows, places.reshape(-1), terms)
+    rows, width = places.reshape(-1), math.prod(rest)
+    terms = source.expand((*places.shape, *rest)).reshape(len(rows), width)
+    add_at(out.view(math.prod(sizes), width), rows, terms)
     return out.add_(0.0)
 
 

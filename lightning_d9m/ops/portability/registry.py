@@ -240,17 +240,17 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     if mode != "reduced" or matrix.dim() != 2:
         raise RefusedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
-    size = min(wide.shape)
-    q = wide.new_zeros((len(wide), size))
-    for column in range(size):
+    count, sizes = min(wide.shape), torch.linalg.vector_norm(wide, dim=0)
+    q = wide.new_zeros((len(wide), count))
+    for column in range(count):
         vector = wide[:, column]
         for _ in range(2):  # once leaves an error that grows with the condition of the matrix
             vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
         # What depends on the columns before is left with the errors of its rounding.
-        size_left, size_given = (torch.linalg.vector_norm(one) for one in (vector, wide[:, column]))
-        if size_left <= size_given * 2.0**-40:
+        size = torch.linalg.vector_norm(vector)
+        if size <= sizes[column] * 2.0**-40:
             raise RefusedError(f"linalg_qr: column {column} depends on those before it")
-        q[:, column] = vector / size_left
+        q[:, column] = vector / size
     return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
 
 
