@@ -375,13 +375,8 @@ def _pow(x: Any, y: Any) -> Any:
     return where((y == 0.0) | (x == 1.0) | ((a == 1.0) & (b == INF)), 1.0, found)
 
 
-@_function
-def _fmod(x: Any, y: Any) -> Any:
-    """The rest that C defines, which is exact; torch's differs between processors."""
-    is_defined = (abs(x) < INF) & ~(y == 0.0) & ~_is_nan(y)
-    # For what the loop of Triton's text counts.
-    found = rest_of(where(is_defined, x, 0.0), where(is_defined, y, 1.0))
-    return where(is_defined, found, NAN)
+# The rest that C defines, which is exact; torch's differs between processors.
+_fmod = _function(lambda x, y: rest_of(x, y), "fmod")  # noqa: PLW0108 - its arguments are counted
 
 
 def _has_sign_of(rest: Any, y: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
 from lightning_d9m.ops.patches.exact_sums import Layout, Pieces
-from lightning_d9m.ops.patches.kernels.updates import add_rows
+from lightning_d9m.ops.patches.kernels.updates import update_rows
 from lightning_d9m.ops.patches.triton.launch import run_kernel
 from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
@@ -26,7 +26,6 @@ from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
 _TRITON = "lightning_d9m.ops.portability.triton"
 _COUNTERS, _MASK = 16, 0xFFFFFFFF  # of random numbers
 _COLUMNS = 64  # that a kernel adds at a time: with 32 lanes they fit the first cache
-_MANY = 2  # rows for each term, beyond which only those that get a term are read
 _FEW = 16  # columns that are too few: most of a tile, or of the columns added at a time, is empty
 
 
@@ -259,14 +258,7 @@ def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
         places: The row of each row of terms, int64.
         terms: Rows of the dtype of ``out``.
     """
-    # Exact sums take 20 or more bytes for each element, and so they do not for rows without terms.
-    if len(out) > _MANY * len(terms):
-        named, places = places.unique(return_inverse=True)
-        rows = out.index_select(0, named)
-        add_at(rows, places, terms)
-        out.index_copy_(0, named, rows)
-        return
-    add_rows(out, places, terms, include=True, by_torch=find_exact_sums(out))
+    update_rows(out, places, terms, "sum", by_torch=find_exact_sums(out))
 
 
 def find_exact_sums(out: Tensor) -> Callable[..., None] | None:

@@ -425,14 +425,14 @@ def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
-def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> None:
+def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str, **more: Any) -> None:
     """Change the rows of a contiguous tensor that keys name, by a rule of ``_RULES``.
 
     Time and memory grow with the number of values, not with the size of the target. With
     ``values`` of shape ``[m, *rest]``, ``keys`` has the shape ``[m]`` and ``target`` the shape
     ``[count, *rest]``. What is in the target is a term or factor as well.
     """
-    rule = _RULES[reduce]
+    rule = partial(_RULES[reduce], **more)
     if target.numel() <= _MANY * values.numel():
         rule(target, keys, values)
         return
@@ -445,9 +445,9 @@ def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> No
     target.index_put_((keys,), rows.index_select(0, slots))
 
 
-def _add(rows: Tensor, keys: Tensor, values: Tensor) -> None:
+def _add(rows: Tensor, keys: Tensor, values: Tensor, **more: Any) -> None:
     if rows.is_floating_point():
-        add_rows(rows, keys, values, include=True)
+        add_rows(rows, keys, values, include=True, **more)
     else:
         rows.index_put_((keys,), values, accumulate=True)  # torch adds one by one after a sort
 
@@ -498,7 +498,7 @@ def _choose(rows: Tensor, keys: Tensor, values: Tensor, *, reduce: str) -> None:
     rows.copy_(torch.where(kept, rows, torch.where(chosen.isnan(), torch.nan, chosen)))
 
 
-_RULES: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+_RULES: dict[str, Callable[..., None]] = {
     "sum": _add,
     "prod": _multiply,
     "mean": partial(_average, own=1),

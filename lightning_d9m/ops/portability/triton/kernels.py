@@ -37,7 +37,7 @@ def find_root(values):
 
 @jit()
 def find_rest(x, y):
-    """Return what C's ``fmod`` gives for finite float64 numbers, of which ``y`` is not 0.
+    """Return what C's ``fmod`` gives for float64 numbers.
 
     As whole numbers: `x = m * 2**e`, and 53 bits of a rest of m can be shifted by 10 bits at a time
     before the next rest is taken.
@@ -53,7 +53,8 @@ def find_rest(x, y):
     found = rest.to(tl.float64) * make_power(tl.maximum(last - 1075, -1000))
     found *= make_power(tl.minimum(last - 75, 0))
     negative = tl.cast(x, tl.int64, bitcast=True) < 0
-    return tl.where(e < last, x, found * tl.where(negative, -1, 1))
+    found = tl.where(e < last, x, found * tl.where(negative, -1, 1))
+    return tl.where((tl.abs(x) < float("inf")) & (tl.abs(y) > 0), found, float("nan"))
 
 
 @jit()
