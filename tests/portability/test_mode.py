@@ -191,6 +191,7 @@ WRONG = {
     "kthvalue": (lambda: ONES.kthvalue(5), "selected number k out of range"),
     "histc": (lambda: torch.histc(ONES * torch.nan), "is not finite"),
     "in place": (lambda: torch.tensor([1, 2]).exp_(), "can't be cast to the"),
+    "in place by others": (lambda: torch.tensor([1, 2]).logit_(), "can't be cast to the"),
     "out": (lambda: torch.div(ONES, 2, out=torch.empty(3).long()), "can't be cast to the"),
     "types": (lambda: ONES.index_put((INDEX[0],), ONES.double(), accumulate=True), "dtypes match"),
     "uniform": (lambda: torch.empty(2).uniform_(2, 1), "found from=2 > to=1"),

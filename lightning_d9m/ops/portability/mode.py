@@ -110,12 +110,14 @@ class PortableMode(TorchDispatchMode):
 
     def _take_apart(self, func: Any) -> Rule:
         """Return what computes an operation by others, or refuses it."""
-        apart = _find_composite(func) or decomposition_table.get(func)
+        apart, functional = _find_composite(func), _find_functional(func)
+        # Those of torch that write convert a result to any type.
+        if apart is None and functional is None:
+            apart = decomposition_table.get(func)
         if apart is None and func.has_kernel_for_dispatch_key(_KEYS.CompositeImplicitAutograd):
             apart = func.decompose
         if apart is not None:
             return self._compose(apart, func)
-        functional = _find_functional(func)
         if functional is not None:
             return partial(_write, func, self._find(functional))
         name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
