@@ -135,23 +135,18 @@ def reciprocal(values: Tensor) -> Tensor:
 @rule("pow")
 def power(base: Any, exponent: Any) -> Tensor:
     """The power; whole exponents up to 3 are products."""
-    if not isinstance(base, Tensor):
-        base = torch.full((), base, dtype=torch.result_type(exponent, base), device="cpu").to(
-            exponent.device
-        )
-    dtype = torch.result_type(base, exponent)
-    if not isinstance(exponent, Tensor):
+    dtype, is_number = torch.result_type(base, exponent), not isinstance(exponent, Tensor)
+    if is_number:
         simple: dict[float, Rule] = {0.5: RULES["sqrt"], 1.0: torch.clone, 2.0: lambda x: x * x}
         simple[3.0] = lambda x: x * x * x
         # Torch's own cases. It has none for -3: 1 / x**3 would be rounded three times.
         if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
             found: Tensor = simple[abs(float(exponent))](base)
             return found if exponent > 0 else reciprocal(found)
-        exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    wide = torch.float64 if torch.float64 in (dtype, exponent.dtype) else None
-    pair = [one.to(wide) if wide else one for one in (base, exponent)]
-    return evaluate("pow", *pair).to(dtype)
+    # An exponent keeps all of its digits.
+    wide = is_number or exponent.dtype == torch.float64
+    return evaluate("pow", base, exponent, dtype=torch.float64 if wide else dtype).to(dtype)
 
 
 def _choose(function: Rule, *given: Any, **more: Any) -> Any:

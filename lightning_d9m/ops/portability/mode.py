@@ -54,19 +54,11 @@ _CHOOSE = [sys.modules[f"torch.optim.{name}"] for name in ("optimizer", "swa_uti
 _LISTS = "_get_foreach_kernels_supported_devices"
 
 
-class _Running(threading.local):
-    """The operations that a thread computes by others, the innermost last."""
-
-    def __init__(self) -> None:
-        self.functions: list[Any] = []
-
-
 class PortableMode(TorchDispatchMode):
     """Computes each operation by its class."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._running = _Running()
         self._found: dict[Any, Rule] = {}
 
     def __torch_dispatch__(
@@ -136,7 +128,7 @@ class PortableMode(TorchDispatchMode):
         """Run a function under the mode; refuse an operation that leads back to itself."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            running = self._running.functions
+            running = vars(portability.active).setdefault("running", [])
             if func is not None and running.count(func) >= _MOST_NESTED:
                 refuse(func)
             running.append(func)
