@@ -286,7 +286,7 @@ def _accumulate(
     keys = keys.as_strided(sizes, steps, keys.storage_offset()).long()
     if weights is not None:
         weights = weights.as_strided(sizes, steps, weights.storage_offset())
-        weights = torch.empty_strided(sizes, keys.stride(), dtype=out.dtype).copy_(weights)
+        weights = out.new_empty_strided(sizes, keys.stride()).copy_(weights)
     # -0.0 leaves any term as it is, also another -0.0.
     sums = out.new_full((out.numel() * (pieces.number + 1),), -0.0, dtype=torch.float64)
     given = (keys, values.to(out.dtype), weights if weights is not None else 0, out, sums)
