@@ -60,7 +60,7 @@ SUMS = """{
     mix_REAL(r, 90);
     static double sums[4 * 90];
     for (int i = 0; i < 4 * 90; i++) sums[i] = -0.0;
-    struct place_sums_REAL places = {300, 90, 3, 10, terms, b, r, sums};
+    struct place_sums_REAL places = {3, 10, 1, 1, 1, 300, 1, 90, 0, 0, 1, 0, terms, b, 0, r, sums};
     for (int i = 0; i < 300; i++) terms[i] = i * i % 90;
     d9m_share(place_sums_REAL, &places, 90, 1, 0);
     mix_REAL(r, 90);

@@ -11,6 +11,8 @@ LIGHTNING = frozenset({
 """The packages of Lightning, and this one."""
 FRAMEWORK = LIGHTNING | {"torch", "torchdata", "torchmetrics"}
 """The packages whose objects and lines are not the program's, wherever they are installed."""
+# Torch calls its own functions through theirs, as those that it deprecates.
+_WRAPPERS = ("contextlib", "functools", "typing_extensions")
 # Debian's Python has the second name.
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
@@ -44,7 +46,7 @@ def find_line(end: str | None = None) -> Line | None:
         module = sys.modules.get(name)
         known = module is None or vars(module) is scope or name == "__main__"
         is_imported = known and "__name__" in scope
-        foreign = is_of_framework(name) or name == "contextlib" or file.startswith("<")
+        foreign = is_of_framework(name) or name in _WRAPPERS or file.startswith("<")
         # Not for other frames: `linecache` reads a whole file for one line.
         text = "" if foreign or not is_imported else linecache.getline(file, frame.f_lineno, scope)
         if text.strip():

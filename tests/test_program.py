@@ -1,7 +1,11 @@
 """Lines of the program are told from those of the framework."""
 
 import contextlib
+import sys
+from types import ModuleType
+from unittest.mock import patch
 
+import typing_extensions
 from torch import nn
 
 from lightning_d9m.program import find_line, is_of_framework
@@ -21,6 +25,15 @@ def test_the_innermost_line_of_the_program_is_found():
     (line,) = found
     assert (line.file, line.function) == (__file__, "<lambda>")
     assert line.text.endswith("found.append(find_line())")
+
+
+def test_a_wrapper_that_torch_calls_is_not_the_program():
+    wrapper = ModuleType("typing_extensions")
+    wrapper.find_line = find_line
+    code = compile("run = lambda: find_line()", typing_extensions.__file__, "exec")
+    with patch.dict(sys.modules, typing_extensions=wrapper):
+        exec(code, vars(wrapper))  # noqa: S102 - as if it were its own
+        assert wrapper.run().file == __file__
 
 
 def test_no_line_is_looked_for_around_an_end():

@@ -11,7 +11,7 @@ from lightning_d9m.ops.patches.triton.language import sqrt
 from lightning_d9m.ops.portability.arithmetic import evaluate
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
 
-OF_TWO = ("pow", "atan2", "hypot")
+OF_TWO = ("pow", "atan2", "hypot", "fmod", "remainder", "floor_divide")
 OTHERS = ("normal", "sqrt", "gelu", "gelu_backward", "silu", "silu_backward")
 OF_ONE = sorted(FUNCTIONS.keys() - {*OF_TWO, *OTHERS})
 REFERENCES = {

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import warnings
 from contextlib import contextmanager
-from unittest.mock import patch
+from pathlib import Path
+from threading import Thread
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -95,10 +97,11 @@ def test_sums(shape, dims, dtype):
 
 
 @DTYPES
-def test_sums_at_places(dtype):
+@pytest.mark.parametrize(("rows", "width"), [(50, 1), (50, 3), (9000, 2)])
+def test_sums_at_places(rows, width, dtype):
     """Of what is there, too: each of two threads adds to its own places."""
-    terms, places = draw(3000, dtype=dtype).pow(9), torch.randint(50, (3000,))
-    found, expected = (draw(50, dtype=dtype, seed=1) for _ in range(2))
+    terms, places = draw(3000, width, dtype=dtype).pow(9), torch.randint(50, (3000,))
+    found, expected = (draw(rows, width, dtype=dtype, seed=1) for _ in range(2))
     kernels.add_at(found, places, terms)
     with by_torch():
         kernels.add_at(expected, places, terms)
@@ -240,6 +243,43 @@ def test_flushed_subnormal_numbers_are_refused():
         torch.set_flush_denormal(False)
     assert halves.all()
     assert not flushed.any()
+
+
+def test_flushing_is_seen_while_bits_are_portable():
+    """When torch is asked to, and at the end of a block, where something else did."""
+    flush = torch.set_flush_denormal
+    with portable(), pytest.raises(SettingError, match="flushes subnormal numbers"):
+        torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(SettingError, match="flushes subnormal numbers"), portable():
+            flush(True)
+    finally:
+        flush(False)
+    assert torch.set_flush_denormal is flush
+
+
+def test_no_folder_is_needed_for_torch_operations(monkeypatch):
+    """As of a user without a home."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(library.Path, "home", Mock(side_effect=RuntimeError("no home")))
+    forget()
+    with pytest.warns(UserWarning, match="no home"):
+        assert library.load() is None
+    forget()
+
+
+def test_a_thread_that_ends_frees_its_memory():
+    """A product packs its matrices into memory that the thread keeps, more than 1 MiB."""
+
+    def grow(count):
+        for _ in range(count):
+            thread = Thread(target=kernels.multiply, args=(values[:, :8], values.mT))
+            thread.start()
+            thread.join()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    values = draw(1, 1200, 300, dtype=torch.float32)
+    assert -grow(20) + grow(60) < 20 * 2**20  # the first 20 begin
 
 
 PROGRAM = """

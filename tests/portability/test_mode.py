@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -139,6 +141,7 @@ UNSEEN = {
     "sparse bags": lambda: F.embedding_bag(BAGS, torch.ones(3, 2, requires_grad=True), sparse=True),
     "greatest": lambda: F.embedding_bag(BAGS, torch.ones(3, 2), mode="max"),
     "batch": lambda: torch.linalg.qr(torch.ones(2, 3, 3)),
+    "rank": lambda: torch.linalg.qr(torch.ones(3, 3)),
     "product": lambda: torch.ones(4, 3).scatter_reduce(0, INDEX, torch.ones(4, 3), "prod"),
 }
 
@@ -173,15 +176,73 @@ def test_whole_numbers_are_exact(call):
     assert torch.equal(found, expected)
 
 
-def test_a_nan_has_one_pattern_where_its_bits_are_seen():
+def test_bits_that_are_no_number_are_read_as_they_are():
+    """Codes of 4 bits in a buffer of bfloat16 numbers are NaNs, and their memory stays."""
     bits = torch.tensor([0x7FC00001, -1], dtype=torch.int32)
     with portable():
-        assert bits.view(torch.float32).clone().view(torch.int32).tolist() == [0x7FC00000] * 2
+        assert bits.view(torch.float32).view(torch.int32).tolist() == [0x7FC00001, -1]
+    assert bits.tolist() == [0x7FC00001, -1]
 
 
-def test_torch_names_what_has_no_number():
-    with portable(), pytest.raises(IndexError, match="non-zero size"):
-        torch.ones(0, 3).median(0)
+ONES = torch.ones(3)
+WRONG = {
+    "median": (lambda: torch.ones(0, 3).median(0), "non-zero size"),
+    "topk": (lambda: ONES.topk(5), "selected index k out of range"),
+    "kthvalue": (lambda: ONES.kthvalue(5), "selected number k out of range"),
+    "histc": (lambda: torch.histc(ONES * torch.nan), "is not finite"),
+    "in place": (lambda: torch.tensor([1, 2]).exp_(), "can't be cast to the"),
+    "in place by others": (lambda: torch.tensor([1, 2]).logit_(), "can't be cast to the"),
+    "out": (lambda: torch.div(ONES, 2, out=torch.empty(3).long()), "can't be cast to the"),
+    "types": (lambda: ONES.index_put((INDEX[0],), ONES.double(), accumulate=True), "dtypes match"),
+    "uniform": (lambda: torch.empty(2).uniform_(2, 1), "found from=2 > to=1"),
+    "normal": (lambda: torch.empty(2).normal_(0, -1), "expects std >= 0.0"),
+    "exponential": (lambda: torch.empty(2).exponential_(-1), "expects lambda > 0.0"),
+    "bernoulli": (lambda: torch.bernoulli(ONES * 1.5), "p_in <= 1"),
+    "multinomial": (lambda: torch.multinomial(ONES * torch.nan, 1), "`inf`, `nan` or element < 0"),
+    "too many": (lambda: torch.multinomial(ONES, 5), "cannot sample n_sample"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named_by_torch(call, words):
+    with pytest.raises((RuntimeError, IndexError), match=words) as expected:
+        call()
+    with portable(), pytest.raises(expected.type, match=words):
+        call()
+
+
+MOVED = {
+    "allclose": lambda: torch.tensor(torch.allclose(ONES, ONES + 1e-9)),
+    "window": lambda: torch.hamming_window(5),
+    "mask": lambda: torch.autograd.functional.vjp(
+        lambda x: torch.zeros(3).masked_scatter(ONES > 0, x), ONES, ONES * 2
+    )[1],
+    "tangent": lambda: torch.func.jvp(torch.sin, (ONES,), (ONES,))[1],
+    "hessian": lambda: torch.func.hessian(lambda x: (x**3).abs().square().sum())(ONES),
+    "probability": lambda: torch.bernoulli(ONES, 1.0),
+    "export": lambda: (
+        torch.export.export(torch.nn.Linear(3, 1), (ONES,)).module()(ONES).new_ones(())
+    ),
+}
+
+
+@pytest.mark.parametrize("call", MOVED.values(), ids=MOVED)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_what_only_moves_or_calls_others_is_not_refused(call):
+    expected = call()
+    with portable():
+        found = call()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gelu", "exp", "sqrt", "batch_norm"])
+def test_memory_keeps_the_order_of_the_dimensions(name):
+    """A program may view it."""
+    image = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    given = (image, None, None, None, None, True) if name == "batch_norm" else (image,)
+    function = getattr(F, name, None) or getattr(torch, name)
+    with portable():
+        assert function(*given).stride() == image.stride()
 
 
 def test_switches_are_restored():
@@ -201,6 +262,38 @@ def test_switches_are_restored():
     assert not is_portable()
     assert [flag() for flag in flags] == before
     assert torch.ones(2).sum() == 2
+
+
+def test_threads_share_the_switches():
+    """The first block that opens sets them, and the last one that closes restores them."""
+    before, left, opened = torch._C._get_mkldnn_enabled(), Event(), Event()
+
+    def compute():
+        with portable():
+            opened.set()
+            left.wait(20)
+            return torch._C._get_mkldnn_enabled()
+
+    with ThreadPoolExecutor(1) as pool:
+        with portable():
+            found = pool.submit(compute)
+            opened.wait(20)
+        assert not torch._C._get_mkldnn_enabled()
+        left.set()
+        assert found.result() is False
+    assert torch._C._get_mkldnn_enabled() is before
+
+
+def test_threads_take_operations_apart_at_once():
+    """They were counted together, and refused as if one of them would not end."""
+
+    def compute(_):
+        with portable():
+            return [F.huber_loss(NUMBERS * 0.1, NUMBERS * 0.2).item() for _ in range(20)]
+
+    with ThreadPoolExecutor(16) as pool:
+        found = [*pool.map(compute, range(32))]
+    assert len({tuple(one) for one in found}) == 1
 
 
 def test_the_last_number_at_a_place_stays():
@@ -256,6 +349,12 @@ def _scatter(values, kind):
     return values.scatter_reduce(0, INDEX, values.flip(0) * 3, kind)
 
 
+def _put(values, key, number):
+    changed = values.clone()
+    changed[key] = number
+    return changed
+
+
 def _transpose(values, *more):
     return F.conv_transpose2d(values, WEIGHT, None, *more, dilation=3)
 
@@ -268,6 +367,19 @@ EDGES = {
     "margins of one": (lambda x: F.multi_margin_loss(x, torch.tensor(0)), ()),
     "labels of one": (lambda x: F.multilabel_margin_loss(x, torch.tensor(0)), ()),
     "padded labels": (lambda x: F.ctc_loss(x.log_softmax(2), *LABELS), (9, 2, 4)),
+    "labels without a batch": (
+        lambda x: F.ctc_loss(x.log_softmax(1), LABELS[0][0, :2], *torch.tensor([9, 2])),
+        (9, 4),
+    ),
+    **{
+        f"labels without a step, {count}": (
+            lambda x, count=count: F.ctc_loss(
+                x.log_softmax(2), LABELS[0], (0, 8), (count, 3), reduction="none"
+            ).nan_to_num(posinf=7.0),
+            (9, 2, 4),
+        )
+        for count in (0, 2)
+    },
     **{
         f"scattered {name}": (lambda x, name=name: _scatter(x, name), (4, 3))
         for name in ("sum", "mean", "amax")
@@ -277,6 +389,7 @@ EDGES = {
     "counted distances": (lambda x: torch.cdist(x, x.flip(0), p=0.0) * x.sum(), (4, 3)),
     "prod of one": (lambda x: x.prod(0, keepdim=True), ()),
     "infinite terms": (lambda x: (x * 0).norm(-0.5), (5,)),
+    "added to one": (lambda x: x.scatter_add(0, torch.tensor(0), x * 2), ()),
     "put of one": (lambda x: torch.zeros(()).put(torch.tensor([0]), x, accumulate=True), ()),
     "padded by a stride": (lambda x: _transpose(x, 2, 1, (2, 1)), (2, 3, 4, 5)),
     "padded by two strides": (lambda x: _transpose(x, 1, 0, 2), (2, 3, 4, 5)),
@@ -294,6 +407,12 @@ EDGES = {
     "scan of one": (lambda x: x.cumsum(0) + x.cumprod(-1), ()),
     "reflected": (lambda x: F.pad(x, (3, 4), "reflect"), (2, 3, 5)),
     "replicated": (lambda x: F.pad(x, (1, 2, 1, 2, 1, 2), "replicate"), (1, 2, 3, 3, 3)),
+    "replicated widely": (lambda x: F.pad(x, (2, 2), "replicate"), (2, 3, 20)),
+    "columns written": (lambda x: _put(x, (slice(None), INDEX[0]), 1.0), (4, 3)),
+    "columns": (lambda x: x[:, INDEX[0]] * torch.arange(3.0), (4, 3)),
+    "rows": (lambda x: x[INDEX[0]] * torch.arange(3.0), (40, 3)),
+    "rows and columns": (lambda x: x[INDEX, :, INDEX] * torch.arange(5.0), (4, 5, 4)),
+    "masked": (lambda x: x[INDEX > 0] * 2, (4, 3, 2)),
     **{
         f"start of {shape}": (lambda x, s=shape: _add_batch(x, s), (2, 3, 4))
         for shape in ((), (1,), (2,), (3, 1))

@@ -79,7 +79,7 @@ def test_sums_are_rounded_once(dtype: torch.dtype, data: st.DataObject) -> None:
     assert out[0] == 7.0
     assert read_bits(out[1:]) == read_bits(expected)
     by_kernel = torch.tensor([7.0, first], dtype=dtype)
-    add_at(by_kernel, torch.ones(len(others), dtype=torch.int64), values)
+    add_at(by_kernel.view(-1, 1), torch.ones(len(others), dtype=torch.int64), values.view(-1, 1))
     assert read_bits(by_kernel) == read_bits(out)
     fresh = torch.full((2,), 5.0, dtype=dtype)
     every = torch.cat([values, out.new_tensor([first])])
@@ -100,7 +100,7 @@ def test_orders_agree_beyond_the_guard_bits(dtype: torch.dtype) -> None:
         out = torch.ones(7, dtype=dtype)
         by_kernel = out.clone()
         add_rows(out, places[order], values[order], include=True)
-        add_at(by_kernel, places[order], values[order])
+        add_at(by_kernel.view(-1, 1), places[order], values[order].view(-1, 1))
         results |= {tuple(read_bits(out)), tuple(read_bits(by_kernel))}
     assert len(results) == 1
     inside = [values[places == place].double().tolist() for place in range(7)]

@@ -36,6 +36,7 @@ OPERATIONS = {
     "wide": torch.Tensor.double,
     # As signed numbers of 64 bits, as torch has them.
     "lookup": lambda x: torch.tensor([word - (word >> 63 << 64) for word in TWO_OVER_PI])[x],
+    "rest": lambda x, y: torch.from_numpy(np.fmod(x.numpy(), as_tensors(x, y)[1].numpy())),
     "root": lambda x: torch.from_numpy(np.asarray(np.sqrt(x.numpy()))),
     "total": total,
     "greatest": lambda x: x.amax(-1, keepdim=True),

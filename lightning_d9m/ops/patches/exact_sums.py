@@ -15,6 +15,7 @@ Infinities, NaN and -0.0 need no case of their own: a piece keeps them, and IEEE
 give the same in any order, except the payload of a NaN, which the result does not keep.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ def accumulate(
     pieces: Pieces,
     *,
     include: bool = True,
+    by_torch: Callable[..., None] | None = None,
 ) -> None:
     """Write into each place the sum of the terms that go to it: values, or values times weights.
 
@@ -98,10 +100,11 @@ def accumulate(
         pieces: Those of as many terms as a place can get, with its own.
         include: Whether what is in ``out`` is a term as well. A place without a value then keeps
             its bits; else it becomes 0.
+        by_torch: What computes the same faster than torch ops, see ``run_kernel``.
     """
     if out.numel():
         more = (keys, values, weights, layout, pieces, _FORMATS.get(out.dtype, (0, 0)), include)
-        run_kernel("kernels:accumulate", _make_example, out, *more)
+        run_kernel("kernels:accumulate", _make_example, out, *more, by_torch=by_torch)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:

@@ -9,7 +9,10 @@ IEEE 754 defines. Read ``mode.py`` first, then ``registry.py`` with the table of
 import threading
 
 active = threading.local()
-"""Has ``count`` while the operations of a thread are computed portably."""
+"""Has ``count`` while the operations of a thread are computed portably.
+
+``running`` are those that it takes apart, the innermost last.
+"""
 
 
 def is_portable() -> bool:

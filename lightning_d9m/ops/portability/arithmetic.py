@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.patches.registration import accumulation_dtype
+from lightning_d9m.ops.patches.kernels import sampling
+from lightning_d9m.ops.patches.registration import accumulation_dtype, require
 from lightning_d9m.ops.portability import definitions, kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
-from lightning_d9m.ops.portability.kernels import add, add_at, widen
+from lightning_d9m.ops.portability.kernels import add, add_at, find_exact_sums, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
 
 
-def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def evaluate(name: str, *inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Apply a function element by element.
 
     Args:
         name: One of ``FUNCTIONS``.
-        inputs: Broadcast against each other.
+        inputs: Tensors and numbers, broadcast against each other.
         dtype: The result's, by default the inputs' or else torch's default.
     """
     if dtype is None:
@@ -30,8 +31,9 @@ def evaluate(name: str, *inputs: Tensor, dtype: torch.dtype | None = None) -> Te
     # A function of 16 bits is that of float32, rounded once more.
     # A function of float32 still computes in float64 inside, see `formulas.py`.
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    (device, *_) = {one.device for one in inputs if one.device.type != "cpu"} or {inputs[0].device}
-    given = [one.to(device, working) for one in inputs]
+    devices = [one.device for one in inputs if isinstance(one, Tensor)]
+    device = next((one for one in devices if one.type != "cpu"), devices[0])
+    given = [torch.as_tensor(one, dtype=working, device=device) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
     return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
@@ -54,22 +56,12 @@ RULES |= {
     "mul_": Tensor.mul_,
     "rsqrt": lambda values: RULES["reciprocal"](RULES["sqrt"](values)),
     "relu": lambda values: torch.threshold(values, 0, 0),
-    "floor_divide": lambda left, right: RULES["div"](left, right, rounding_mode="floor"),
     # Processors make NaNs of different signs.
     "signbit": lambda values: torch.signbit(values) & ~values.isnan(),
     "copysign": lambda values, signs: torch.copysign(
-        values, torch.where(torch.as_tensor(signs).isnan(), 0.0, signs)
+        values, signs.masked_fill(signs.isnan(), 0) if isinstance(signs, Tensor) else signs
     ),
 }
-
-
-def view_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Show the bits of numbers; NaN gets one pattern first."""
-    if values.is_floating_point() and not dtype.is_floating_point:
-        # The sign and the payload of a NaN that an operation makes differ between x86, ARM and
-        # CUDA.
-        values.masked_fill_(values.isnan(), math.nan)
-    return torch.ops.aten.view.dtype(values, dtype)  # type: ignore[no-any-return]
 
 
 def _bound_to(values: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -111,6 +103,8 @@ RULES |= {"sub": partial(_add, torch.sub), "sub_": partial(_add, Tensor.sub_)}
 @rule("div")
 def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
     """The quotient; CUDA multiplies by the reciprocal of a number on the CPU."""
+    if rounding_mode == "floor":
+        return evaluate("floor_divide", left, right)
     if rounding_mode is None:
         if isinstance(right, Tensor):
             return torch.div(left, right if left.device.type == "cpu" else right.to(left.device))
@@ -118,29 +112,7 @@ def divide(left: Any, right: Any, rounding_mode: str | None = None) -> Tensor:
             left = left.to(torch.get_default_dtype())
         wide = left.to(accumulation_dtype(left.dtype))
         return torch.div(wide, wide.new_full((), right)).to(left.dtype)
-    dtype = torch.result_type(left, right)
-    # Widened: a quotient of float32 numbers is never rounded to a whole number in float64.
-    one, other = _widen(left, right)
-    quotient = divide(one, other)
-    return (quotient.floor_() if rounding_mode == "floor" else quotient.trunc_()).to(dtype)
-
-
-def _widen(*values: Any) -> list[Tensor]:
-    """Return numbers and tensors as float64 tensors."""
-    (like,) = [one for one in values if isinstance(one, Tensor)][:1]
-    tensors = (one if isinstance(one, Tensor) else like.new_full((), one) for one in values)
-    return [one.double() for one in tensors]
-
-
-def _remainder(mode: str, left: Any, right: Any) -> Tensor:
-    wide, other = _widen(left, right)
-    result = wide - divide(wide, other, mode) * other
-    # `x - 0 * inf` would be NaN.
-    result = torch.where(other.isinf() & wide.isfinite(), wide, result)
-    return result.to(torch.result_type(left, right))
-
-
-RULES |= {"remainder": partial(_remainder, "floor"), "fmod": partial(_remainder, "trunc")}
+    return divide(left, right).trunc_()
 
 
 def _add_scaled(
@@ -163,23 +135,18 @@ def reciprocal(values: Tensor) -> Tensor:
 @rule("pow")
 def power(base: Any, exponent: Any) -> Tensor:
     """The power; whole exponents up to 3 are products."""
-    if not isinstance(base, Tensor):
-        base = torch.full((), base, dtype=torch.result_type(exponent, base), device="cpu").to(
-            exponent.device
-        )
-    dtype = torch.result_type(base, exponent)
-    if not isinstance(exponent, Tensor):
+    dtype, is_number = torch.result_type(base, exponent), not isinstance(exponent, Tensor)
+    if is_number:
         simple: dict[float, Rule] = {0.5: RULES["sqrt"], 1.0: torch.clone, 2.0: lambda x: x * x}
         simple[3.0] = lambda x: x * x * x
         # Torch's own cases. It has none for -3: 1 / x**3 would be rounded three times.
         if base.is_floating_point() and abs(float(exponent)) in simple and exponent != -3:
             found: Tensor = simple[abs(float(exponent))](base)
             return found if exponent > 0 else reciprocal(found)
-        exponent = torch.full((), exponent, dtype=torch.float64, device=base.device)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    wide = torch.float64 if torch.float64 in (dtype, exponent.dtype) else None
-    pair = [one.to(wide) if wide else one for one in (base, exponent)]
-    return evaluate("pow", *pair).to(dtype)
+    # An exponent keeps all of its digits.
+    wide = is_number or exponent.dtype == torch.float64
+    return evaluate("pow", base, exponent, dtype=torch.float64 if wide else dtype).to(dtype)
 
 
 def _choose(function: Rule, *given: Any, **more: Any) -> Any:
@@ -334,13 +301,26 @@ def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more:
     return torch.scatter_reduce(values, dim, index, *given, **more) + 0
 
 
-def _add_at(values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor) -> Tensor:
-    """Add to places, by exact sums: what is found among the numbers of all places."""
-    places = find(torch.arange(values.numel(), device=values.device).view(values.shape))
+def _add_at(
+    values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor, dims: int | None = None
+) -> Tensor:
+    """Add to places, by exact sums: what is found among the numbers of all places.
+
+    ``dims`` is the number of the first dimensions that have places, by default all; each of their
+    places then has a row of elements.
+    """
+    require(source.dtype == values.dtype)
+    sizes, rest = values.shape[:dims], values.shape[len(values.shape[:dims]) :]
+    places = find(torch.arange(math.prod(sizes), device=values.device).view(sizes))
     out = values.clone(memory_format=torch.contiguous_format)
-    terms = source.expand(places.shape).reshape(-1).to(out.dtype)
-    add_at(out.view(-1), places.reshape(-1), terms)
+    rows, width = places.reshape(-1), math.prod(rest)
+    terms = source.expand((*places.shape, *rest)).reshape(len(rows), width)
+    add_at(out.view(math.prod(sizes), width), rows, terms)
     return out.add_(0.0)
+
+
+for _name in ("grid_sampler_2d_backward", "grid_sampler_3d_backward"):
+    RULES[_name] = partial(getattr(sampling, _name), find_by_torch=find_exact_sums)
 
 
 @rule("scatter_add")
@@ -357,7 +337,11 @@ def index_put(
 ) -> Tensor:
     """Write to, or add to, indexed places."""
     if not accumulate:
-        return torch.index_put(values, list(indices), source)
+        return torch.ops.aten.index_put(values, list(indices), source)  # type: ignore[no-any-return]
     # Indexing an array of the numbers of all places by the same indices gives the place of each
     # term, whatever mixture of slices, masks and negative numbers they are.
-    return _add_at(values, lambda numbers: torch.ops.aten.index(numbers, list(indices)), source)
+    find = lambda numbers: torch.ops.aten.index(numbers, list(indices))  # noqa: E731
+    # A mask stands for as many dimensions as it has.
+    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    dims = len(indices) - len(masks) + sum(one.dim() for one in masks)
+    return _add_at(values, find, source, dims)

@@ -30,9 +30,19 @@ def draw(
     return kernels.draw(int(key), (size,) if isinstance(size, int) else tuple(size), dtype)
 
 
+# Torch's own kernels check arguments; what they draw for that is thrown away.
+_UNUSED = torch.Generator("cpu")
+
+
+def _check(values: Tensor, name: str, *given: Any) -> None:
+    """Let torch check the arguments of an operation that fills tensors of a dtype."""
+    getattr(torch.empty(0, dtype=values.dtype, device="cpu"), name)(*given, generator=_UNUSED)
+
+
 @rule("uniform")
 def uniform(values: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
     """Numbers between two bounds, of as many bits as the dtype has."""
+    _check(values, "uniform_", low, high)
     drawn = draw(values.shape, generator, accumulation_dtype(values.dtype))
     if values.element_size() == 2:  # a number of more bits may round to 1
         bits = 8 if values.dtype == torch.bfloat16 else 11
@@ -45,6 +55,7 @@ def normal_in_place(
     values: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None
 ) -> Tensor:
     """Fill a tensor with normal numbers."""
+    _check(values, "normal_", mean, std)
     # Not 0, of which the logarithm is infinite.
     radius, angle = 1.0 - draw((2, *values.shape), generator)
     angle *= 6.283185307179586
@@ -56,15 +67,21 @@ def normal_in_place(
 def bernoulli_in_place(values: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     """Fill a tensor with ones with a probability, and else with zeros."""
     if isinstance(p, Tensor):
-        return values.copy_(draw(values.shape, generator) < p.to("cpu", torch.float64))
+        p = p.to("cpu", torch.float64)
+        torch.bernoulli(p, generator=_UNUSED)  # checks
+        return values.copy_(draw(values.shape, generator) < p)
+    _check(values, "bernoulli_", p)
     return values.copy_(draw(values.shape, generator, torch.float32) < p)
 
 
 @rule("exponential")
 def exponential(values: Tensor, lambd: float = 1, *, generator: Any = None) -> Tensor:
     """Exponential numbers."""
-    drawn = -draw(values.shape, generator)
-    return (evaluate("log1p", drawn, dtype=accumulation_dtype(values.dtype)) / -lambd).to(values)
+    _check(values, "exponential_", lambd)
+    dtype = accumulation_dtype(values.dtype)
+    # Rounded to float32, a number may be -1, of which the logarithm is infinite.
+    drawn = (-draw(values.shape, generator)).to(dtype).clamp_(min=torch.finfo(dtype).eps / 2 - 1)
+    return (evaluate("log1p", drawn) / -lambd).to(values)
 
 
 @rule("multinomial")
@@ -74,6 +91,7 @@ def multinomial(
     """Draw indices by weight: with replacement by the sums, else by exponential races."""
     # On the CPU, as the keys of all draws, whatever the device of the weights.
     rows = torch.atleast_2d(weights).to("cpu", torch.float64)
+    torch.multinomial(rows, count, replacement, generator=_UNUSED)  # checks
     if replacement:
         sums = cumsum(rows, 1)
         places = draw((len(rows), count), generator) * sums[:, -1:]

@@ -35,6 +35,7 @@ TEXTS = {name: f"{{}} {sign} {{}}" for name, sign in _BINARY.items()} | {
     "narrow": "(REAL){}",
     "lookup": "(int64_t)TWO_OVER_PI[{}]",
     "root": "({kind})sqrt({})",
+    "rest": "fmod({}, {})",
     "length": "(REAL)n",
     "total": "NAME(add_row)({}, n)",
     "greatest": "NAME(find_greatest)({}, n)",

@@ -23,8 +23,8 @@ from lightning_d9m.ops.portability.expressions import (
     operation,
 )  # fmt: skip
 
-root, where, copysign, to_bits, from_bits = map(
-    operation, ("root", "where", "copysign", "to_bits", "from_bits")
+root, rest_of, where, copysign, to_bits, from_bits = map(
+    operation, ("root", "rest", "where", "copysign", "to_bits", "from_bits")
 )
 # Of a row; and between the type of rows and float64.
 total, greatest, length, narrow, wide, lookup = map(
@@ -373,6 +373,31 @@ def _pow(x: Any, y: Any) -> Any:
     found = where((x < 0.0) & (a < INF) & ~whole, NAN, found)
     found = where(_is_nan(x, y), NAN, found)
     return where((y == 0.0) | (x == 1.0) | ((a == 1.0) & (b == INF)), 1.0, found)
+
+
+# The rest that C defines, which is exact; torch's differs between processors.
+_fmod = _function(lambda x, y: rest_of(x, y), "fmod")  # noqa: PLW0108 - its arguments are counted
+
+
+def _has_sign_of(rest: Any, y: Any) -> Any:
+    return copysign(rest, y) == rest
+
+
+# The sum of two float32 numbers in float64, rounded to float32, is as if it were rounded once.
+@_function
+def _remainder(x: Any, y: Any) -> Any:
+    rest = _fmod(x, y)
+    return where(_has_sign_of(rest, y), rest, rest + y)
+
+
+@_function
+def _floor_divide(x: Any, y: Any) -> Any:
+    """Torch's formula: the quotient of what the divisor divides, less 1 below 0."""
+    rest = _fmod(x, y)
+    q = (x - rest) / y
+    q = where(_has_sign_of(rest, y), q, q - 1.0)
+    q = where(abs(q) < 2.0**51, _round_whole(q), q)
+    return where(y == 0.0, x / y, where(q == 0.0, copysign(0.0, x / y), q))
 
 
 @_function

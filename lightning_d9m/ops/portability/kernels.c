@@ -7,6 +7,7 @@
 
 #include <fenv.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,12 +37,17 @@ static __thread struct {
     size_t size;
 } kept;
 
+static pthread_key_t at_exit; /* frees the memory of a thread that ends */
+
+__attribute__((constructor)) static void make_key(void) { pthread_key_create(&at_exit, free); }
+
 static void *get_scratch(size_t size) {
     if (kept.size < size) {
         free(kept.start);
         kept.size = size;
         kept.start = aligned_alloc(64, (size + 63) / 64 * 64);
         if (!kept.start) abort();
+        pthread_setspecific(at_exit, kept.start);
     }
     return kept.start;
 }

@@ -5,7 +5,7 @@ each kernel computes a small example first, and torch operations run it without 
 Inputs are float32 or float64 tensors (``widen`` converts others); results have their dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from math import prod
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
 
-from lightning_d9m.ops.patches.exact_sums import plan_pieces
-from lightning_d9m.ops.patches.kernels.updates import add_rows
+from lightning_d9m.ops.patches.exact_sums import Layout, Pieces
+from lightning_d9m.ops.patches.kernels.updates import update_rows
 from lightning_d9m.ops.patches.triton.launch import run_kernel
 from lightning_d9m.ops.portability import definitions
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS
-from lightning_d9m.ops.portability.library import find_kernel, run
+from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
 
 _TRITON = "lightning_d9m.ops.portability.triton"
 _COUNTERS, _MASK = 16, 0xFFFFFFFF  # of random numbers
@@ -49,12 +50,20 @@ def compute(name: str, **given: Tensor | Sequence[float] | None) -> tuple[Tensor
     x = next(one for one in inputs.values() if isinstance(one, Tensor))
     count = x.shape[-1] if formula.in_rows else 1
     rows = x.numel() // max(count, 1)
+    # A kernel sees pointers only: elements must be at the same places in all tensors.
+    tensors = [one for one in inputs.values() if isinstance(one, Tensor)]
+    lay_out: Callable[[Tensor], Tensor] = Tensor.contiguous
+    like = x.new_empty
+    if not (formula.in_rows or all(map(Tensor.is_contiguous, tensors))):
+        steps = compute_elementwise_output_strides(*tensors)
+        like = partial(x.new_empty_strided, stride=steps)  # as torch's kernels
+        lay_out = lambda one: one if one.stride() == steps else like(x.shape).copy_(one)  # noqa: E731
     out = tuple(
-        x.new_empty(x.shape if formula.outputs[one].each else rows) for one in formula.fresh
+        like(x.shape) if formula.outputs[one].each else x.new_empty(rows) for one in formula.fresh
     )
-    # A kernel sees pointers only; statistics of batches may have 16 bits.
+    # Statistics of batches may have 16 bits.
     places = {
-        key: one.to(x.dtype).contiguous() if isinstance(one, Tensor) else [*map(float, one)]
+        key: lay_out(one.to(x.dtype)) if isinstance(one, Tensor) else [*map(float, one)]
         for key, one in inputs.items()
     }
     kernel, used = find_kernel(name, x), [*places.values()]
@@ -242,22 +251,48 @@ def _make_sums(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
 
 
 def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
-    """Add to the elements of a tensor, by exact sums.
+    """Add to the rows of a tensor, by exact sums.
 
     Args:
-        out: Of one dimension.
-        places: Of each term, int64.
-        terms: Of the dtype of ``out``.
+        out: Contiguous, of two dimensions.
+        places: The row of each row of terms, int64.
+        terms: Rows of the dtype of ``out``.
     """
+    update_rows(out, places, terms, "sum", by_torch=find_exact_sums(out))
+
+
+def find_exact_sums(out: Tensor) -> Callable[..., None] | None:
+    """Return what computes ``exact_sums.accumulate`` by C for tensors like this one, if it can."""
     kernel = find_kernel("place_sums", out)
-    if kernel is None:
-        add_rows(out, places, terms, include=True)
-        return
-    pieces = plan_pieces(out.dtype, len(terms) + 1)
+    return partial(_accumulate, kernel) if kernel else None
+
+
+def _accumulate(
+    kernel: Kernel,
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    layout: Layout,
+    pieces: Pieces,
+    _: Any,
+    include: bool,
+) -> None:
+    if not include:
+        out.zero_()
+    taps, batch, group, rows, inner, places, steps = layout
+    sizes = (taps, batch, rows, inner)
+    # Steps of 0 would be lost where numbers are converted.
+    keys = keys.as_strided(sizes, steps, keys.storage_offset()).long()
+    if weights is not None:
+        weights = weights.as_strided(sizes, steps, weights.storage_offset())
+        weights = out.new_empty_strided(sizes, keys.stride()).copy_(weights)
     # -0.0 leaves any term as it is, also another -0.0.
-    sums = out.new_full((len(out) * (pieces.number + 1),), -0.0, dtype=torch.float64)
-    given = (places.contiguous(), terms.contiguous(), out, sums)
-    run(kernel, len(out), 16 * (len(terms) + len(out)), len(terms), len(out), *pieces, *given)
+    sums = out.new_full((out.numel() * (pieces.number + 1),), -0.0, dtype=torch.float64)
+    given = (keys, values.to(out.dtype), weights if weights is not None else 0, out, sums)
+    cost = 16 * (taps * values.numel() + out.numel())
+    count = batch * group * places
+    run(kernel, count, cost, *pieces, *layout[:-1], *keys.stride(), *given)
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -37,13 +37,15 @@ def load() -> ctypes.CDLL | None:
     # Torch's choice, so that ATEN_CPU_CAPABILITY of a test or of a user holds for both.
     width = torch.backends.cpu.get_cpu_capability()
     width = width if width in list_widths() else "DEFAULT"
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_d9m"
-    # A wheel brings its libraries; they need no folder that can be written.
-    places = (FOLDER / name_library(width), base / name_library(width))
+    path = FOLDER / name_library(width)
     try:
-        path = next((one for one in places if one.exists()), None) or build(width, base)
-        library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
+        # A wheel brings its libraries; they need no folder that can be written.
+        if not path.exists():
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            path = base / "lightning_d9m" / path.name
+        library = ctypes.CDLL(str(path if path.exists() else build(width, path.parent)))
+    # A RuntimeError: the user has no home.
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
         warnings.warn(
             f"The kernels of portable bits cannot be compiled ({reason}). Torch operations compute "

@@ -6,6 +6,7 @@ operation in no class raises an error.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,13 +17,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_d9m.errors import NotPortableError, SettingError
+from lightning_d9m.errors import D9mError, NotPortableError, SettingError
 from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
 from lightning_d9m.ops.patches.registration import RefusedError, put_flag, read_flag
-from lightning_d9m.ops.portability import arithmetic, draws, normalizations, products
+from lightning_d9m.ops.portability import draws, normalizations, products
 from lightning_d9m.ops.portability.library import count_threads
 from lightning_d9m.ops.portability.optimizers import list_replacements
 from lightning_d9m.ops.portability.registry import COMPOSED, RULES, Rule
@@ -36,7 +38,10 @@ MOVES, _TRANSFERS = (
 )
 # Torch's kernels of these call other operations only.
 _RULES = (draws, normalizations, products)  # loaded: they register their rules
-_COMPOSITE = frozenset(("_embedding_bag_backward", "_grouped_mm", "_trilinear", "copy"))
+_COMPOSITE = frozenset({
+    *("_embedding_bag_backward", "_grouped_mm", "_trilinear", "allclose", "bernoulli", "copy"),
+    *("blackman_window", "hamming_window", "masked_scatter_backward"),
+})  # fmt: skip
 _OF_WHOLE_NUMBERS = ("kthvalue", "sort", "topk")  # torch's order of equal ones varies
 _PATCHES = {overload: path for op in OPS for overload, path in op.kernels.items()}
 _SHARE = 2**15  # numbers for which torch takes another thread
@@ -54,14 +59,15 @@ class PortableMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._running: list[Any] = []
-        self._found: dict[Any, Rule] = {torch.ops.aten.view.dtype: arithmetic.view_bits}
+        self._found: dict[Any, Rule] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute an operation."""
         if types and any(one.__torch_dispatch__ is not _PLAIN for one in types):
+            if any(issubclass(one, FakeTensor) for one in types):  # it has a shape and no numbers
+                return func(*args, **(kwargs or {}))
             return NotImplemented  # a subclass of Tensor takes it apart first
         # Kept, because the choice depends on the operation alone, and torch dispatches thousands.
         found = self._found.get(func)
@@ -96,12 +102,14 @@ class PortableMode(TorchDispatchMode):
 
     def _take_apart(self, func: Any) -> Rule:
         """Return what computes an operation by others, or refuses it."""
-        apart = _find_composite(func) or decomposition_table.get(func)
+        apart, functional = _find_composite(func), _find_functional(func)
+        # Those of torch that write convert a result to any type.
+        if apart is None and functional is None:
+            apart = decomposition_table.get(func)
         if apart is None and func.has_kernel_for_dispatch_key(_KEYS.CompositeImplicitAutograd):
             apart = func.decompose
         if apart is not None:
             return self._compose(apart, func)
-        functional = _find_functional(func)
         if functional is not None:
             return partial(_write, func, self._find(functional))
         name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
@@ -120,14 +128,15 @@ class PortableMode(TorchDispatchMode):
         """Run a function under the mode; refuse an operation that leads back to itself."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if func is not None and self._running.count(func) >= _MOST_NESTED:
+            running = vars(portability.active).setdefault("running", [])
+            if func is not None and running.count(func) >= _MOST_NESTED:
                 refuse(func)
-            self._running.append(func)
+            running.append(func)
             try:
                 with self:
                     return function(*args, **kwargs)
             finally:
-                self._running.pop()
+                running.pop()
 
         return run
 
@@ -200,6 +209,9 @@ def _write(func: Any, general: Rule, *args: Any, **kwargs: Any) -> Any:
     for target, result in zip(
         targets, results if isinstance(results, tuple) else (results,), strict=True
     ):
+        if not torch.can_cast(result.dtype, target.dtype):
+            given, wanted = result.dtype, target.dtype  # torch's words
+            raise RuntimeError(f"result type {given} can't be cast to the output type {wanted}")
         # As torch does with what `out=` names; in place, another shape is an error of `copy_`.
         if outs and target.shape != result.shape:
             target.resize_(result.shape)
@@ -241,9 +253,20 @@ def _checked(
             return found
     try:
         found = rule(*args, **kwargs)
-    except RefusedError as error:
-        refuse(func, f"{str(error) or 'Its deterministic replacement does not take them'}.")
+    except (D9mError, torch.OutOfMemoryError):
+        raise
+    except (RefusedError, RuntimeError, IndexError, ValueError) as error:
+        _explain(error, func, *args, **kwargs)
     return take_apart()(*args, **kwargs) if found is NotImplemented else found
+
+
+def _explain(error: Exception, func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise torch's own error, with its words, if it does not take the arguments either."""
+    if not func._schema.is_mutable:  # noqa: SLF001 - torch has no public form
+        func(*args, **kwargs)
+    if not isinstance(error, RefusedError):
+        raise error
+    refuse(func, f"{str(error) or 'Its deterministic replacement does not take them'}.")
 
 
 def _has_fractions(tensor: Tensor) -> bool:
@@ -275,9 +298,77 @@ def refuse(func: Any, remedy: str = "") -> NoReturn:
 
 
 _MODE = PortableMode()
-
-
 _FILL = "fill_uninitialized_memory"
+
+
+def _refuse_flushing() -> NoReturn:
+    raise SettingError(
+        "A thread of torch flushes subnormal numbers to zero, on this machine and not on others. "
+        "Call torch.set_flush_denormal(False) before the program's first operation, and do not "
+        "switch it on while bits are portable."
+    )
+
+
+def _check_subnormals() -> None:
+    # Enough numbers for all threads of torch: each keeps the state in which it began.
+    smallest = torch.full((_SHARE * count_threads(),), 2.0**-126, dtype=torch.float32, device="cpu")
+    if not smallest.mul_(0.5).all():
+        _refuse_flushing()
+
+
+def _list_switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any], Any]]:
+    """Yield what reads a switch of torch, what sets it, and its value in portable blocks."""
+    cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
+    # oneDNN's recurrent layers are one operation; without it torch takes them apart.
+    yield flags._get_mkldnn_enabled, flags._set_mkldnn_enabled, False  # noqa: SLF001
+    # cuDNN chooses an order of additions.
+    yield flags._get_cudnn_enabled, flags._set_cudnn_enabled, False  # noqa: SLF001
+    # Fused kernels choose an order of additions; plain attention is products and softmax.
+    yield cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False
+    yield cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False
+    yield cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False
+    yield cuda.math_sdp_enabled, cuda.enable_math_sdp, True
+    # Threads of torch write numbers to one place in any order without it. It only warns of what
+    # has no such kernel, as that is mostly not torch's here.
+    yield read_flag, put_flag, (True, read_flag() != (True, False))
+    # The fast path of encoder layers is one operation.
+    yield mha.get_fastpath_enabled, mha.set_fastpath_enabled, False
+    uninitialized: Any = torch.utils.deterministic
+    set_flush = torch.set_flush_denormal
+    for own, name, value in (
+        # On some devices optimizers and averages choose formulas for lists, which round otherwise.
+        *((own, _LISTS, list) for own in _CHOOSE),
+        # Which the flag would switch on, at the price of writing each new tensor.
+        (uninitialized, _FILL, read_flag()[0] and getattr(uninitialized, _FILL)),
+        (torch, "set_flush_denormal", lambda on: _refuse_flushing() if on else set_flush(False)),
+        *list_replacements(),
+    ):
+        yield partial(getattr, own, name), partial(setattr, own, name), value
+
+
+class _Switches:
+    """Torch's switches, which all threads share: the first block sets them, the last restores."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._stack = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock, ExitStack() as stack:
+            if not self._blocks:
+                for get, put, value in [*_list_switches()]:
+                    stack.callback(put, get())
+                    put(value)
+                self._stack = stack.pop_all()
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._stack.close()
+
+
+_SWITCHES = _Switches()
 
 
 @contextmanager
@@ -297,46 +388,10 @@ def portable() -> Iterator[None]:
     if portability.is_portable():
         yield
         return
-    # Enough numbers for all threads of torch: each keeps the state in which it began.
-    smallest = torch.full((_SHARE * count_threads(),), 2.0**-126, dtype=torch.float32, device="cpu")
-    if not smallest.mul_(0.5).all():
-        raise SettingError(
-            "A thread of torch flushes subnormal numbers to zero, on this machine and not on "
-            "others. Call torch.set_flush_denormal(False) before the program's first operation."
-        )
-    uninitialized: Any = torch.utils.deterministic
-    cuda, flags, mha = torch.backends.cuda, torch._C, torch.backends.mha  # noqa: SLF001 - no public setters
-    switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
-        # oneDNN's recurrent layers are one operation; without it torch takes them apart.
-        (flags._get_mkldnn_enabled, flags._set_mkldnn_enabled, False),  # noqa: SLF001
-        # cuDNN chooses an order of additions.
-        (flags._get_cudnn_enabled, flags._set_cudnn_enabled, False),  # noqa: SLF001
-        # Fused kernels choose an order of additions; plain attention is products and softmax.
-        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
-        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
-        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
-        (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
-        # Threads of torch write numbers to one place in any order without it. It only warns of what
-        # has no such kernel, as that is mostly not torch's here.
-        (read_flag, put_flag, (True, read_flag() != (True, False))),
-        # The fast path of encoder layers is one operation.
-        (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
-        # On some devices optimizers and averages choose formulas for lists, which round otherwise.
-        *(
-            (partial(getattr, own, name), partial(setattr, own, name), value)
-            for own, name, value in (
-                *((own, _LISTS, list) for own in _CHOOSE),
-                # Which the flag would switch on, at the price of writing each new tensor.
-                (uninitialized, _FILL, read_flag()[0] and getattr(uninitialized, _FILL)),
-                *list_replacements(),
-            )
-        ),
-    )
-    with ExitStack() as stack:
-        for get, put, value in switches:
-            stack.callback(put, get())
-            put(value)
+    _check_subnormals()
+    with _SWITCHES, ExitStack() as stack:
         portability.active.count = 1
         stack.callback(setattr, portability.active, "count", 0)
         stack.enter_context(_MODE)
         yield
+    _check_subnormals()  # not only torch switches it on, but also a library that is loaded

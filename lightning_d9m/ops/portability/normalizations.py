@@ -5,6 +5,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.ops.portability.arithmetic import divide
 from lightning_d9m.ops.portability.kernels import add, compute, widen
@@ -121,7 +122,8 @@ def batch_norm(
         saved = (values.new_empty(0), values.new_empty(0))
     more = {"scales": _scale(variances, eps), "weight": _flatten(weight), "bias": _flatten(bias)}
     (out,) = compute("batch_norm", x=planes.flatten(0, 1), means=means, **more)
-    return out.view(values.shape).to(values.dtype), *saved
+    form = suggest_memory_format(values)  # torch keeps it
+    return out.view(values.shape).to(values.dtype).contiguous(memory_format=form), *saved
 
 
 @rule("native_batch_norm_backward")

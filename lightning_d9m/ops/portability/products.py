@@ -363,8 +363,8 @@ for _dims in (1, 2, 3):
     for _name in (f"upsample_nearest{_dims}d", f"_upsample_nearest_exact{_dims}d"):
         # Its forward pass copies elements, which is exact on every machine; only the gradient adds.
         _register(_name, partial(_resize, _name), forward=False)
+for _dims in (2, 3):  # torch has poolings in one dimension as those of images with one line
     _register(f"avg_pool{_dims}d", partial(pool_sides, _dims))
     _register(f"_adaptive_avg_pool{_dims}d", adaptive_sides)
-for _dims in (2, 3):
     # A maximum is exact, but windows of its gradient may overlap, and their sums need an order.
     RULES[f"max_pool{_dims}d_with_indices_backward"] = partial(_differentiate_maxima, _dims)

@@ -264,37 +264,56 @@ void NAME(column_sums)(const void *given, long begin, long end) {
     }
 }
 
-/* Exact sums at places: of `terms` numbers, and of what is there. `sums` has space for the pieces of
-   `slots` sums, filled with -0.0, and then for their exponents. Each thread reads all terms. */
+/* Exact sums at places, of values times their weights and of what is there; patches/exact_sums.py
+   describes the layout. `sums` has space for the pieces of `slots` sums, filled with -0.0, and then for
+   their exponents. A result is a place of a group of a batch; each thread reads all keys. */
 struct NAME(place_sums) {
-    long terms, slots, pieces, size;
-    const long *places;
-    const REAL *x;
+    long pieces, size, taps, batch, group, rows, inner, places, tap_step, batch_step, row_step, step;
+    const long *keys;
+    const REAL *x, *weights;
     REAL *out;
     double *sums;
 };
 
+/* In phase 0, raise the exponents of the sums; in phase 1, add the pieces of the terms. */
+ALWAYS void NAME(add_terms)(const struct NAME(place_sums) *g, long begin, long end, int phase) {
+    const long slots = g->batch * g->group * g->places * g->inner;
+    int64_t *tops = (int64_t *)(g->sums + g->pieces * slots);
+    for (long tap = 0; tap < g->taps; tap++)
+        for (long plane = 0; plane < g->batch * g->group; plane++)
+            for (long row = 0; row < g->rows; row++) {
+                const long at = tap * g->tap_step + plane / g->group * g->batch_step + row * g->row_step;
+                const REAL *x = g->x + (plane * g->rows + row) * g->inner;
+                for (long i = 0; i < g->inner; i++) {
+                    long key = g->keys[at + i * g->step];
+                    key += key < 0 ? g->places : 0;
+                    key += plane * g->places;
+                    if (key < begin || key >= end || key >= (plane + 1) * g->places) continue;
+                    long s = key * g->inner + i;
+                    double term = g->weights ? x[i] * g->weights[at + i * g->step] : x[i];
+                    int64_t exponent = read_exponent(term);
+                    if (phase)
+                        add_pieces(g->sums + s, term, tops[s], g->pieces, g->size, slots);
+                    else if (exponent > tops[s]) tops[s] = exponent;
+                }
+            }
+}
+
 void NAME(place_sums)(const void *given, long begin, long end) {
     const struct NAME(place_sums) *g = given;
-    int64_t *tops = (int64_t *)(g->sums + g->pieces * g->slots);
-    for (long s = begin; s < end; s++) tops[s] = read_exponent(g->out[s]);
-    for (long i = 0; i < g->terms; i++) {
-        long s = g->places[i];
-        int64_t exponent = read_exponent(g->x[i]);
-        if (begin <= s && s < end && exponent > tops[s]) tops[s] = exponent;
-    }
-    for (long s = begin; s < end; s++)
-        add_pieces(g->sums + s, g->out[s], tops[s], g->pieces, g->size, g->slots);
-    for (long i = 0; i < g->terms; i++) {
-        long s = g->places[i];
-        if (begin <= s && s < end)
-            add_pieces(g->sums + s, g->x[i], tops[s], g->pieces, g->size, g->slots);
-    }
-    for (long s = begin; s < end; s++) {
-        const double *sum = g->sums + g->pieces * g->slots + s;
-        double first = *(sum -= g->slots), total = first, tail = 0;
+    const long slots = g->batch * g->group * g->places * g->inner;
+    const long first_slot = begin * g->inner, last_slot = end * g->inner;
+    int64_t *tops = (int64_t *)(g->sums + g->pieces * slots);
+    for (long s = first_slot; s < last_slot; s++) tops[s] = read_exponent(g->out[s]);
+    NAME(add_terms)(g, begin, end, 0);
+    for (long s = first_slot; s < last_slot; s++)
+        add_pieces(g->sums + s, g->out[s], tops[s], g->pieces, g->size, slots);
+    NAME(add_terms)(g, begin, end, 1);
+    for (long s = first_slot; s < last_slot; s++) {
+        const double *sum = g->sums + g->pieces * slots + s;
+        double first = *(sum -= slots), total = first, tail = 0;
         for (long n = 1; n < g->pieces; n++) {
-            double more = first = *(sum -= g->slots), all = more + total, given = all - more;
+            double more = first = *(sum -= slots), all = more + total, given = all - more;
             tail = add_to_odd((more - (all - given)) + (total - given), tail);
             total = all;
         }

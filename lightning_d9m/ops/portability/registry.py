@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from lightning_d9m.ops.patches.registration import RefusedError
+from lightning_d9m.ops.portability.kernels import widen
 
 Rule = Callable[..., Any]
 _Rule = TypeVar("_Rule", bound=Rule)
@@ -136,7 +137,10 @@ def ctc_loss(
     """The losses, and the forward variables of each state and step (Graves et al. 2006)."""
     del zero_infinity
     steps, batch, _ = log_probs.shape
-    times, counts = (torch.as_tensor(one).tolist() for one in (input_lengths, target_lengths))
+    # Without a batch, a length may be a scalar.
+    times, counts = (
+        torch.as_tensor(one).view(-1).tolist() for one in (input_lengths, target_lengths)
+    )
     # A blank before, between and after the labels.
     width = 2 * max(counts, default=0) + 1
     labels = torch.full((batch, width), blank, device=log_probs.device)
@@ -155,7 +159,7 @@ def ctc_loss(
         torch.tensor(one, device="cpu").to(labels)[:, None] for one in (times, counts)
     )
     real = states <= 2 * last_state
-    path = [torch.where(real & (states < 2), emitted[0], -torch.inf)]
+    path = [torch.where(real & (states < 2) & (last_time > 0), emitted[0], -torch.inf)]
     for step in range(1, steps):
         stay, move, jump = (torch.cat([nowhere[:, :n], path[-1]], 1)[:, :width] for n in range(3))
         # A state is entered from itself, from the one before, or past a blank.
@@ -165,8 +169,9 @@ def ctc_loss(
     alpha = torch.stack(path, 1)
     final = alpha.gather(1, (last_time - 1).clamp(min=0).unsqueeze(2).expand(-1, -1, width))[:, 0]
     ends = torch.where(real & (states >= 2 * last_state - 1), final, -torch.inf)
-    # A path ends in the last label or in the blank after it.
-    return -ends.logsumexp(1), alpha
+    # A path ends in the last label or in the blank after it. Without a step it has no label.
+    nothing = torch.where(last_state > 0, torch.inf, torch.zeros_like(final[:, :1]))
+    return torch.where(last_time > 0, -ends.logsumexp(1, keepdim=True), nothing)[:, 0], alpha
 
 
 composed("embedding_renorm")(
@@ -235,13 +240,17 @@ def qr(matrix: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     if mode != "reduced" or matrix.dim() != 2:
         raise RefusedError(f"linalg_qr of shape {tuple(matrix.shape)}, mode {mode!r}")
     wide = matrix.double()
-    size = min(wide.shape)
-    q = wide.new_zeros((len(wide), size))
-    for column in range(size):
+    count, sizes = min(wide.shape), torch.linalg.vector_norm(wide, dim=0)
+    q = wide.new_zeros((len(wide), count))
+    for column in range(count):
         vector = wide[:, column]
         for _ in range(2):  # once leaves an error that grows with the condition of the matrix
             vector = vector - q[:, :column].mv(q[:, :column].t().mv(vector))
-        q[:, column] = vector / torch.linalg.vector_norm(vector)
+        # What depends on the columns before is left with the errors of its rounding.
+        size = torch.linalg.vector_norm(vector)
+        if size <= sizes[column] * 2.0**-40:
+            raise RefusedError(f"linalg_qr: column {column} depends on those before it")
+        q[:, column] = vector / size
     return q.to(matrix.dtype), (q.t() @ wide).triu().to(matrix.dtype)
 
 
@@ -251,9 +260,11 @@ def group_norm(
     values: Tensor, weight: Any, bias: Any, n: int, c: int, area: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Group normalization."""
-    rows = values.reshape(n * groups, c // groups * area)
+    # Rounded once, at the end: the weight may have more bits than the values.
+    rows = widen(values).reshape(n * groups, c // groups * area)
     result, mean, scale = torch.native_layer_norm(rows, rows.shape[1:], None, None, eps)
     result = result.view(n, c, area)
     result = result if weight is None else result * weight.view(c, 1)
     result = result if bias is None else result + bias.view(c, 1)
-    return result.view(values.shape), mean.view(n, groups), scale.view(n, groups)
+    shape = (n, groups)
+    return result.view(values.shape).to(values.dtype), mean.view(shape), scale.view(shape)

@@ -261,7 +261,7 @@ def test_a_wrong_sum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     values = torch.linspace(1, 2, 70, dtype=torch.float64).sqrt()
     layout = Layout(1, 1, 1, 70, 1, count, (0, 0, 1, 0))
     given = (torch.full((70,), count - 1), values, None, layout)
-    monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, *args: run(*args))
+    monkeypatch.setattr(exact_sums, "run_kernel", lambda _, __, *args, **_more: run(*args))
     from lightning_d9m.ops.patches.triton.kernels import accumulate as run
 
     with executed(exact=False), pytest.raises(PtxError, match=fault):

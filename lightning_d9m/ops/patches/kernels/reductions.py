@@ -172,9 +172,9 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     The host needs the lengths. If they are CUDA tensors it waits for them, as in torch's own
     kernel; lists and CPU tensors are copied to the device once, without a wait.
     """
+    # Without a batch, a length may be a scalar.
     lengths, label_lengths = (
-        part.tolist() if isinstance(part, Tensor) else list(part)
-        for part in (input_lengths, target_lengths)
+        torch.as_tensor(part).view(-1).tolist() for part in (input_lengths, target_lengths)
     )
     steps, batch, _ = log_probs.shape
     require(batch > 0, steps > 0, log_probs.dtype in {torch.float32, torch.float64})

@@ -375,9 +375,9 @@ def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
     return out
 
 
-def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> None:
+def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool, **more: Any) -> None:
     """Write into each row the sum of the values that go to it; see :func:`plan_sum`."""
-    plan_sum(out.dtype, out.shape, index, values.shape, include=include)(out, index, values)
+    plan_sum(out.dtype, out.shape, index, values.shape, include=include, **more)(out, index, values)
 
 
 def plan_sum(
@@ -389,6 +389,7 @@ def plan_sum(
     *,
     include: bool = True,
     pieces: Pieces | None = None,
+    by_torch: Callable[..., None] | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return a function that adds values into the places of a dimension that an index names.
 
@@ -403,6 +404,7 @@ def plan_sum(
         axis: The dimension.
         include: Whether what is there is a term as well.
         pieces: By default those for all values of the dimension.
+        by_torch: See ``accumulate``.
     """
     outer, rows, inner = sides = _divide(shape, axis)
     lines = _view_places(index, sides)
@@ -412,7 +414,8 @@ def plan_sum(
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
         index = index if is_view else index.reshape(sides)
-        accumulate(out, index, values.contiguous(), None, layout, planned, include=include)
+        more = (None, layout, planned)
+        accumulate(out, index, values.contiguous(), *more, include=include, by_torch=by_torch)
 
     return add
 
@@ -422,14 +425,14 @@ def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
-def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> None:
+def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str, **more: Any) -> None:
     """Change the rows of a contiguous tensor that keys name, by a rule of ``_RULES``.
 
     Time and memory grow with the number of values, not with the size of the target. With
     ``values`` of shape ``[m, *rest]``, ``keys`` has the shape ``[m]`` and ``target`` the shape
     ``[count, *rest]``. What is in the target is a term or factor as well.
     """
-    rule = _RULES[reduce]
+    rule = partial(_RULES[reduce], **more)
     if target.numel() <= _MANY * values.numel():
         rule(target, keys, values)
         return
@@ -442,9 +445,9 @@ def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> No
     target.index_put_((keys,), rows.index_select(0, slots))
 
 
-def _add(rows: Tensor, keys: Tensor, values: Tensor) -> None:
+def _add(rows: Tensor, keys: Tensor, values: Tensor, **more: Any) -> None:
     if rows.is_floating_point():
-        add_rows(rows, keys, values, include=True)
+        add_rows(rows, keys, values, include=True, **more)
     else:
         rows.index_put_((keys,), values, accumulate=True)  # torch adds one by one after a sort
 
@@ -495,7 +498,7 @@ def _choose(rows: Tensor, keys: Tensor, values: Tensor, *, reduce: str) -> None:
     rows.copy_(torch.where(kept, rows, torch.where(chosen.isnan(), torch.nan, chosen)))
 
 
-_RULES: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+_RULES: dict[str, Callable[..., None]] = {
     "sum": _add,
     "prod": _multiply,
     "mean": partial(_average, own=1),

@@ -31,6 +31,7 @@ _TEXTS = TEXTS | {"neg": "{} * -1", "invert": "~{}", "abs": "tl.abs({})", "looku
 _TEXTS |= {"where": "tl.where({}, {}, {})", "wide": "{}.to(tl.float64)", "narrow": "{}.to(REAL)"}
 _TEXTS |= {name: f"tl.cast({{}}, tl.{kind}, bitcast=True)" for name, kind in _BITS.items()}
 _TEXTS |= {"total": "total", "greatest": "greatest", "root": "find_root({})"}
+_TEXTS["rest"] = "find_rest({}, {})"
 # A number on the device: CUDA multiplies by the reciprocal of one on the CPU.
 _TEXTS |= {"truediv": "divide({}, {})", "length": "tl.full([], 0, REAL) + n.to(REAL)"}
 _TEXTS["copysign"] = f"tl.abs({{0}}) * tl.where({_TEXTS['to_bits'].format('{1}')} < 0, -1, 1)"

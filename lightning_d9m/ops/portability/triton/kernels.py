@@ -35,6 +35,43 @@ def find_root(values):
     return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
 
 
+@jit()
+def find_rest(x, y):
+    """Return what C's ``fmod`` gives for float64 numbers.
+
+    As whole numbers: `x = m * 2**e`, and 53 bits of a rest of m can be shifted by 10 bits at a time
+    before the next rest is taken.
+    """
+    m, e = split_number(x)
+    divisor, last = split_number(y)
+    divisor = tl.where(divisor == 0, 1, divisor)
+    rest, shifts = m % divisor, tl.maximum(e - last, 0)
+    for _ in range(0, tl.max(shifts), 10):
+        shift = tl.minimum(shifts, 10)
+        rest, shifts = (rest << shift) % divisor, shifts - shift
+    # Two powers: 2**-1074 is subnormal.
+    found = rest.to(tl.float64) * make_power(tl.maximum(last - 1075, -1000))
+    found *= make_power(tl.minimum(last - 75, 0))
+    negative = tl.cast(x, tl.int64, bitcast=True) < 0
+    found = tl.where(e < last, x, found * tl.where(negative, -1, 1))
+    return tl.where((tl.abs(x) < float("inf")) & (tl.abs(y) > 0), found, float("nan"))
+
+
+@jit()
+def split_number(x):
+    """Return the significand of float64 numbers as a whole number, and their biased exponents."""
+    bits = tl.cast(tl.abs(x), tl.int64, bitcast=True)
+    exponent = bits >> 52
+    m = (bits & ((1 << 52) - 1)) | (tl.minimum(exponent, 1) << 52)
+    return m, tl.maximum(exponent, 1)
+
+
+@jit()
+def make_power(k):
+    """Return 2 to the power of whole numbers from -1022 to 1023."""
+    return tl.cast((k + 1023) << 52, tl.float64, bitcast=True)
+
+
 @jit("rows", "columns", "terms")  # one kernel for all sizes
 def multiply_tiles(
     left, right, out,
