@@ -374,7 +374,8 @@ def find_parent(path: Path, parent: str) -> Path | None:
     places = (folder / parent, folder.parent / Path(parent).name)
     for file in (place / name for place in places for name in names):
         with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
-            if parent and file.is_file():
+            # One whose own folder has the name of its parent's does not continue itself.
+            if parent and file.is_file() and not file.parent.samefile(folder):
                 return file.resolve()
     return None
 
