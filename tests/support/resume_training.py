@@ -2,7 +2,8 @@
 
 Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "killed" (by the system,
 some batches after a checkpoint between two micro-batches), "late" (so, after one in the last batch
-of an epoch, before a validation), "terminated" (by SIGTERM) or "resumed"; with "+workers" after it, two workers that live for the whole run load the batches.
+of an epoch, before a validation), "terminated" (by SIGTERM) or "resumed"; with "+workers" after it,
+two workers that live for the whole run load the batches.
 """
 
 import os
