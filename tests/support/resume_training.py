@@ -1,8 +1,9 @@
 """One process of a training that is interrupted and resumed.
 
 Usage: resume_training.py FOLDER STRATEGY WHAT..., each of WHAT "straight", "killed" (by the system,
-some batches after a checkpoint between two micro-batches), "terminated" (by SIGTERM) or "resumed";
-with "+workers" after it, two workers that live for the whole run load the batches.
+some batches after a checkpoint between two micro-batches), "late" (so, after one in the last batch
+of an epoch, before a validation), "terminated" (by SIGTERM) or "resumed"; with "+workers" after it,
+two workers that live for the whole run load the batches.
 """
 
 import os
@@ -33,7 +34,7 @@ class Ending(L.Callback):
         place = trainer.current_epoch, batch_idx
         if self.how == "terminated" and place == (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)
-        elif place == (1, 2):
+        elif place == ((0, 5) if self.how == "late" else (1, 2)):
             trainer.save_checkpoint(checkpoint)
         elif place == (1, 4):
             os.kill(os.getpid(), signal.SIGKILL)

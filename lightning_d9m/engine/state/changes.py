@@ -135,7 +135,7 @@ class Changes:
         expected: The paths of what the last ``capture`` took a digest of, or could not encode among
             the attributes of tensors, which mostly hold what a step computes.
         replaced: The objects that are left out, and that the last ``capture`` found in the place of
-            others, by path.
+            others: the path, the object, and whether the place was empty.
         unlike: The paths of what the last ``restore`` found to be other than it was.
         has_settled: Whether ``settle`` was called.
     """
@@ -165,7 +165,7 @@ class Changes:
         self.has_settled = False
         self.filled: set[str] = set()
         self.unknown: list[str] = []
-        self.replaced: list[tuple[str, object]] = []
+        self.replaced: list[tuple[str, object, bool]] = []
         self.expected: list[str] = []
         self.unlike: list[str] = []
         # A node for each of 100,000 transitions of a replay buffer would take longer than a step.
@@ -448,7 +448,7 @@ class Changes:
             if find_kind(part) is None or id(part) not in self._ignored:
                 yield Change(path, node, (key,), part, first)
             else:
-                self.replaced.append((path, part))
+                self.replaced.append((path, part, first is None or first is MISSING))
 
     def _encode_change(self, change: Change, size: int = 0) -> bytes | None:
         """Return place, key and value of a change as bytes; None if they are large or not plain.

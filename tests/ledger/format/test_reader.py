@@ -327,3 +327,11 @@ def test_a_record_is_found_anywhere_in_the_chain(chain):
     assert holds_record(file, first[-18:-2])
     assert not holds_record(chain / "fit-000" / "rank-0.jsonl", first[-18:-2])
     assert not holds_record(file, "0" * 16)
+
+
+def test_a_folder_of_its_parents_name_is_not_its_own_parent(tmp_path):
+    file = rank_path(tmp_path / "fit-000", 1)
+    file.parent.mkdir()
+    for rank in (0, 1):
+        rank_path(file.parent, rank).touch()
+    assert rank_file.find_parent(file, "../gone/fit-000") is None

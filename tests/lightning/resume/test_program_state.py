@@ -400,3 +400,15 @@ def test_a_large_copy_of_the_weights_that_the_fit_starts_with_is_refused(fits, m
     monkeypatch.setattr("lightning_d9m.engine.state.changes._ALWAYS_BYTES", 100)
     error = fits.refuse("changes in the fit, or may change", callbacks=lambda: [Anchored()])
     assert "callbacks.Anchored.copy.0.weight changes" in str(error)
+
+
+class Looking(Callback):
+    """Keeps the dataset that it reads."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.data = trainer.train_dataloader.dataset
+        module.layers[4].bias.data += 1e-3 * self.data.images.mean()
+
+
+def test_a_callback_may_keep_the_dataset_of_a_loader(fits):
+    fits.check(*EARLY, callbacks=lambda: [Looking()])

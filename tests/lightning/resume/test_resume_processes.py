@@ -17,7 +17,7 @@ from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 SCRIPT = Path(__file__).parents[2] / "support" / "resume_training.py"
 
 
-def agree(folder, ranks):
+def agree(folder, ranks, place=(1, 3)):
     """Hold the resumed run against the straight one."""
     straight, resumed = (read_ledger(folder / name / "fit-000") for name in ("straight", "resumed"))
     comparison = compare_ledgers(straight, resumed)
@@ -25,7 +25,7 @@ def agree(folder, ranks):
     assert [rank.rank for rank in comparison.ranks] == list(range(ranks))
     for file in resumed.files.values():
         (found,), problem = find_breaks(file)
-        assert (found.epoch, found.batch, problem) == (1, 3, "")
+        assert (found.epoch, found.batch, problem) == (*place, "")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,14 @@ def test_two_processes_of_ddp(tmp_path):
         torch.save(rank, tmp_path / "rank.pt")
         # With the gradients, for it was saved between two micro-batches.
         assert (tmp_path / "rank.pt").stat().st_size < 100 * 1024
+
+
+def test_each_process_of_ddp_has_its_own_buffers_until_the_next_batch(tmp_path):
+    """Lightning saves those of rank 0. The validation, and the record of the epoch, come first."""
+    statuses, outputs = start_ranks(SCRIPT, 2, tmp_path, "ddp", "straight", "late")
+    assert -signal.SIGKILL in statuses, outputs
+    run_ranks(SCRIPT, 2, tmp_path, "ddp", "resumed")
+    agree(tmp_path, 2, (0, 6))
 
 
 @pytest.mark.horovod

@@ -332,9 +332,10 @@ class ControlledLoader:
         start = self.start
         if not within or start is None:
             found = self.state.capture()
-            if self._keeps_copies and self.stage != "train" and DATA in found:
+            if self._keeps_copies and self.stage != "train":
                 # They start in the first validation, so those of a resumed run have later values.
-                found[UNSAVED_DATA] = [*found.get(UNSAVED_DATA, ()), *found.pop(DATA)]
+                late = [*filter(self._is_of_loader, found.get(DATA, ()))]
+                found |= {UNSAVED_DATA: [*found.get(UNSAVED_DATA, ()), *late]} if late else {}
             return found
         # Read again from the start of the epoch; a validation is run again as a whole.
         if (self._iterable or self.stage != "train") and not at_end:
@@ -344,16 +345,22 @@ class ControlledLoader:
         loader = self.loader()
         if loader is not None and loader.num_workers and not (at_end or self._keeps_copies):
             # Workers have copies from the start of the epoch.
-            first, held = start.get(DATA, {}), tuple(self.state.data)
+            first = start.get(DATA, {})
             changed = [
                 path
                 for path, own in now.get(DATA, {}).items()
                 if path not in first or not torch.equal(own, first[path])
             ]
-            # Variables of files are restored in this process later, as part of the program.
-            changed = [path for path in changed if path.startswith(held)]
+            changed = [*filter(self._is_of_loader, changed)]
             now |= {DATA: first, UNSAVED_DATA: [*now.get(UNSAVED_DATA, ()), *changed]}
         return at_start | {name: own for name, own in now.items() if own}
+
+    def _is_of_loader(self, path: str) -> bool:
+        """Return whether a path is not that of a variable of a file.
+
+        These are restored in this process later, as part of the program.
+        """
+        return path.startswith(tuple(self.state.data))
 
     def _keep_start(self) -> None:
         if self.start is None:  # torch may make a second iterator, or cycle

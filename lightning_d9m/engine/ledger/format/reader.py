@@ -340,7 +340,9 @@ def find_parent(path: Path, parent: str) -> Path | None:
     names = dict.fromkeys((path.name, "rank-0.jsonl"))
     # The name is relative to the folder where that is possible, so that both can be moved together.
     # Where it is not, the folder of the same name beside this one is tried.
-    places = (folder / parent, folder.parent / Path(parent).name)
+    beside = folder.parent / Path(parent).name
+    # One whose own folder has the name of its parent's does not continue itself.
+    places = (folder / parent, *([] if beside == folder else [beside]))
     for file in (place / name for place in places for name in names):
         with suppress(OSError, RuntimeError):  # a name that is too long, links in a circle
             if parent and file.is_file():

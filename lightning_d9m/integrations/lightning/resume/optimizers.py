@@ -4,13 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.state.parts import is_of_lightning
 from lightning_d9m.engine.state.state import search
 from lightning_d9m.integrations.lightning.resume.part import Moment, Part, Phase
+from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer import lightning_private
 from lightning_d9m.integrations.trainer.packages import rank_zero
 from lightning_d9m.integrations.trainer.trainer_attributes import (
+    get_logical_ranks,
     get_logical_steps,
     like_parameter,
     list_schedulers,
@@ -26,6 +30,10 @@ _OTHER_GROUPS = (
 _OTHER_SHAPE = (
     "The checkpoint has a gradient of {} of shape {} on this rank, and the part of the parameter "
     "here has {}. Divide the model among the ranks as in the run that saved it."
+)
+_OTHER_BUFFER = (
+    "The checkpoint has a buffer {} of shape {} of this rank, and the one here has {}. Make the "
+    "model as in the run that saved it."
 )
 _OTHER_SCHEDULERS = (
     "The checkpoint was saved with the learning rate schedulers {}, and this run has {}. A "
@@ -84,6 +92,49 @@ class Gradients(Part):
             for name, own in named
             if name in state and state[name].shape != local_shard(own).shape
         ][:1]
+
+
+class Buffers(Part):
+    """The buffers that a rank other than 0 has changed.
+
+    Lightning saves those of rank 0. A rank gets these with DDP's next forward pass in training, and
+    a validation, or the end of an epoch, may come before that.
+    """
+
+    name, form, restored, checked = "buffers", dict[str, torch.Tensor], ("train",), "train"
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        trainer = self.trainer
+        alike = trainer.is_global_zero or get_logical_ranks(trainer) is not None
+        buffers = {} if alike or is_sharded(trainer.strategy) else dict(self.fit.tensors.listed[1])
+        return {name: own for name, own in buffers.items() if not is_lazy(own)}
+
+    def _digest(self) -> dict[str, str]:
+        named = self._read()
+        return dict(zip(named, digest_many([*named.values()]), strict=True))
+
+    def begin(self) -> None:
+        self._first = self._digest()
+
+    def capture(self, _phase: Phase) -> dict[str, torch.Tensor]:
+        first = self._first if self.fit.has_begun else self._digest()
+        changed = dict(self._digest().items() - first.items())
+        return {
+            n: own.detach().to("cpu", copy=True) for n, own in self._read().items() if n in changed
+        }
+
+    def restore(self, state: dict[str, torch.Tensor], _moment: Moment) -> None:
+        for name, own in self._read().items():
+            if name in state and state[name].shape == own.shape:
+                own.data.copy_(state[name])
+
+    def problems(self, state: dict[str, torch.Tensor]) -> list[str]:
+        shapes = {name: own.shape for name, own in self._read().items()}
+        return [
+            _OTHER_BUFFER.format(name, [*own.shape], [*shapes.get(name, ())])
+            for name, own in state.items()
+            if own.shape != shapes.get(name)
+        ]
 
 
 class Frozen(Part):

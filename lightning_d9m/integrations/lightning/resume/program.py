@@ -109,8 +109,14 @@ class Program(Part):
             for path, own in self.find_changes().items()
             if own is None or not path.startswith(skipped)
         }
-        # A dataset that is new may have another state than the one that it replaces.
-        new = [path for path, own in self.changes.replaced if isinstance(own, Dataset)]
+        # A dataset that is new may have another state than the one that it replaces. That of a
+        # loader has a state elsewhere, and a hook that keeps it does so in a resumed run, too.
+        loaded = {id(getattr(loader, "dataset", None)) for loader in self._list_loaders()}
+        new = [
+            path
+            for path, own, was_empty in self.changes.replaced
+            if isinstance(own, Dataset) and not (was_empty and id(own) in loaded)
+        ]
         return found, [*self.changes.unknown, *new]
 
     def store(self, captured: tuple[Captured, list[str]]) -> dict[str, Tensor]:
@@ -139,14 +145,17 @@ class Program(Part):
         unlike = describe_unsaved(path.rstrip("'") for path in self.changes.unlike)
         return [*name_all(_MISSING_OBJECTS, self._missing), *unlike]
 
+    def _list_loaders(self) -> list[Any]:
+        fit = self.trainer.fit_loop
+        loops = (fit, fit.epoch_loop.val_loop)
+        return [loader for loop in loops for loader in lightning_private.list_loaders(loop)]
+
     def _find_left_out(self) -> list[Any]:
         """Find the objects that a checkpoint of Lightning holds; return the loaders' samplers."""
         trainer = self.trainer
         tensors = [tensor for _, tensor in self.fit.tensors.list_saved()]
         # Those of the user's own classes, which no type tells.
-        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
-        loaders = [loader for loop in loops for loader in lightning_private.list_loaders(loop)]
-        controlled = [loader for loader in loaders if isinstance(loader, DataLoader)]
+        controlled = [own for own in self._list_loaders() if isinstance(own, DataLoader)]
         samplers = [sampler for loader in controlled for sampler in find_samplers(loader)]
         samplers = [sampler for sampler in samplers if id(sampler) not in self._entered]
         # What callbacks of Lightning save, and load if it applies to the run: ``ModelCheckpoint``

@@ -505,7 +505,7 @@ class ResumableFit(Fit):
         loop = trainer.fit_loop
         # Lightning makes the first iterator, and starts its workers, when it loads the loaders.
         first = getattr(loop, "is_resuming", False) or loop.epoch_loop.restarting
-        # An uninterrupted run makes it after `on_train_epoch_start`, where the epoch is seeded and
+        # An uninterrupted run makes it after the epoch is seeded and `on_train_epoch_start`, where
         # a dataset may be set, and it fetches the first batch of an iterable dataset at once. So
         # make it again.
         again = self.was_saved_between_epochs and reads_when_iterated(trainer)

@@ -26,14 +26,20 @@ from lightning_d9m.integrations.trainer.trainer_attributes import (
     ranks_of,
 )
 
-FORMAT = 2
+FORMAT = 3
 
 # They are captured and restored in this order. The program comes first among what it may hold: a
 # metric is then reset, a generator then set. The generators of training come last, because what
 # restores the others may draw. The last two collect what all others note.
 PARTS: tuple[type[Part], ...] = (
     *(run_facts.Settings, position.Position, position.Limits, position.Stopped),
-    *(optimizers.Groups, optimizers.Frozen, run_facts.Ledger, run_facts.Pending),
+    *(
+        optimizers.Groups,
+        optimizers.Frozen,
+        optimizers.Buffers,
+        run_facts.Ledger,
+        run_facts.Pending,
+    ),
     *(logged.CallbackMetrics, optimizers.Schedulers, program.Program, logged.Reset),
     *(logged.Results, loaders.Generators, logged.LogicalRanks),
     *(optimizers.Gradients, loaders.Samplers, loaders.Reloads, loaders.BatchSizes, loaders.Rng),
