@@ -69,6 +69,8 @@ def test_the_place_of_a_module_and_not_its_name_says_whose_it_is(program, tmp_pa
         "built": "cache/own.so",
         "zipped": "a.zip/a.py",
     }
+    for module in [name for name in sys.modules if name.startswith("torchdata.")]:
+        monkeypatch.delitem(sys.modules, module)  # the package, which another test has loaded
     for module, place in known.items():
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
         sys.modules[module].__file__ = str(tmp_path / place)
@@ -92,7 +94,8 @@ def test_a_program_may_leave_the_folder_in_which_it_began(program, tmp_path, mon
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/train.py").write_text("x = 2\n")
     (tmp_path / "config.yaml").write_text("a: 1")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "scripts/train.py"))
+    main = str(tmp_path / "scripts/train.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", main, raising=False)
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", "config.yaml"])
     before = find_sources()
     assert {"own.py", "scripts/train.py"} == {*before.program}
