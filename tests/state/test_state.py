@@ -603,9 +603,12 @@ def test_a_module_that_python_imports_when_it_is_used_is_not_imported(tmp_path, 
     program.backend, program.count = importlib.util.module_from_spec(spec), 1
     program.__file__ = __file__
     spec.loader.exec_module(program.backend)
-    monkeypatch.setitem(sys.modules, program.__name__, program)
+    program.helper = types.ModuleType("helper_of_a_program")  # as `import` makes it
+    program.helper.__file__, program.helper.count = __file__, 1
+    for module in (program, program.helper):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     changes = Changes({"program": program}, leave_out=lambda *_: False)
-    program.count = 2
-    assert [*changes.capture()[0]] == ["program.count"]
+    program.count = program.helper.count = 2
+    assert [*changes.capture()[0]] == ["program.count", "helper_of_a_program.count"]
     with pytest.raises(ModuleNotFoundError, match="not_installed"):
         _ = program.backend.name

@@ -439,7 +439,8 @@ def _read_variables(owner: Any) -> dict[str, Any]:
 def _loads_when_read(value: Any) -> bool:
     """Return whether a look at an object may import a module, as one by ``LazyLoader`` does."""
     kind = type(value)  # `isinstance` reads an attribute of the object
-    return issubclass(kind, types.ModuleType) and "__getattribute__" in vars(kind)
+    read = types.ModuleType.__getattribute__
+    return issubclass(kind, types.ModuleType) and kind.__getattribute__ is not read
 
 
 def _takes_variable(owner: Any, key: Any) -> bool:
