@@ -5,7 +5,7 @@ import os
 import random
 import sys
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -58,7 +58,13 @@ from lightning_d9m.engine.state.parts import (
     make_record,
     read_memory,
 )
-from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
+from lightning_d9m.engine.state.plain_data import (
+    DICTS,
+    decode_plain,
+    encode_plain,
+    join_dict,
+    split_dict,
+)
 from lightning_d9m.engine.state.state import LeaveOut, Node, Watch, holds_data
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
@@ -72,10 +78,7 @@ _KEYS = (str, int, float, complex, bytes, tuple, np.generic, type(None), enum.En
 # Ends the path of an object that has changed, which another may have replaced meanwhile.
 _AT_FIRST = "'"
 _PLAIN = {*PLAIN_TYPES, list, tuple, dict, set, deque, type(Path())}
-# Dicts of these types have a form with their items, attributes and, if it is one, factory.
-_DICTS = {kind.__name__: kind for kind in (Counter, OrderedDict, defaultdict)}
-_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-_CONTAINERS = {list, tuple, dict, set, frozenset, deque, *_DICTS.values()}
+_CONTAINERS = {list, tuple, dict, set, frozenset, deque, *DICTS.values()}
 _HOLDERS = (ITEMS, DICT, SET, LONG, OBJECTS)
 _HELD = (*_HOLDERS, TENSOR, ARRAY, GENERATOR)
 _BIT_GENERATORS = {
@@ -540,10 +543,10 @@ class Changes:
         if self._is_record(value):
             parts = [getattr(value, name) for name in list_fields(type(value)) or ()]
             return "record", [self._watch.nodes[id(type(value))].path, parts]
-        if type(value) in _DICTS.values() and not (is_entered and whole):
+        if type(value) in DICTS.values() and not (is_entered and whole):
             if not all(map(self._is_key, value)):
                 raise TypeError(value)
-            return "subclass", _split_dict(value)
+            return "subclass", split_dict(value)
         if (form := _find_own_form(value)) is None:
             self._check_plain(value, whole=is_entered and whole)
         return form
@@ -610,7 +613,7 @@ def _make_new(name: str, content: Any) -> Any:
         case "digest", str():
             return _Digest(content)
         case "subclass", [kind, factory, [*pairs], {**own}] if not _holds_code([pairs, own]):
-            return _join_dict(_DICTS[kind], factory, pairs, own)
+            return join_dict(DICTS[kind], factory, pairs, own)
         case "objects", [shape, [*items]] if not _holds_code(items):
             array = np.empty(len(items), object)
             OBJECTS.write(array, (OBJECTS.read(array)[0], *items))
@@ -642,31 +645,6 @@ def _find_own_form(value: Any) -> tuple[str, Any] | None:
             raise TypeError(value)
         return "objects", [[*value.shape], list_items(value)]
     return ("digest", f"{value}") if isinstance(value, _Digest) else None
-
-
-def _split_dict(value: Any) -> list[Any]:
-    """Return the parts of a dict of a builtin subclass, for ``_join_dict``.
-
-    Raises:
-        TypeError: If its factory is code of the program.
-    """
-    factory = getattr(value, "default_factory", None)
-    name = getattr(factory, "__name__", None)
-    if factory is not _FACTORIES.get(str(name)):
-        raise TypeError(value)
-    own = getattr(value, "__dict__", {})  # such as the versions that a `state_dict()` notes
-    return [type(value).__name__, name, [[*pair] for pair in value.items()], {**own}]
-
-
-def _join_dict(kind: Any, factory: Any, pairs: list[Any], own: dict[Any, Any]) -> Any:
-    made = kind() if factory is None else kind(_FACTORIES[factory])
-    for key, part in pairs:
-        made[key] = part  # not update(), by which a Counter counts
-    for name, part in own.items():
-        if hasattr(made, name):  # it would hide a method
-            raise TypeError(name)
-        setattr(made, name, part)
-    return made
 
 
 def _list_in_order(own: frozenset[Any]) -> list[Any]:

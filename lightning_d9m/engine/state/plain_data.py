@@ -251,3 +251,43 @@ _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "array": (np.ndarray, _split_array, _join_array),
     "tensor": (Tensor, _split_tensor, _join_tensor),
 }
+
+
+# Dicts of these types have a form in checkpoints, with their items, attributes and, if it is one,
+# factory. The messages of ranks have fewer parts, see ``_FORMATS``.
+DICTS: dict[str, Any] = {kind.__name__: kind for kind in (Counter, OrderedDict, defaultdict)}
+# Those that a file, which a stranger may have written, may name.
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}
+
+
+def split_dict(value: Any) -> list[Any]:
+    """Return the parts of a dict of a builtin subclass, for ``join_dict``.
+
+    Raises:
+        TypeError: If its factory is code of the program.
+    """
+    factory = getattr(value, "default_factory", None)
+    name = getattr(factory, "__name__", None)
+    if factory is not _FACTORIES.get(str(name)):
+        raise TypeError(value)
+    own = getattr(value, "__dict__", {})  # such as the versions that a `state_dict()` notes
+    return [type(value).__name__, name, [[*pair] for pair in value.items()], {**own}]
+
+
+def join_dict(kind: Any, factory: Any, pairs: list[Any], own: dict[Any, Any]) -> Any:
+    """Return a dict of a type of ``DICTS`` from what ``split_dict`` has returned.
+
+    Raises:
+        KeyError: If the factory is not one that a file may name.
+        TypeError: If an attribute would hide one of the type.
+    """
+    made = kind() if factory is None else kind(_FACTORIES[factory])
+    for key, part in pairs:
+        made[key] = part  # not update(), by which a Counter counts
+    for name, part in own.items():
+        if hasattr(made, name):  # it would hide a method
+            raise TypeError(name)
+        setattr(made, name, part)
+    return made
