@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
+from lightning_d9m.ops.patches.kernels.reductions import list_lengths
 from lightning_d9m.ops.patches.registration import RefusedError
 from lightning_d9m.ops.portability.kernels import widen
 
@@ -137,10 +138,7 @@ def ctc_loss(
     """The losses, and the forward variables of each state and step (Graves et al. 2006)."""
     del zero_infinity
     steps, batch, _ = log_probs.shape
-    # Without a batch, a length may be a scalar.
-    times, counts = (
-        torch.as_tensor(one).view(-1).tolist() for one in (input_lengths, target_lengths)
-    )
+    times, counts = map(list_lengths, (input_lengths, target_lengths))
     # A blank before, between and after the labels.
     width = 2 * max(counts, default=0) + 1
     labels = torch.full((batch, width), blank, device=log_probs.device)

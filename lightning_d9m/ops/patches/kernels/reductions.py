@@ -150,6 +150,12 @@ def histc(
     return torch.searchsorted(places.sort(stable=True).values, bounds).diff().to(self.dtype)
 
 
+def list_lengths(given: Any) -> list[int]:
+    """Return lengths of a batch; without a batch, one may be a scalar."""
+    lengths: list[int] = torch.as_tensor(given).view(-1).tolist()
+    return lengths
+
+
 def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     grad: Tensor,
     log_probs: Tensor,
@@ -172,10 +178,7 @@ def ctc_loss_backward(  # noqa: PLR0913, PLR0917 - torch's arguments
     The host needs the lengths. If they are CUDA tensors it waits for them, as in torch's own
     kernel; lists and CPU tensors are copied to the device once, without a wait.
     """
-    # Without a batch, a length may be a scalar.
-    lengths, label_lengths = (
-        torch.as_tensor(part).view(-1).tolist() for part in (input_lengths, target_lengths)
-    )
+    lengths, label_lengths = map(list_lengths, (input_lengths, target_lengths))
     steps, batch, _ = log_probs.shape
     require(batch > 0, steps > 0, log_probs.dtype in {torch.float32, torch.float64})
     device = log_probs.device
