@@ -123,7 +123,7 @@ def test_every_variable_is_known_wherever_some_are_read(owner):
     assert read_settings(owner, known) == {}
     with pytest.raises(SettingError, match=r"Did you mean LIGHTNING_D9M_PROVABLE\?") as caught:
         read_settings(owner, known | {"LIGHTNING_D9M_PROVABEL": "1"})
-    assert str(caught.value).startswith("There is no variable LIGHTNING_D9M_PROVABEL.")
+    assert str(caught.value).startswith("The variable LIGHTNING_D9M_PROVABEL does not exist.")
 
 
 def test_a_callback_of_the_program_refuses_a_misspelled_variable(monkeypatch):

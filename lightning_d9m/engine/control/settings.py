@@ -251,8 +251,8 @@ def _reject_unknown_variables(environment: Mapping[str, str]) -> None:
         if not name.startswith(_PREFIX) or name in _KNOWN:
             continue
         near = get_close_matches(name, _KNOWN, n=1)
-        known = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(_KNOWN))}."
-        raise SettingError(f"There is no variable {name}. {known} Correct its name, or unset it.")
+        known = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(_KNOWN))}."
+        raise SettingError(f"The variable {name} does not exist. {known} Correct or unset it.")
 
 
 def read_value(variable: str, text: str, annotation: Any) -> Any:
