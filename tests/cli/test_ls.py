@@ -75,7 +75,7 @@ def test_an_unfinished_run_and_one_that_is_damaged(folder, ls):
 def test_nothing_is_an_error(tmp_path, d9m):
     status, _, err = d9m("ls", tmp_path)
     assert status == 2
-    assert "There is no ledger under" in err
+    assert " has no ledger. Name the folder" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("words", [(), (".",)])

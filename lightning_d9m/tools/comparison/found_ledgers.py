@@ -43,7 +43,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
     """Return all ledgers under a folder, oldest first; hidden folders are left out.
 
     Raises:
-        LedgerError: If there is no such folder, or no ledger in it.
+        LedgerError: If the folder does not exist, or has no ledger.
     """
     if not folder.is_dir():
         raise LedgerError(
@@ -57,7 +57,7 @@ def search_ledgers(folder: Path) -> list[FoundLedger]:
         paths |= {Path(parent, name) for name in names if FOLDER.fullmatch(name)}
     if not paths:
         raise LedgerError(
-            f"There is no ledger under {folder.absolute()}. Name the folder in which a run with "
+            f"{folder.absolute()} has no ledger. Name the folder in which a run with "
             "DeterminismCallback or lightning_d9m.Recorder left one."
         )
     # A link to a ledger is not another one; it counts if what it names is elsewhere.
@@ -82,7 +82,7 @@ def find_last_pair(folder: Path) -> tuple[Path, Path]:
     """Return the ledger of the last fit under a folder, and before it the one that it repeats.
 
     Raises:
-        LedgerError: If there are no two such ledgers.
+        LedgerError: If the folder has no two such ledgers.
     """
     fits = [entry for entry in search_ledgers(folder) if entry.kind == "fit" and entry.ledger]
     earlier = [entry for entry in fits[:-1] if entry.precedes(fits[-1])]
