@@ -95,13 +95,6 @@ class Host:
         where = f"dev {INTERFACE} parent 1: protocol all"
         _run(f"{device} filter add {where} bpf bytecode '{program}' flowid 1:1")
 
-    def limit_bandwidth(self, gigabits):
-        """Send at most so many gigabits in a second."""
-        _run(
-            f"tc -n {self.name} qdisc replace dev {INTERFACE} root tbf rate {gigabits}gbit "
-            "burst 1mb latency 50ms"
-        )
-
     def count_lost(self):
         """Return the number of packets that were dropped so."""
         classes = subprocess.check_output(
