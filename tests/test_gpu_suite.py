@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -17,21 +18,23 @@ SCRIPTS = [FOLDER / name for name in ("gpu", "ops", "cost")]
 MARK = "pytest.mark." + "cuda"
 LONG = 300.0  # seconds, of which none is waited for
 FAKE = """
-import json, os, sys
-def say(answer): print(json.dumps(answer), flush=True)
-say({"device": "A device", "torch": "2.13"})
+import os, sys, time
+from pathlib import Path
+import suite_journal
 time_of = lambda us: {"device_us": us, "host_us": 1.0, "peak_mb": 2.0}
-for line in sys.stdin:
-    word, _, task = line.strip().partition(" ")
-    if word == "list" and task == "speed":
-        say({"tasks": ["good", "refused", "ended", "unreadable", "lost", "again"]})
-    elif word == "list": say({"tasks": []} if task != "graphs" else {"error": "no list"})
-    elif task == "refused": say({"error": "ValueError: no"})
-    elif task == "lost": say({"error": "RuntimeError: CUDA error", "fatal": True})
-    elif task == "ended": sys.exit(7)
-    elif task == "unreadable": print("}", flush=True)
-    else: say({"op": task, "status": "patched", "original": time_of(2.0), "patched": time_of(3.0),
-               "patched_fill_off": time_of(2.5), "ratio": 1.5, "pid": os.getpid()})
+def measure(task):
+    if task == "refused": return {"error": "ValueError: no"}
+    if task == "lost": return {"error": "RuntimeError: CUDA error", "fatal": True}
+    if task == "ended": sys.exit(7)
+    if task == "hangs": time.sleep(100)
+    return {"op": task, "status": "patched", "original": time_of(2.0), "patched": time_of(3.0),
+            "patched_fill_off": time_of(2.5), "ratio": 1.5, "pid": os.getpid()}
+suite_journal.TASK_SECONDS = 1
+journal = suite_journal.Journal(Path(os.environ["SUITE_ROWS"]))
+if not journal.rows:
+    journal.append({"part": "suite", "task": "-", "device": "A device", "torch": "2.13"})
+tasks = ["good", "refused", "ended", "hangs", "lost", "again"]
+suite_journal.run_tasks(journal, "speed", tasks, measure)
 """
 
 
@@ -43,7 +46,7 @@ def modules(monkeypatch):
     """
     for folder in SCRIPTS:
         monkeypatch.syspath_prepend(str(folder))
-    names = [f"suite_{name}" for name in ("client", "worker", "rows", "device", "measures")]
+    names = [f"suite_{name}" for name in ("journal", "worker", "rows", "device", "measures")]
     yield {name: importlib.import_module(name) for name in [*names, "suite_report", "gpu_suite"]}
     for name in [*names, "suite_report", "gpu_suite"]:
         del sys.modules[name]
@@ -54,41 +57,44 @@ def read_archive(folder):
         return {member.name: archive.extractfile(member).read().decode() for member in archive}
 
 
-def make_suite(modules, folder, worker, commands, **more):
+def make_suite(modules, folder, commands, **more):
     """Return a call of the suite whose results are in a folder."""
     for path in (folder / "out", folder / "work"):
         path.mkdir(exist_ok=True)
-    return modules["gpu_suite"].Suite(folder / "out", folder / "work", worker, commands, **more)
+    return modules["gpu_suite"].Suite(folder / "out", folder / "work", commands, **more)
 
 
 def test_every_failure_is_a_row(modules, tmp_path, capsys):
     """And the rows after it are measured by a new process; the report and the archive have all."""
-    worker = modules["suite_client"].Worker([sys.executable, "-c", FAKE])
-    made = make_suite(modules, tmp_path, worker, {}, seconds=LONG)
+    command = modules["gpu_suite"].Command
+    line = shlex.join([sys.executable, "-c", FAKE])
+    commands = {"speed": command(line, 10, continues=True), "graphs": command("exit 4", 10, True)}
+    made = make_suite(modules, tmp_path, commands, seconds=LONG)
     assert made.run(["speed", "graphs"]) == 1
-    worker.close()
     rows = {row["task"]: row for row in made.journal.of_part("speed")}
     errors = [row.get("error") for row in rows.values()]
-    assert errors[:3] == [None, "ValueError: no", "the worker ended with status 7"]
-    assert "Expecting value" in errors[3]
+    assert errors[:2] == [None, "ValueError: no"]
+    assert errors[2] == errors[3] == "2 processes ended while they ran it, or after 1 seconds"
     assert errors[4:] == ["RuntimeError: CUDA error", None, None]
     assert rows["good"]["pid"] != rows["again"]["pid"]
     assert rows["part"]["state"] == "4 of 6 rows failed"
-    assert made.journal.of_part("graphs")[0]["state"] == "failed: no list"
+    assert made.journal.of_part("graphs")[0]["state"] == "failed: status 4"
     files = read_archive(tmp_path / "out")
-    assert [json.loads(line) for line in files["rows.jsonl"].splitlines()] == made.journal.rows
+    written = [json.loads(line) for line in files["rows.jsonl"].splitlines()]
+    assert [row for row in written if "begun" not in row] == made.journal.rows
     page = files["report.md"]
     assert "# Measurements on A device" in page
     assert "geometric mean 1.50" in page
     assert "| good | 2 / 1 / 2.0 |  | 3 / 1 / 2.0 | 2 / 1 / 2.0 | 1.50 |" in page
     assert page.index("- speed, refused: ValueError: no") < page.index("## Shown")
-    assert "graphs: failed: no list" in capsys.readouterr().out
+    assert "graphs: failed: status 4" in capsys.readouterr().out
 
 
 class Rehearsal:
     """Stands for a machine: its clock advances by what each part would take.
 
     Args:
+        modules: The scripts of the suite.
         broken: The part that hangs, or fails for a package that is missing.
         missing: Whether it does the latter.
     """
@@ -96,9 +102,9 @@ class Rehearsal:
     ROWS = 2
     error = "ModuleNotFoundError: No module named 'x'"
 
-    def __init__(self, broken, *, missing):
+    def __init__(self, modules, broken, *, missing):
         self.now, self.broken, self.missing, self.ran = 0.0, broken, missing, []
-        self.greeting = {"device": "A device", "torch": "2.11"}
+        self.journal, self.rows_of = modules["suite_journal"], modules["suite_worker"].PARTS
 
     def take(self, part, seconds, limit):
         """Advance the clock; return the error, if there is one, or None if the time is over."""
@@ -109,25 +115,30 @@ class Rehearsal:
             return None
         return self.error if part == self.broken else ""
 
-    def ask(self, task, seconds):
-        part, _, name = task.partition(" ")
-        if part == "list":
-            self.now += 0.1
-            return {"tasks": [f"task {number}" for number in range(self.ROWS)]}
-        error = self.take(part, 8, seconds)
-        if error is None:
-            return {"error": f"no answer within {seconds:.0f} seconds", "is_late": True}
-        return {"op": name, **({"error": error} if error else {})}
+    def measure(self, part, end, rows):
+        """Stand for a process that measures rows until the clock has come to an end."""
+        journal = self.journal.Journal(rows)
+        for number in range(self.ROWS):
+            task = f"task {number}"
+            if journal.has_ended(part, task):
+                continue
+            journal.begin(part, task)
+            limit = min(end - self.now, self.journal.TASK_SECONDS)
+            error = self.take(part, 8, limit)
+            if error is None:
+                return 1 if end > self.now else None
+            row = {"part": part, "task": task, "seconds": 8}
+            journal.append({**row, **({"error": error} if error else {})})
+        return 0
 
-    def run(self, words, log, limit, _):
+    def run(self, _, log, limit, rows):
         part = Path(log.name).stem
+        if part in self.rows_of:
+            return self.measure(part, self.now + limit, rows)
         error = self.take(part, 30, limit)
         self.now += 15 if error is None else 0  # to end it
         log.write(f"Traceback of {part}: {error or 'it hangs'}\n".encode())
         return None if error is None else int(bool(error))
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -136,7 +147,7 @@ def test_a_rehearsal_ends_in_time_whatever_fails(modules, tmp_path, monkeypatch,
     suite = modules["gpu_suite"]
     monkeypatch.setattr(os, "fsync", lambda _: None)
     for broken in suite.PARTS:
-        folder, machine = tmp_path / broken, Rehearsal(broken, missing=missing)
+        folder, machine = tmp_path / broken, Rehearsal(modules, broken, missing=missing)
         folder.mkdir()
         commands = suite.list_commands(folder / "work", dry=False)
         first, ended = len(suite.FIRST), []
@@ -145,7 +156,7 @@ def test_a_rehearsal_ends_in_time_whatever_fails(modules, tmp_path, monkeypatch,
             if call == 2:  # another machine, which has the package
                 machine.broken = broken if not missing else ""
             made = make_suite(
-                modules, folder, machine, commands,
+                modules, folder, commands,
                 seconds=565, clock=lambda own=machine: own.now, run=machine.run,
             )  # fmt: skip
             status = made.run(suite.PARTS)
@@ -164,17 +175,17 @@ def test_a_rehearsal_ends_in_time_whatever_fails(modules, tmp_path, monkeypatch,
         is_named = page.index(f"- {broken}") < page.index("## Shown") if not missing else True
         assert is_named, page
         if missing:
-            assert machine.ran.count(broken) > Rehearsal.ROWS * (broken not in commands)
+            assert machine.ran.count(broken) > Rehearsal.ROWS * (broken in machine.rows_of)
 
 
 def test_a_second_failure_is_not_taken_for_the_first_one(modules, tmp_path):
     """The log has the error of the first call, too: there the package was missing."""
-    suite, machine = modules["gpu_suite"], Rehearsal("doctor", missing=True)
+    suite, machine = modules["gpu_suite"], Rehearsal(modules, "doctor", missing=True)
     commands = suite.list_commands(tmp_path, dry=False)
     ended = []
     for error in ("ModuleNotFoundError: No module named 'x'", "RuntimeError: no"):
         machine.error = error
-        given = (modules, tmp_path, machine, commands)
+        given = (modules, tmp_path, commands)
         made = make_suite(*given, seconds=LONG, clock=lambda: machine.now, run=machine.run)
         ended.append(made.run(["doctor"]))
     assert ended == [suite.CONTINUED, 1]
@@ -269,7 +280,7 @@ PLANTED = {
 def test_a_smoke_row_is_judged(modules, monkeypatch, change, error):
     monkeypatch.setattr(modules["suite_rows"], "find_workload", lambda _: plant(change))
     settings = modules["suite_measures"].Settings("cpu", "1", "2", "")
-    row = modules["suite_worker"].answer("smoke index_add, planted", settings)
+    row = modules["suite_worker"].answer("smoke", "index_add, planted", settings)
     assert row["verdict"] == ("ok" if error is None else "failed")
     assert (error or "") in row.get("error", "")
     assert row["host_mb"] > 0
@@ -278,8 +289,8 @@ def test_a_smoke_row_is_judged(modules, monkeypatch, change, error):
 def test_every_file_that_the_suite_runs_is_there(modules):
     """No part can fail on a CUDA machine for a name that nobody tried."""
     commands = modules["gpu_suite"].list_commands(FOLDER, dry=False).values()
-    files = {str(word) for one in commands for word in one.words if str(word).endswith(".py")}
-    assert len(files) == 4
+    files = {word for one in commands for word in shlex.split(one.line) if word.endswith(".py")}
+    assert len(files) == 6
     for file in files:
         assert (FOLDER.parent / file).is_file(), file
     marked = {path for path in FOLDER.parent.glob("tests/**/test_*.py") if MARK in path.read_text()}
@@ -295,10 +306,10 @@ def test_the_tests_for_a_device_are_collected(modules, tmp_path, forking_python,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(suite, "find_spec", lambda _: None)
     assert "stand_ins" in suite.make_environment()["PYTHONPATH"]
-    words = suite.list_commands(tmp_path, dry=True)["tests"].words
+    line = suite.list_commands(tmp_path, dry=True)["tests"].line
     path = tmp_path / "tests.log"
     with path.open("wb") as log:
-        arguments = ([*words, "--collect-only"], log, LONG, tmp_path / "rows.jsonl")
+        arguments = (f"{line} --collect-only", log, LONG, tmp_path / "rows.jsonl")
         assert suite.run_limited(*arguments) == 0, path.read_text()
     assert path.read_text().count("<Module ") == len(suite.CUDA_TESTS)
 

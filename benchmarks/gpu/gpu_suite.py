@@ -6,6 +6,9 @@ every part has ended; then the exit status is 0, or 1 if something failed. It is
 is needed, and 2 if this Python lacks a package: nothing is run then. Packages in a folder
 ``vendor`` of the repository are found; ``pip install --no-deps --target vendor msgspec`` makes one.
 
+Each part is a process. Those that measure rows, and tests, note each task when it begins: one that
+ends its process fails when it has done so twice, and the next process continues after it.
+
 FOLDER receives few files: ``rows.jsonl``, to which each row is appended when it is measured,
 ``report.md``, and after each part ``results.tgz``, which has the logs, too. Whatever interrupts a
 call, what was measured before is kept.
@@ -17,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,11 +29,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 
-from suite_client import Journal, Row, Worker, lacks
+from suite_journal import CONTINUED, Journal, Row, lacks
 from suite_report import render
 
 HERE = Path(__file__).resolve().parent
@@ -43,117 +46,80 @@ FIRST = {
     "machine": 90, "doctor": 60, "example": 120, "training": 90, "race": 90, "tests": 100,
     "resume": 120, "sizes": 90, "smoke": 90, "scans": 40, "steps": 90, "determinism": 300,
 }  # fmt: skip
-SECOND = ("speed", "graphs", "digest", "portable", "facts")
-COMMANDS = ("probes", "audit")
-PARTS = (*FIRST, *SECOND, *COMMANDS)
-APART = ("sizes",)  # each task in its own process
+PARTS = (*FIRST, "speed", "graphs", "digest", "portable", "facts", "probes", "audit")
 CUDA_TESTS = ("tests/hashing/test_cuda.py", "tests/lightning/test_probes_cuda.py")
 NO_TIME = 20.0  # seconds; with less left, nothing is started
-TASK_SECONDS = 90.0
-CONTINUED = 3  # the exit status of a call after which another one is needed
 MOST_BYTES = 2**22  # of a file in the archive
-MOST_LATE = 3  # calls in which a command that continues may be cut off
+MOST_LATE = 3  # calls in which a command that continues may be cut off without a row
 
 
 @dataclass(frozen=True)
 class Command:
-    """A part that is a command.
+    """A part.
 
     Attributes:
-        words: The command.
+        line: Of the shell.
         needs: Seconds that must be left to start it, unless it is the first part of a call.
         continues: Whether a second run continues the first one.
     """
 
-    words: Sequence[str | Path]
+    line: str
     needs: float
     continues: bool = False
 
 
-def list_commands(work: Path, *, dry: bool) -> dict[str, Command]:
-    """Return the parts that are commands; they write into a folder of their own."""
-    python = sys.executable
-    d9m = (python, "-m", "lightning_d9m")
-    device = "cpu" if dry else "cuda"
-    example = ["--accelerator", "cpu", "--epochs", "1", "--scenes", "32"]
-    probes = ["--kinds", "Digits", "--variants", "module probes", "--rounds", "1"]
-    audit = ["--quick", "-n", "2", "--ops", "index_add"]
-    # Without the project's settings and fixtures, which need plugins and hypothesis.
-    tests = (
-        "-c",
-        os.devnull,
-        "--rootdir",
-        ROOT,
-        "--import-mode=importlib",
-        "-m",
-        "cuda",
-        "-v",
-        "--noconftest",
-    )
-    plugins = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "pytest_rows")
-    markers = ("-o", "markers=cuda: needs a CUDA device")
+def list_commands(work: Path, settings: str = "", *, dry: bool) -> dict[str, Command]:
+    """Return all parts; those that have files write them into a folder of their own.
 
-    def script(name: str, *words: str | Path, small: Sequence[str] = ()) -> tuple[str | Path, ...]:
-        return (
-            python,
-            f"benchmarks/{name}.py",
-            "--device",
-            device,
-            *words,
-            *(small if dry else ()),
-        )
-
-    return {
-        "doctor": Command([*d9m, "doctor", "--json"], 30),
-        "example": Command(
-            [
-                *(*d9m, "repeat", "-n", "2", "-o", work / "segmentation", "--json", "--"),
-                *(python, "examples/segmentation.py"),
-                *(example if dry else ["--accelerator", "gpu"]),
-            ],
-            needs=60,
-        ),
-        **list_trainings(work, dry=dry),
-        "tests": Command(
-            [python, "-m", "pytest", *tests, *markers, *plugins, *CUDA_TESTS], 30, True
-        ),
-        "probes": Command(script("cost/probes", "-o", work / "probes.json", small=probes), 300),
-        "audit": Command(
-            [
-                *(*d9m, "audit", "ops", "--device", device, "-o", work / "audit"),
-                *(audit if dry else ["--runs", "30"]),
-            ],
-            needs=60,
-            continues=True,
-        ),
-    }
-
-
-def list_trainings(work: Path, *, dry: bool) -> dict[str, Command]:
-    """Return trainings of the examples on the device."""
-    where, differs = ("--accelerator cpu", 0) if dry else ("--accelerator gpu", 1)
-    d9m = f"{sys.executable} -m lightning_d9m"
-    digits = f"{sys.executable} examples/digits.py --epochs 1"
-    scenes = f"{sys.executable} examples/segmentation.py --epochs 1 --scenes 64"
+    Args:
+        work: The folder.
+        settings: Arguments of the parts that measure rows.
+        dry: Whether the parts run on the CPU, with few calls.
+    """
+    python, work = shlex.quote(sys.executable), shlex.quote(str(work))
+    d9m = f"{python} -m lightning_d9m"
+    device, where = ("cpu", "--accelerator cpu") if dry else ("cuda", "--accelerator gpu")
+    digits = f"{python} examples/digits.py --epochs 1"
+    scenes = f"{python} examples/segmentation.py {where}"
+    few_scenes = f"{scenes} --epochs 1 --scenes 64"
     portable = "export LIGHTNING_D9M_PORTABLE=1; LIGHTNING_D9M_LEDGER_DIR"
+    probes = "--kinds Digits --variants 'module probes' --rounds 1" if dry else ""
+    audit = "--quick -n 2 --ops index_add" if dry else "--runs 30"
+    # Without the project's settings and fixtures, which need plugins and hypothesis.
+    tests = f"-c {os.devnull} --rootdir {shlex.quote(str(ROOT))} --import-mode=importlib -m cuda -v"
+    tests += " --noconftest -p no:cacheprovider -p no:randomly -p pytest_rows"
+    tests += f" -o 'markers=cuda: needs a CUDA device' {' '.join(CUDA_TESTS)}"
+    worker = f"{python} {shlex.quote(str(HERE / 'suite_worker.py'))}"
     return {
+        **{part: Command(f"{worker} {part} {settings}", 10, continues=True) for part in PARTS},
+        "doctor": Command(f"{d9m} doctor --json", 30),
+        "example": Command(
+            f"{d9m} repeat -n 2 -o {work}/segmentation --json -- "
+            + (f"{scenes} --epochs 1 --scenes 32" if dry else scenes),
+            needs=60,
+        ),
         # One digest on the CPU and on the device.
-        "training": shell(
-            f"{portable}={work}/cpu {digits}",
-            f"{portable}={work}/device {digits} {where}",
+        "training": Command(
+            f"{portable}={work}/cpu {digits} && {portable}={work}/device {digits} {where} && "
             f"{d9m} compare {work}/cpu {work}/device",
+            needs=60,
         ),
         # Gradients that race without the settings: the runs differ, and the command finds where.
-        "race": shell(
-            f"{d9m} locate --no-determinism -o {work}/race -- {scenes} {where}; test $? = {differs}"
+        "race": Command(
+            f"{d9m} locate --no-determinism -o {work}/race -- {few_scenes}; "
+            f"test $? = {int(not dry)}",
+            needs=60,
         ),
-        "resume": shell(f"{d9m} repeat --interrupt -o {work}/resume -- {digits} {where}"),
+        "tests": Command(f"{python} -m pytest {tests}", 30, continues=True),
+        "resume": Command(f"{d9m} repeat --interrupt -o {work}/resume -- {digits} {where}", 60),
+        "probes": Command(
+            f"{python} benchmarks/cost/probes.py --device {device} -o {work}/probes.json {probes}",
+            needs=300,
+        ),
+        "audit": Command(
+            f"{d9m} audit ops --device {device} -o {work}/audit {audit}", 60, continues=True
+        ),
     }
-
-
-def shell(*commands: str) -> Command:
-    """Return a part that ends with the first of some commands of the shell that fails."""
-    return Command(["bash", "-c", " && ".join(commands)], needs=60)
 
 
 class Suite:
@@ -162,10 +128,8 @@ class Suite:
     Args:
         folder: Where the results are.
         work: The folder of logs, and of what commands write.
-        worker: Measures rows.
-        commands: The parts that are commands.
+        commands: The parts.
         seconds: The time of the call.
-        about: What the report says about the call.
         clock: Returns seconds.
         run: Runs a command; see :func:`run_limited`.
     """
@@ -174,17 +138,15 @@ class Suite:
         self,
         folder: Path,
         work: Path,
-        worker: Worker,
         commands: Mapping[str, Command],
         *,
         seconds: float,
-        about: Row | None = None,
         clock: Callable[[], float] = time.monotonic,
         run: Callable[..., int | None] | None = None,
     ) -> None:
-        self._folder, self._work, self._worker, self._commands = folder, work, worker, commands
-        self._clock, self._run_command_line = clock, run or run_limited
-        self._begin, self._seconds, self._about = clock(), seconds, about or {}
+        self._folder, self._work, self._commands = folder, work, commands
+        self._clock, self._run_line = clock, run or run_limited
+        self._begin, self._seconds = clock(), seconds
         self._rows = folder / "rows.jsonl"
         self.journal = Journal(self._rows)
 
@@ -201,10 +163,7 @@ class Suite:
             print(f"== {part}", flush=True)
             limit = min(self.left() - NO_TIME, FIRST.get(part, self._seconds))
             try:
-                if part in self._commands:
-                    self._run_command(part, self._commands[part], limit, is_first=is_first)
-                else:
-                    self._run_rows(part, self._clock() + limit)
+                self._run_part(part, self._commands[part], limit, is_first=is_first)
             finally:
                 self.pack()
             is_first = False
@@ -229,80 +188,46 @@ class Suite:
                         file.add(path, path.relative_to(folder))
         archive.write_bytes(new.read_bytes())
 
-    def _run_rows(self, part: str, end: float) -> None:
-        done = {row["task"] for row in self.journal.of_part(part) if not lacks(row)}
-        known = self._worker.ask(f"list {part}", end - self._clock()) if end > self._clock() else {}
-        if known.get("is_late") or not known:
-            self._note_unfinished(part)
-            return
-        if "error" in known:
-            self._end(part, f"failed: {known['error']}", missing=lacks(known))
-            return
-        self._greet()
-        for task in known["tasks"]:
-            if task in done:
-                continue
-            if part in APART:
-                self._worker.close()
-            begin = self._clock()
-            limit = min(end - begin, TASK_SECONDS)
-            if limit <= 0:
-                self._note_unfinished(part)
-                return
-            row = self._worker.ask(f"{part} {task}", limit)
-            # What only the end of the time has cut short is measured again in the next call.
-            most = min(TASK_SECONDS, FIRST.get(part, TASK_SECONDS), self._seconds)
-            if row.pop("is_late", False) and limit < most / 2:
-                self._note_unfinished(part)
-                return
-            seconds = round(self._clock() - begin, 2)
-            self._append({"part": part, "task": task, **row, "seconds": seconds})
-        rows = self.journal.of_tasks(part)
-        failed = sum("error" in row for row in rows)
-        state = f"{failed} of {len(rows)} rows failed" if failed else "complete"
-        seconds = round(sum(row["seconds"] for row in rows), 2)
-        self._end(part, state, missing=any(map(lacks, rows)), seconds=seconds)
-
-    def _run_command(self, part: str, command: Command, limit: float, *, is_first: bool) -> None:
+    def _run_part(self, part: str, command: Command, limit: float, *, is_first: bool) -> None:
         if limit < (0 if is_first else command.needs):
-            self._note_unfinished(part)
+            self._end(part, "unfinished", ended=False)
             return
         begin, path = self._clock(), self._work / f"{part}.log"
         with path.open("ab") as log:
             known = log.tell()  # of earlier calls, whose errors are not this one's
-            status = self._run_command_line(command.words, log, limit, self._rows)
-        self.journal = Journal(self._rows)  # tests write their rows themselves
+            status, grows = self._run_to_end(command, log, begin + limit)
         tail = path.read_bytes()[known:].decode(errors="replace")[-4000:]
         print("\n".join(tail.splitlines()[-20:]), flush=True)
-        found: Row = {"seconds": round(self._clock() - begin, 2)}
-        # A case that ends the process has its row, and the next call continues after it.
-        is_cut = status is None or status < 0
-        if is_cut and command.continues and self._count_late(part) < MOST_LATE:
-            self._note_unfinished(part, late=True)
+        rows = self.journal.of_tasks(part)
+        failed = sum("error" in row for row in rows)
+        seconds = sum(row.get("seconds", 0) for row in rows) if rows else self._clock() - begin
+        found: Row = {"said": "" if rows and not status else tail, "seconds": round(seconds, 2)}
+        is_late = status is None and command.continues
+        if is_late and (grows or self._count_late(part) < MOST_LATE):
+            self._end(part, "unfinished", ended=False, late=not grows)
         elif status == 0:
-            self._end(part, "complete", said=tail, **found)
+            state = f"{failed} of {len(rows)} rows failed" if failed else "complete"
+            self._end(part, state, ended=not any(map(lacks, rows)), **found)
         else:
             state = f"ended after {limit:.0f} s" if status is None else f"status {status}"
-            self._end(part, f"failed: {state}", missing=lacks({"said": tail}), said=tail, **found)
+            self._end(part, f"failed: {state}", ended=not lacks({"said": tail}), **found)
 
-    def _greet(self) -> None:
-        if not any(row["part"] == "suite" for row in self.journal.rows):
-            date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-            row = {"part": "suite", "task": "-", "date": date}
-            self._append({**row, **self._about, **self._worker.greeting})
+    def _run_to_end(self, command: Command, log: object, end: float) -> tuple[int | None, bool]:
+        """Run a command again while it has more to do; return its status, and whether rows grew."""
+        before = len(self.journal)
+        while True:
+            known = len(self.journal)
+            status = self._run_line(command.line, log, end - self._clock(), self._rows)
+            self.journal = Journal(self._rows)  # the command writes its rows itself
+            grows = len(self.journal) > known
+            if not (status and command.continues and grows and end > self._clock()):
+                return status, len(self.journal) > before
 
-    def _append(self, row: Row) -> None:
+    def _end(self, part: str, state: str, *, ended: bool, **more: object) -> None:
+        """Note the end of a part; one that lacks a package has not ended."""
+        row: Row = {"part": part, "task": "part", "ended": ended, "state": state, **more}
         self.journal.append(row)
         print(json.dumps({**row, "said": ""})[:2000], flush=True)
-
-    def _end(self, part: str, state: str, *, missing: bool = False, **more: object) -> None:
-        """Note the end of a part; one that lacks a package has not ended."""
-        ended = {"ended": not missing, "state": state}
-        self._append({"part": part, "task": "part", **ended, **more})
-
-    def _note_unfinished(self, part: str, *, late: bool = False) -> None:
-        row = {"part": part, "task": "part", "ended": False, "state": "unfinished"}
-        self._append({**row, **({"late": True} if late else {})})
 
     def _count_late(self, part: str) -> int:
         return sum(row["part"] == part and row.get("late", False) for row in self.journal.rows)
@@ -311,15 +236,15 @@ class Suite:
         return bool(self.journal.find_end(part)["ended"])
 
 
-def run_limited(words: Sequence[str | Path], log: object, limit: float, rows: Path) -> int | None:
-    """Run a command; return its exit status, or None if it was interrupted at its time limit."""
+def run_limited(line: str, log: object, limit: float, rows: Path) -> int | None:
+    """Run a line of the shell; return its status, or None if it was interrupted at its limit."""
     variables = {
         "PYTHONUNBUFFERED": "1",  # an interrupted part has a log
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "SUITE_ROWS": str(rows),
     }
     process = subprocess.Popen(
-        [str(word) for word in words],
+        ["bash", "-c", line],
         stdout=log,
         stderr=subprocess.STDOUT,
         cwd=ROOT,
@@ -415,21 +340,12 @@ def main() -> None:
         path.mkdir(parents=True, exist_ok=True)
     rounds = words.rounds or (1 if words.dry_run else 20)
     calls = words.calls or (2 if words.dry_run else 30)
-    os.environ.update(make_environment())
     device = "cpu" if words.dry_run else "cuda"
-    script = str(HERE / "suite_worker.py")
-    worker = Worker([sys.executable, script, device, str(rounds), str(calls), words.only])
-    suite = Suite(
-        *(folder, work, worker, list_commands(work, dry=words.dry_run)),
-        seconds=words.seconds - (time.monotonic() - begin),
-        about={"rounds": rounds, "calls": calls, "dry": words.dry_run},
-    )
+    settings = shlex.join([device, str(rounds), str(calls), words.only])
+    commands = list_commands(work, settings, dry=words.dry_run)
+    suite = Suite(folder, work, commands, seconds=words.seconds - (time.monotonic() - begin))
     with ended_by_exception():
-        try:
-            status = suite.run(words.parts or PARTS)
-        finally:
-            worker.close()
-    sys.exit(status)
+        sys.exit(suite.run(words.parts or PARTS))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
 """A plugin of pytest: each test's result is a row of the journal in ``SUITE_ROWS`` at once.
 
-Tests that a previous call has run are left out, so that a call that was cut off is continued.
+Tests that a previous process has run are left out, so that one that was cut off is continued.
 """
 
 import os
 from pathlib import Path
 
 import pytest
-from suite_client import Journal, lacks
+from suite_journal import Journal
 
 JOURNAL = Journal(Path(os.environ["SUITE_ROWS"]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has run."""
-    finished = {row["task"] for row in JOURNAL.of_part("tests") if not lacks(row)}
-    left = [item for item in items if item.nodeid not in finished]
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in finished])
-    items[:] = left
+    ended = [item for item in items if JOURNAL.has_ended("tests", item.nodeid)]
+    config.hook.pytest_deselected(items=ended)
+    items[:] = [item for item in items if item not in ended]
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Note that a test begins."""
+    JOURNAL.begin("tests", nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -34,6 +38,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Count it as a success if all tests have run before."""
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    """Count failures as rows, and it as a success if all tests have run before."""
+    if exitstatus in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.OK

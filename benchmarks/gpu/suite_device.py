@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as nnf
 from probe_models import KINDS
-from suite_client import Row
+from suite_journal import Row
 from suite_measures import Settings, count_outputs, measure, patched
 from torch.utils.data import DataLoader
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as nnf
 from patch_workloads import Workload
-from suite_client import Row
+from suite_journal import Row
 from suite_measures import Settings, collect_outputs, list_outputs, measure
 from torch import Tensor, nn
 

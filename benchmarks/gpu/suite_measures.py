@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from suite_client import Row
+from suite_journal import Row
 from torch import Tensor
 
 from lightning_d9m.engine.hashing.digest import digest_many

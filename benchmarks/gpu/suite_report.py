@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from suite_client import Journal, Row
+from suite_journal import Journal, Row
 
 GOAL_MEAN, GOAL_WORST, GOAL_SHARE = 1.5, 3.0, 0.8
 COLUMNS = ("original", "torch_deterministic", "patched", "patched_fill_off")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from patch_workloads import TORCHS, WORKLOADS, Workload
 from probe_models import KINDS
-from suite_client import Row
+from suite_journal import Row
 from suite_measures import (
     Settings,
     count_outputs,

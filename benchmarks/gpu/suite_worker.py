@@ -1,20 +1,21 @@
-"""Measure one row of ``gpu_suite.py`` for each line of standard input, and answer in JSON.
+"""Measure the rows of one part that the journal in ``SUITE_ROWS`` does not have.
 
-``gpu_suite.py`` starts it with the arguments device, rounds, calls, only.
+``gpu_suite.py`` starts it with the arguments part, device, rounds, calls, only.
 """
 
-import json
 import os
 import platform
 import resource
 import sys
 import warnings
+from datetime import datetime, timezone
+from pathlib import Path
 
 import suite_graphs
 import torch
 from patch_workloads import WORKLOADS
-from suite_client import Row
 from suite_device import LARGE, SCANS, run_scan, run_size, run_steps
+from suite_journal import Journal, Row, run_tasks
 from suite_measures import Settings, default_dtype, list_outputs
 from suite_rows import (
     SIZES,
@@ -62,14 +63,12 @@ PARTS = {
     "digest": (run_digest, lambda own: [*SIZES[own.device], "1,000 tensors"]),
     "graphs": (run_graph, lambda own: [*list_ops(own), suite_graphs.COMPILED]),
 }
+APART = ("sizes",)  # each task in its own process
 STRICT = ("smoke", "portable")  # a warning, as of torch ops for kernels, is a failure
 
 
-def answer(line: str, settings: Settings) -> Row:
+def answer(part: str, task: str, settings: Settings) -> Row:
     """Return the result of a task, or its error."""
-    part, _, task = line.partition(" ")
-    if part == "list":
-        return {"tasks": PARTS[task][1](settings)}
     name, _, dtype = task.partition(" | ")
     cuda = settings.device == "cuda"
     try:
@@ -126,15 +125,24 @@ def still_works(device: str) -> bool:
     return True
 
 
-def main() -> None:
-    settings = Settings(*sys.argv[1:])
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries is not an answer
+def greet(journal: Journal, settings: Settings) -> None:
+    """Say once what measures, and how."""
+    if journal.of_part("suite"):
+        return
     cuda = settings.device == "cuda"
+    row = {"part": "suite", "task": "-", "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    row |= {"rounds": settings.rounds, "calls": settings.calls, "dry": not cuda}
     named = torch.cuda.get_device_name() if cuda else platform.processor() or "cpu"
-    print(json.dumps({"device": named, "torch": torch.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(line.strip(), settings)), file=answers, flush=True)
+    journal.append({**row, "device": named, "torch": torch.__version__})
+
+
+def main() -> None:
+    part, *given = sys.argv[1:]
+    settings = Settings(*given)
+    journal = Journal(Path(os.environ["SUITE_ROWS"]))
+    greet(journal, settings)
+    tasks = PARTS[part][1](settings)
+    run_tasks(journal, part, tasks, lambda task: answer(part, task, settings), apart=part in APART)
 
 
 if __name__ == "__main__":
