@@ -1,10 +1,9 @@
-"""Rows of the suite, one function for each part but "graphs"."""
+"""Rows of the suite, one function for each part but those of ``suite_device.py``."""
 
 import shutil
 import subprocess
 import warnings
 
-import suite_graphs
 import torch
 import torch.nn.functional as nnf
 from patch_workloads import TORCHS, WORKLOADS, Workload
@@ -12,6 +11,7 @@ from probe_models import KINDS
 from suite_journal import Row
 from suite_measures import (
     Settings,
+    collect_outputs,
     count_outputs,
     describe,
     deterministic,
@@ -20,6 +20,7 @@ from suite_measures import (
     measure,
     patched,
 )
+from torch import Tensor, nn
 
 from lightning_d9m.engine.hashing.digest import digest, digest_many, load_kernel, locate
 from lightning_d9m.engine.ledger.stack import capture_stack
@@ -33,6 +34,10 @@ CUDA_SIZES |= {"4 GB": 2**32 + 2**20}
 BOUND, BOUNDS = 1e-4, {"ctc_loss_backward": 5e-2}
 FREE_INDICES = ("median", "nanmedian")  # of equal values, torch returns any
 SIZES = {"cuda": CUDA_SIZES, "cpu": {"4 kB": 2**12, "1 MB": 2**20}}
+
+COMPILED = "torch.compile, reduce-overhead"
+WAITING = ("bincount",)  # the host reads a value of the device, in torch's own version as well
+WARM_UP = 3
 
 
 def run_facts(name: str, settings: Settings) -> Row:
@@ -190,15 +195,74 @@ def run_digest(name: str, settings: Settings) -> Row:
 
 def run_graph(name: str, settings: Settings) -> Row:
     """Capture a call in a CUDA graph and replay it; without a device, call it."""
-    if name == suite_graphs.COMPILED:
+    if name == COMPILED:
         with patched(settings):
-            return suite_graphs.train_compiled(settings)
+            return train_compiled(settings)
     workload = find_workload(name)
     with patched(settings):
         if settings.device == "cuda":
-            return suite_graphs.replay(workload, settings)
+            return replay(workload, settings)
         workload.make(settings.device)()
     return {"unsupported": "a CPU has no CUDA graphs"}
+
+
+def replay(workload: Workload, settings: Settings) -> Row:
+    """Capture a call under the present settings; compare and measure its replays."""
+    if workload.op in WAITING:
+        return {"unsupported": "the host waits for the device"}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # a gradient runs on the stream of the forward pass
+        call = workload.make("cuda")
+        for _ in range(WARM_UP):
+            call()
+        expected = tuple(digest_many(list_outputs(call())))
+        eager = measure(call, settings)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = list_outputs(call())
+
+    def run_again() -> tuple[Tensor, ...]:
+        graph.replay()
+        return tuple(outputs)
+
+    seen = collect_outputs(run_again, settings)
+    times = {"replay": measure(graph.replay, settings), "eager": eager}
+    row: Row = {"replayed_outputs": len(seen), **times}
+    if seen != {expected}:
+        row["error"] = "replays differ from the call, or from each other"
+    return row
+
+
+class Resizing(nn.Module):
+    """Padding, a convolution, upsampling and a sum by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1, padding_mode="replicate")
+
+    def forward(self, images: Tensor, places: Tensor) -> Tensor:
+        """Return sums of pixels of shape (5, 8)."""
+        image = nnf.interpolate(self.convolution(images), scale_factor=2, mode="bilinear")
+        pixels = image.movedim(1, 3).reshape(-1, 8)
+        return pixels.new_zeros(5, 8).index_add(0, places, pixels)
+
+
+def train_compiled(settings: Settings) -> Row:
+    """Compare the gradients of a compiled module in several calls."""
+    device = settings.device
+    torch.manual_seed(0)
+    module = Resizing().to(device)
+    images = torch.randn(2, 3, 16, 16, device=device)
+    places = torch.randint(5, (2 * 32 * 32,), device=device)
+    compiled = torch.compile(module, mode="reduce-overhead") if device == "cuda" else module
+    seen = []
+    for _ in range(WARM_UP + settings.calls):
+        module.zero_grad()
+        compiled(images, places).square().sum().backward()
+        seen.append(tuple(digest_many([part.grad for part in module.parameters()])))
+    found = len({*seen[WARM_UP:]})
+    return {"outputs": found, **({"error": "several outputs"} if found > 1 else {})}
 
 
 def find_workload(name: str) -> Workload:

@@ -11,13 +11,13 @@ import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 
-import suite_graphs
 import torch
 from patch_workloads import WORKLOADS
 from suite_device import LARGE, SCANS, run_scan, run_size, run_steps
 from suite_journal import Journal, Row, run_tasks
 from suite_measures import Settings, default_dtype, list_outputs
 from suite_rows import (
+    COMPILED,
     SIZES,
     find_workload,
     run_determinism,
@@ -61,7 +61,7 @@ PARTS = {
     "determinism": (run_determinism, list_versions),
     "speed": (run_speed, list_versions),
     "digest": (run_digest, lambda own: [*SIZES[own.device], "1,000 tensors"]),
-    "graphs": (run_graph, lambda own: [*list_ops(own), suite_graphs.COMPILED]),
+    "graphs": (run_graph, lambda own: [*list_ops(own), COMPILED]),
 }
 APART = ("sizes",)  # each task in its own process
 STRICT = ("smoke", "portable")  # a warning, as of torch ops for kernels, is a failure
