@@ -27,6 +27,15 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+# Portable bits must be equal under these. The first capability is the machine's own, which would
+# crash with vector instructions that it has not.
+PORTABLE_SETTINGS = (
+    {
+        "ATEN_CPU_CAPABILITY": torch.backends.cpu.get_cpu_capability().lower(),
+        "OMP_NUM_THREADS": "1",
+    },
+    {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2", "MKL_CBWR": "COMPATIBLE"},
+)
 _Found = TypeVar("_Found")
 
 
@@ -99,6 +108,15 @@ def run_ranks(
         statuses = [rank.wait(LIMIT_SECONDS) for rank in ranks]
         assert not any(statuses), f"{command}: {statuses}"
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def run_settings(settings: Sequence[Mapping[str, str]], script: str, *words: str) -> list[Any]:
+    """Run a script with ``--here`` under each setting of variables; return the JSON it prints."""
+    command = [sys.executable, script, "--here", *words]
+    return [
+        json.loads(subprocess.check_output(command, env={**os.environ, **setting}))
+        for setting in settings
+    ]
 
 
 def write_rank(folder: str, found: Mapping[str, object], rank: int | None = None) -> None:

@@ -9,26 +9,22 @@ import itertools
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
+from measurement import alternate, time_call
 from torch import nn
 
 import lightning_d9m
 
-
-def make_digits() -> nn.Module:
-    """Return the network of examples/digits.py."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
-        *(nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1024, 128), nn.ReLU()),
-        nn.Linear(128, 10),
-    )
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from digits import DigitsNet
 
 
 def make_mlp() -> nn.Module:
@@ -75,7 +71,7 @@ def make_resnet() -> nn.Module:
 
 
 MODELS = {
-    "digits": (make_digits, (64, 1, 8, 8)),
+    "digits": (lambda: DigitsNet().layers, (64, 1, 8, 8)),
     "mlp": (make_mlp, (128, 256)),
     "transformer": (make_transformer, (16, 32, 64)),
     "resnet": (make_resnet, (16, 3, 64, 64)),
@@ -84,14 +80,13 @@ MODELS = {
 
 def measure(step: Callable[[], object], repeats: int) -> list[float]:
     """Return the median times of a plain and of a portable step, which take turns."""
-    taken: list[list[float]] = [[], []]
-    for _ in range(repeats):
-        for own, context in zip(taken, (nullcontext, lightning_d9m.portable), strict=True):
-            with context():
-                start = time.perf_counter()
-                step()
-                own.append(time.perf_counter() - start)
-    return [median(own[1:]) for own in taken]
+
+    def take(context: Callable[[], AbstractContextManager[object]]) -> float:
+        with context():
+            return time_call(step)
+
+    ways = {"plain": partial(take, nullcontext), "portable": partial(take, lightning_d9m.portable)}
+    return [median(times) for times in alternate(ways, repeats).values()]
 
 
 def make_step(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[], None]:

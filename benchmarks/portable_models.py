@@ -9,8 +9,6 @@ and timm are installed, if they are not installed beside torch.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 import warnings
@@ -20,16 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measurement import PORTABLE_SETTINGS, run_settings
 from torch import Tensor, nn
 
 from lightning_d9m import portable
 
-# The machine's own; it would crash with vector instructions that it has not.
-BEST = torch.backends.cpu.get_cpu_capability().lower()
-SETTINGS = (
-    {"ATEN_CPU_CAPABILITY": BEST, "OMP_NUM_THREADS": "2"},
-    {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"},
-)
 TORCHVISION: dict[str, dict[str, Any]] = {
     "mobilenet_v2": {"width_mult": 0.35},
     "mobilenet_v3_small": {"width_mult": 0.5},
@@ -218,17 +211,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         print(json.dumps(train_all(options.models)))
         return
-    command = [sys.executable, __file__, "--here", "--packages", options.packages]
-    found = []
-    for setting in SETTINGS:
-        environment = {**os.environ, **setting}
-        done = subprocess.run(
-            [*command, "--models", *options.models],
-            env=environment,
-            check=True,
-            stdout=subprocess.PIPE,
-        )
-        found.append(json.loads(done.stdout))
+    words = ("--packages", options.packages, "--models", *options.models)
+    found = run_settings(PORTABLE_SETTINGS, __file__, *words)
     verdicts = {}
     for name, first in found[0].items():
         equal = all(one[name] == first for one in found)
@@ -237,7 +221,7 @@ def main() -> None:
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "settings": SETTINGS,
+        "settings": PORTABLE_SETTINGS,
         "models": len(verdicts),
         **counts,
         "verdicts": verdicts,

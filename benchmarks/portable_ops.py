@@ -12,9 +12,6 @@ more than four times as far as torch's own result.
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
@@ -25,18 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measurement import PORTABLE_SETTINGS, run_settings
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError
 
-# The machine's own; it would crash with vector instructions that it has not.
-BEST = torch.backends.cpu.get_cpu_capability().lower()
-SETTINGS = (
-    {"ATEN_CPU_CAPABILITY": BEST, "OMP_NUM_THREADS": "1"},
-    {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2", "MKL_CBWR": "COMPATIBLE"},
-)
 # The greatest distance to float64's results, relative to the greatest value of a result.
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 6e-2}
 SAMPLES = {torch.float32: 10, torch.float64: 4, torch.bfloat16: 3}
@@ -214,18 +206,13 @@ def main() -> None:
         warnings.simplefilter("ignore")
         print(json.dumps(run_all(options.ops)))
         return
-    command = [sys.executable, __file__, "--here", "--ops", *options.ops]
-    found = []
-    for setting in SETTINGS:
-        environment = {**os.environ, **setting}
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-        found.append(json.loads(done.stdout))
+    found = run_settings(PORTABLE_SETTINGS, __file__, "--ops", *options.ops)
     verdicts = {name: judge([one[name] for one in found]) for name in found[0]}
     counts = Counter(v if v in ("equal", "differs") else v.split()[0] for v in verdicts.values())
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "settings": SETTINGS,
+        "settings": PORTABLE_SETTINGS,
         "counts": counts,
         "refused": {name: v[8:] for name, v in verdicts.items() if v.startswith("refused")},
         "other": {
