@@ -14,7 +14,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = [FOLDER / name for name in ("gpu", "ops", "cost")]
+SCRIPTS = [FOLDER / name for name in ("gpu", "cost")]
 MARK = "pytest.mark." + "cuda"
 LONG = 300.0  # seconds, of which none is waited for
 FAKE = """

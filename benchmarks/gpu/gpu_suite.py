@@ -262,7 +262,7 @@ def run_limited(line: str, log: object, limit: float, rows: Path) -> int | None:
 def make_environment() -> dict[str, str]:
     """Return the variables of everything that the suite starts."""
     digits = None if find_spec("sklearn") else HERE / "stand_ins"
-    scripts = [HERE, BENCHMARKS / "ops", BENCHMARKS / "cost"]
+    scripts = [HERE, BENCHMARKS / "cost"]
     tests = [TESTS, TESTS / "support"]
     paths = [ROOT, digits, *tests, *scripts, VENDOR, os.environ.get("PYTHONPATH", "")]
     return {

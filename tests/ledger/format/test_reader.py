@@ -5,9 +5,9 @@ Ledgers of resumed runs are read as one run, and say where it was interrupted.
 
 import os
 
+import fuzz_ledger
 import pytest
 from ledger_runs import chain_lines, find_breaks, make_facts, make_header, make_weights, write_lines
-from scripts import load_script
 
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
 from lightning_d9m.engine.ledger.format import reader as rank_file
@@ -188,16 +188,15 @@ def test_a_wrong_record_with_a_valid_check(runs, tmp_path, monkeypatch, change, 
 
 
 def test_mutations_are_refused_or_judged_right(tmp_path, monkeypatch):
-    """Some of those of benchmarks/ledgers/fuzz_ledger.py, which finds a wrong verdict."""
-    script = load_script("benchmarks/ledgers/fuzz_ledger.py")
-    outcomes, failures = script.fuzz(120, 3, tmp_path)
+    """Some of those of fuzz_ledger.py, which finds a wrong verdict."""
+    outcomes, failures = fuzz_ledger.fuzz(120, 3, tmp_path)
     assert failures == []
     kinds = {(how, outcome) for how, outcome in outcomes}
     assert {("bytes", "refused"), ("forged", "refused"), ("forged", "different")} <= kinds
     equal = type("Comparison", (), {"verdict": "equal"})
-    monkeypatch.setattr(script, "compare_ledgers", lambda *_: equal)
+    monkeypatch.setattr(fuzz_ledger, "compare_ledgers", lambda *_: equal)
     (tmp_path / "wrong").mkdir()
-    _, failures = script.fuzz(20, 3, tmp_path / "wrong")
+    _, failures = fuzz_ledger.fuzz(20, 3, tmp_path / "wrong")
     assert {failure["wrong"] for failure in failures} == {"different contents are called equal"}
 
 

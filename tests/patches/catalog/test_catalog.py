@@ -99,7 +99,7 @@ def test_every_patched_op_has_a_workload() -> None:
     should not vary.
     """
     measured = {
-        workload.op for workload in load_script("benchmarks/ops/patch_workloads.py").WORKLOADS
+        workload.op for workload in load_script("benchmarks/gpu/patch_workloads.py").WORKLOADS
     }
     patched = {op.name for op in select_ops(torch.__version__)}
     assert {name for name in patched if not any(one.startswith(name) for one in measured)} == set()

@@ -4,7 +4,7 @@ Each cause stands in a helper module of a small training program in the style of
 lines that a user needs end in ``#!``. Runs are forks of a process that has imported torch; where
 addresses must differ from run to run, they are new interpreters.
 
-    python benchmarks/ledgers/hidden_causes.py [NAME ...]
+    python benchmarks/segments/hidden_causes.py [NAME ...]
 """
 
 import io

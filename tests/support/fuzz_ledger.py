@@ -1,6 +1,6 @@
 """Compare a ledger with mutations of itself: clear errors, bounded memory, no false verdict.
 
-    python benchmarks/ledgers/fuzz_ledger.py -n 10000 -o benchmarks/results/fuzz-ledger.json
+    python tests/support/fuzz_ledger.py -n 10000 [-o FILE]
 
 Each mutation changes the records of a small run with probes. Half of them change bytes; the other
 half change values, order or number of records and compute all checks again, so that only the schema
@@ -13,13 +13,14 @@ import argparse
 import json
 import random
 import signal
-import sys
 import tempfile
 import time
 import tracemalloc
 from base64 import b64decode
 from collections import Counter
 from pathlib import Path
+
+from ledger_runs import make_digests, make_facts, make_header
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import (
@@ -31,9 +32,6 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
-
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
-from ledger_runs import make_digests, make_facts, make_header
 
 SECONDS = 10
 # Bytes that reading may take: the buffers, and so many times the size of the files.
@@ -270,7 +268,7 @@ def judge(base, mutated, contents):
 def fuzz(count, seed, folder):
     """Return how often each outcome came, and what failed."""
     base, mutated = folder / "base.jsonl", folder / "mutated.jsonl"
-    write_run(base, random.Random(seed))  # noqa: S311 - no secret
+    write_run(base, random.Random(seed))
     contents = list_contents(base)
     original = base.read_bytes()
     outcomes, failures = Counter(), []
@@ -279,7 +277,7 @@ def fuzz(count, seed, folder):
     signal.signal(signal.SIGALRM, give_up)
     tracemalloc.start()
     for number in range(count):
-        draw = random.Random(seed * 1_000_003 + number)  # noqa: S311 - no secret
+        draw = random.Random(seed * 1_000_003 + number)
         mutated.write_bytes(original)
         if number % 2:
             forge(mutated, draw)
