@@ -194,6 +194,21 @@ def test_a_second_failure_is_not_taken_for_the_first_one(modules, tmp_path):
     assert "ModuleNotFoundError" not in page
 
 
+def test_a_part_that_needs_another_process_at_the_end_of_the_time_is_continued(modules, tmp_path):
+    """Each large size has its own process, which ends with the status of a call."""
+    suite, now = modules["gpu_suite"], [0.0]
+
+    def run(_, __, limit, rows):
+        now[0] += limit
+        modules["suite_journal"].Journal(rows).append({"part": "sizes", "task": "one"})
+        return suite.CONTINUED
+
+    commands = suite.list_commands(tmp_path, dry=False)
+    made = make_suite(modules, tmp_path, commands, seconds=LONG, clock=lambda: now[0], run=run)
+    assert made.run(["sizes"]) == suite.CONTINUED
+    assert made.journal.find_end("sizes")["state"] == "unfinished"
+
+
 def test_a_package_that_is_missing_is_said_at_once(modules, tmp_path, monkeypatch, capsys):
     """In one sentence, before anything is run."""
     suite = modules["gpu_suite"]
@@ -316,7 +331,7 @@ def test_the_tests_for_a_device_are_collected(modules, tmp_path, forking_python,
 
 @pytest.mark.cuda_build
 @pytest.mark.timeout(3000)
-def test_every_part_of_a_dry_run_is_reported(tmp_path):
+def test_every_part_of_a_dry_run_is_reported(modules, tmp_path):
     """In calls that continue each other, on a CUDA build of torch without a device."""
     for _ in range(20):
         done = run_suite(
@@ -327,5 +342,5 @@ def test_every_part_of_a_dry_run_is_reported(tmp_path):
             break
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert page.count("| complete |") == 16
+    assert page.count("| complete |") == len(modules["gpu_suite"].PARTS)
     assert set(read_archive(tmp_path / "out")) >= {"rows.jsonl", "report.md"}

@@ -213,15 +213,20 @@ class Suite:
             self._end(part, f"failed: {state}", ended=not lacks({"said": tail}), **found)
 
     def _run_to_end(self, command: Command, log: object, end: float) -> tuple[int | None, bool]:
-        """Run a command again while it has more to do; return its status, and whether rows grew."""
+        """Run a command again while it has more to do; return its status, and whether rows grew.
+
+        The status is None if the time is over.
+        """
         before = len(self.journal)
         while True:
             known = len(self.journal)
             status = self._run_line(command.line, log, end - self._clock(), self._rows)
             self.journal = Journal(self._rows)  # the command writes its rows itself
             grows = len(self.journal) > known
-            if not (status and command.continues and grows and end > self._clock()):
+            if not (status and command.continues and grows):
                 return status, len(self.journal) > before
+            if end <= self._clock():
+                return None, True
 
     def _end(self, part: str, state: str, *, ended: bool, **more: object) -> None:
         """Note the end of a part; one that lacks a package has not ended."""
