@@ -2,18 +2,33 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.ops.patches.registration import patches_applied
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 Forward = Callable[[Tensor], Tensor]
 Attempt = Callable[[], object]
 
+SAMPLED = """
+    bincount histc index_add index_put index_reduce median nanmedian
+    nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d
+    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d
+    nn.functional.adaptive_max_pool3d nn.functional.avg_pool3d nn.functional.ctc_loss
+    nn.functional.embedding nn.functional.embedding_bag nn.functional.fractional_max_pool2d
+    nn.functional.fractional_max_pool3d nn.functional.grid_sample nn.functional.interpolate
+    nn.functional.max_pool3d nn.functional.max_unpool1d nn.functional.max_unpool2d
+    nn.functional.max_unpool3d nn.functional.nll_loss nn.functional.pad
+    nn.functional.upsample_bilinear put scatter scatter_add scatter_reduce
+""".split()  # noqa: SIM905 - a table is easier to read
 # The first change of torch's flag loads Inductor, which sets TORCHINDUCTOR_CACHE_DIR permanently.
 torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
@@ -147,6 +162,36 @@ def answer(attempt: Attempt) -> object:
     """Return the results, or the error's type and words."""
     try:
         result = attempt()
-    except (RuntimeError, IndexError, NotImplementedError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
         return type(error), str(error)
     return tuple(result) if isinstance(result, tuple) else (result,)
+
+
+@cache
+def load_infos() -> "list[OpInfo]":
+    """Return torch's list of ops, which takes two seconds to import."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    # The import freezes torch's flags for the whole process; other tests set them.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    return op_db
+
+
+def compute(info: "OpInfo", sample: "SampleInput") -> tuple[Tensor, ...]:
+    """Return the outputs."""
+    torch.manual_seed(0)
+    outputs = tree_leaves(info(sample.input, *sample.args, **sample.kwargs))
+    return tuple(part for part in outputs if isinstance(part, Tensor))
+
+
+def evaluate(info: "OpInfo", sample: "SampleInput") -> tuple[Tensor, ...]:
+    """Return the outputs, and the gradients of the sum of their squares."""
+    given = tree_leaves((sample.input, sample.args, sample.kwargs))
+    leaves = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+    outputs = compute(info, sample)
+    real = [torch.view_as_real(part) if part.is_complex() else part for part in outputs]
+    smooth = [part.square().sum() for part in real if part.requires_grad]
+    if not (smooth and leaves):
+        return outputs
+    gradients = torch.autograd.grad(sum(smooth), leaves, allow_unused=True)
+    return *outputs, *(part for part in gradients if part is not None)

@@ -1,10 +1,10 @@
 """Replacements give torch's answer by ops that are deterministic on CUDA.
 
-One edge case of each kind runs here. ``benchmarks/ops/check_edge_cases.py`` runs all, by the Triton
+One edge case of each kind runs here. ``check_edge_cases.py`` runs all, by the Triton
 kernels, too; its result is checked here. The kinds are: each of 12 dtypes, empty and 0-d tensors,
 negative and out-of-range indices, indices of another length, shape and dtype, broadcast, strided,
 expanded and overlapping tensors, channels_last, ``out=``, shared memory, infinities, NaN and -0.0,
-and every kind of argument that torch refuses.
+torch's own samples of the ops, and the calls of its own that torch refuses.
 """
 
 import json
@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import load_script
+from patches.check_edge_cases import find_differences
+from patches.edge_cases import EdgeCase, list_cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -29,7 +30,7 @@ from lightning_d9m.ops.patches.catalog.catalog import select_ops
 from lightning_d9m.ops.patches.kernels import separable
 from lightning_d9m.ops.patches.registration import Update, patches_applied
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 REPLACED = select_ops(torch.__version__)
 Arguments = tuple[Any, ...]
 
@@ -180,21 +181,13 @@ def judged(monkeypatch: Any) -> Iterator[tuple[Judge, set[str]]]:
         yield judge, ran
 
 
-@pytest.fixture(scope="module")
-def check():
-    """Return the module of ``benchmarks/`` that runs edge cases."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER / "ops")
-        return load_script(FOLDER / "ops" / "check_edge_cases.py")
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_answers_are_torchs_by_ops_that_are_deterministic_on_cuda(check, monkeypatch):
+def test_answers_are_torchs_by_ops_that_are_deterministic_on_cuda(monkeypatch):
     """No replacement calls an op that may vary, on none of its paths."""
     # The first one of each kind.
-    kinds = [*{(one.op, one.edge): one for one in reversed(check.list_cases())}.values()]
+    kinds = [*{(one.op, one.edge): one for one in reversed(list_cases())}.values()]
     with threads_pinned(1), judged(monkeypatch) as (judge, ran):
-        differences = check.find_differences(kinds)
+        differences = find_differences(kinds)
         with patches_applied("CPU"):
             torch.ops.aten.cudnn_grid_sampler_backward(
                 torch.randn(2, 3, 5, 6), torch.randn(2, 4, 7, 2), torch.randn(2, 3, 4, 7)
@@ -205,7 +198,7 @@ def test_answers_are_torchs_by_ops_that_are_deterministic_on_cuda(check, monkeyp
     assert ran == {path for op in REPLACED for path in op.kernels.values()}
 
 
-def test_a_difference_is_found(check):
+def test_a_difference_is_found():
     """Of values, dtype, shape, strides and errors."""
 
     def alternate(*answers):
@@ -217,7 +210,7 @@ def test_a_difference_is_found(check):
                 raise turn
             return turn
 
-        return check.find_differences([check.EdgeCase("op", "edge", call)])[0]
+        return find_differences([EdgeCase("op", "edge", call)])[0]
 
     one = torch.ones(2, 3)
     for other in (one + 1e-4, one.double(), one[:1], one.t().contiguous().t(), RuntimeError("no")):
@@ -227,12 +220,12 @@ def test_a_difference_is_found(check):
     assert alternate(RuntimeError("no"), RuntimeError("yes"))
 
 
-def test_the_results_are_those_of_the_cases(check):
+def test_the_results_are_those_of_the_cases():
     """As many of each kind as there are now, by torch ops and by kernels, without a difference."""
-    record = json.loads((FOLDER / "results" / "edge-cases.json").read_text())
+    record = json.loads((RESULTS / "edge-cases.json").read_text())
     if record["torch"] != torch.__version__:
         pytest.skip("another torch has other operations and dtypes")
-    cases = check.list_cases()
+    cases = list_cases()
     assert record["cases_by_edge"] == Counter(case.edge for case in cases)
     assert record["cases"] == len(cases)
     assert record["differences"] == []

@@ -3,61 +3,29 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as nnf
-from patches.cases import GRADIENT_CASES, answer, deterministic_algorithms
+from patches.cases import (
+    GRADIENT_CASES,
+    SAMPLED,
+    answer,
+    deterministic_algorithms,
+    evaluate,
+    load_infos,
+)
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_d9m.ops.patches.registration import Kernel, patches_applied
 
-if TYPE_CHECKING:
-    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-
-NAMES = """
-    bincount histc index_add index_put index_reduce median nanmedian
-    nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d
-    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d
-    nn.functional.adaptive_max_pool3d nn.functional.avg_pool3d nn.functional.ctc_loss
-    nn.functional.embedding nn.functional.embedding_bag nn.functional.fractional_max_pool2d
-    nn.functional.fractional_max_pool3d nn.functional.grid_sample nn.functional.interpolate
-    nn.functional.max_pool3d nn.functional.max_unpool1d nn.functional.max_unpool2d
-    nn.functional.max_unpool3d nn.functional.nll_loss nn.functional.pad
-    nn.functional.upsample_bilinear put scatter scatter_add scatter_reduce
-""".split()  # noqa: SIM905 - a table is easier to read
 MOST = 4
 
 
-@pytest.fixture(scope="module")
-def infos() -> "list[OpInfo]":
-    """Return torch's list of ops, which takes two seconds to import."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    # The import freezes torch's flags for the whole process; other tests set them.
-    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
-    return op_db
-
-
-def evaluate(info: "OpInfo", sample: "SampleInput") -> tuple[Tensor | None, ...]:
-    """Return the outputs, and the gradients of the sum of their squares."""
-    torch.manual_seed(0)
-    given = tree_leaves((sample.input, sample.args, sample.kwargs))
-    leaves = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
-    outputs = tree_leaves(info(sample.input, *sample.args, **sample.kwargs))
-    outputs = [part for part in outputs if isinstance(part, Tensor)]
-    smooth = [part.square().sum() for part in outputs if part.requires_grad]
-    if smooth and leaves:
-        outputs += torch.autograd.grad(sum(smooth), leaves, allow_unused=True)
-    return tuple(outputs)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_samples_agree(name: str, infos: "list[OpInfo]") -> None:
+def test_samples_agree(name: str) -> None:
     """In float64: 1e-10, thousands of roundings of sums of at most some hundred terms of order 1.
 
     Errors are the same.
@@ -65,7 +33,8 @@ def test_samples_agree(name: str, infos: "list[OpInfo]") -> None:
     others = {"constant", "circular", "amax", "amin", "mean"}
     if name == "index_reduce":  # all its reductions are replaced
         others = set()
-    found = [info for info in infos if info.name == name and info.variant_test_name not in others]
+    named = [info for info in load_infos() if info.name == name]
+    found = [info for info in named if info.variant_test_name not in others]
     assert found, "torch has renamed it"
     for info in found:
         dtype = torch.float64 if info.supports_dtype(torch.float64, "cpu") else torch.int64

@@ -1,30 +1,19 @@
 """Triton kernels on CPU tensors, as on a device: by the interpreter of PTX."""
 
 import re
-import sys
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 from ptx import APART, Block, Memory, Run, parse
-from scripts import load_script
 from torch import Tensor
 
 from lightning_d9m.ops.patches.triton import launch
 from lightning_d9m.ops.portability import kernels
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "ops"
 # An assembler may fuse operations that do not say how they round; others approximate.
 INEXACT = re.compile(r"\b(?:(?:add|sub|mul|div|sqrt|fma)\.(?!rn\.f)[\w.]*f|\w+\.(?:ftz|approx))\w*")
-
-
-@cache
-def load_benchmark():
-    """Return benchmarks/ops/triton_kernels.py."""
-    with patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        return load_script(FOLDER / "triton_kernels.py")
 
 
 @cache
@@ -41,14 +30,15 @@ def executed(capability=90, *, exact=True, check=lambda *_: None):
     """
     launches = []
     # Not at the top, because the tests skip platforms without Triton.
+    import triton_kernels
     from triton.runtime.jit import JITFunction
 
-    benchmark, find_kernel = load_benchmark(), kernels.find_kernel
+    find_kernel = kernels.find_kernel
 
     def run(self, *args, grid, warmup, **options):
         given = dict(zip(self.arg_names, args, strict=False)) | options
-        one = benchmark.describe_launch(self, dict(given))
-        compiled = benchmark.compile_ptx(one, capability)
+        one = triton_kernels.describe_launch(self, dict(given))
+        compiled = triton_kernels.compile_ptx(one, capability)
         assert not exact or find_inexact(compiled.asm["ptx"]) == []
         unwritten = one.find("out") if not one.constants.get("INCLUDE") else []
         if one.kernel.__name__ == "sample_image":
@@ -80,13 +70,14 @@ def executed(capability=90, *, exact=True, check=lambda *_: None):
 @contextmanager
 def recorded():
     """Return a list of what is launched meanwhile, which does not run: arguments and programs."""
+    import triton_kernels
     from triton.runtime.jit import JITFunction
 
     seen = []
 
     def run(self, *args, grid, warmup, **options):
         named = dict(zip(self.arg_names, args, strict=False)) | options
-        seen.append((load_benchmark().describe_launch(self, dict(named)), named, grid[0]))
+        seen.append((triton_kernels.describe_launch(self, dict(named)), named, grid[0]))
 
     with patch.object(JITFunction, "run", run):
         yield seen
@@ -94,7 +85,9 @@ def recorded():
 
 def run_block(one, named, block, blocks, sizes):
     """Execute one block of a recorded launch, whose tensors have these sizes in bytes."""
-    compiled = load_benchmark().compile_ptx(one, 90)
+    import triton_kernels
+
+    compiled = triton_kernels.compile_ptx(one, 90)
     arguments, number = [], 0
     for name in (name for name, kind in one.signature.items() if kind != "constexpr"):
         number += isinstance(named[name], Tensor)

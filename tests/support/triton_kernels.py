@@ -1,6 +1,6 @@
 """Triton kernels of the patches as they are launched: PTX, registers, spills; without a GPU.
 
-``tests/patches/triton/test_kernels.py`` compiles launches with it, and executes the result.
+``executed.py`` compiles launches with it, and executes the result.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Edge cases of the patched ops: torch's own answer, by torch ops and by Triton's interpreter.
 
     export TRITON_INTERPRET=1 PYTHONPATH=.:tests
-    python benchmarks/ops/check_edge_cases.py -o benchmarks/results/edge-cases.json
+    python tests/patches/check_edge_cases.py -o benchmarks/results/edge-cases.json
 
 Each case runs on the CPU with torch's own kernel and with the replacement, which must give the same
 values, dtype, shape and strides, or the same error. Where a Triton kernel exists, the interpreter
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from edge_cases import EdgeCase, list_cases
 from patches.cases import answer, deterministic_algorithms
+from patches.edge_cases import EdgeCase, list_cases
 from torch import Tensor
 
 from lightning_d9m.errors import D9mError
@@ -42,7 +42,7 @@ def run(case: EdgeCase) -> object:
     try:
         return answer(case.call)
     except (D9mError, UserWarning) as error:  # a kernel that fails on the CPU at once is withdrawn
-        launch._withdrawn.clear()  # noqa: SLF001 - so that the next case runs it
+        launch._withdrawn.clear()  # so that the next case runs it
         return type(error), str(error)
 
 
@@ -82,7 +82,11 @@ def count_roundings(case: EdgeCase, result: Tensor) -> float:
     if case.op == "ctc_loss":
         return 3000  # exponents are sums of up to 30 logarithms of up to 100
     exact = case.op == "put_" or any(word in case.op for word in EXACT)
-    return 0 if exact and case.edge != "gradient" and not result.is_complex() else ROUNDINGS
+    return (
+        0
+        if exact and not case.edge.startswith("gradient") and not result.is_complex()
+        else ROUNDINGS
+    )
 
 
 def forgive(case: EdgeCase, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -112,19 +116,19 @@ def is_close(left: Tensor, right: Tensor, roundings: float) -> bool:
 def kernels_counted() -> Iterator[list[str]]:
     """Let the interpreter run Triton kernels on the CPU, and list those that run."""
     used: list[str] = []
-    load = launch._load  # noqa: SLF001 - to see what runs
+    load = launch._load  # to see what runs
 
     def note(path: str) -> object:
         used.append(path)
         return load(path)
 
-    launch._load = note  # noqa: SLF001 - as above
-    launch._device_types.add("cpu")  # noqa: SLF001 - kernels run on CUDA only
+    launch._load = note
+    launch._device_types.add("cpu")  # kernels run on CUDA only
     try:
         yield used
     finally:
-        launch._device_types.discard("cpu")  # noqa: SLF001 - as above
-        launch._load = load  # noqa: SLF001 - as above
+        launch._device_types.discard("cpu")
+        launch._load = load
 
 
 def find_kernel_difference(case: EdgeCase) -> tuple[list[str], str | None]:
@@ -161,7 +165,7 @@ def main() -> None:
     warnings.filterwarnings("error", message="The Triton kernel")  # none may be withdrawn
     np.seterr(all="ignore")  # the interpreter computes masked elements, too
     torch.set_num_threads(1)
-    launch._BLOCK = 2048  # noqa: SLF001 - the interpreter's time grows with programs
+    launch._BLOCK = 2048  # the interpreter's time grows with programs
     by_op, by_edge, refused, kernels = Counter(), Counter(), 0, Counter()
     differences = []
     cases = [case for case in list_cases() if words.only in case.op]
