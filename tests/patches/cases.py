@@ -170,8 +170,12 @@ def answer(attempt: Attempt) -> object:
 @cache
 def load_infos() -> "list[OpInfo]":
     """Return torch's list of ops, which takes two seconds to import."""
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
+    # For each sample torch looks for a unittest in the stack, which is deep and slow below pytest.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     # The import freezes torch's flags for the whole process; other tests set them.
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     return op_db
@@ -179,7 +183,8 @@ def load_infos() -> "list[OpInfo]":
 
 def compute(info: "OpInfo", sample: "SampleInput") -> tuple[Tensor, ...]:
     """Return the outputs."""
-    torch.manual_seed(0)
+    # torch.manual_seed keeps a stack for each kind of device that is not there.
+    torch.default_generator.manual_seed(0)
     outputs = tree_leaves(info(sample.input, *sample.args, **sample.kwargs))
     return tuple(part for part in outputs if isinstance(part, Tensor))
 
