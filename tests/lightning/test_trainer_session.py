@@ -1,5 +1,6 @@
 """How a callback's run meets sessions, other callbacks that fail, metrics of time, and ranks."""
 
+import copy
 import time
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import BinaryAccuracy
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, DriftError, SettingError, enable
@@ -40,6 +42,21 @@ def test_patches_of_the_session_cannot_be_refused_by_a_run():
         assert resolve_settings({}).patch_ops
         with pytest.raises(SettingError, match=r"enable\(\) has patched the operations already"):
             resolve_settings({"patch_ops": False})
+
+
+class CopiesTrainer(lightning.Callback):
+    def on_train_start(self, trainer, _):
+        self.copied = copy.deepcopy(trainer)
+
+
+def test_a_program_may_copy_the_trainer_within_a_run(tmp_path):
+    model = make_model()
+    model.accuracy = BinaryAccuracy()  # its signature cannot be copied part by part
+    copier = CopiesTrainer()
+    train(DeterminismCallback(seed=3, ledger_dir=tmp_path), copier, model=model)
+    assert copier.copied.lightning_module is not model
+    (run,) = tmp_path.iterdir()
+    assert read_ledger(run).outcome(0).end.status == "finished"
 
 
 class FailsTwice(lightning.Callback):

@@ -111,6 +111,12 @@ def test_steps_are_recorded_after_each_checkpoint_and_no_comparison_reads_them(f
         assert resume.unchecked is None
 
 
+def test_a_run_that_ended_within_an_epoch_is_trained_further(fits):
+    save(fits, max_steps=10)
+    assert fits.resume(max_steps=-1)
+    assert fits.trainer.global_step == 18
+
+
 MISSING = {
     "it ended with the save": ({"stop": True}, None, "it ended before the step after that"),
     "its ledger was moved": ({}, shutil.move, "its ledger is not where the checkpoint says"),

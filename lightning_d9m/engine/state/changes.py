@@ -192,6 +192,10 @@ class Changes:
         self._leave_out = ignore
         self._watch = Watch(owners, leave_out=ignore, choose=choose, namespaces=namespaces)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Changes":
+        """Return this object: the program may copy a Trainer or loader, whose parts it watches."""
+        return self
+
     def settle(self) -> None:
         """Take objects that were made or replaced since as held at first, but no plain values.
 

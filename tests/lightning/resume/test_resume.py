@@ -112,6 +112,32 @@ def schedule_by_estimated_steps(self):
     return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class ByEpoch:
+    """A scheduler of the program, which has no state."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch):
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 / (epoch + 1)
+
+    def state_dict(self):
+        pass
+
+    def load_state_dict(self, state):
+        assert state is None
+
+
+def schedule_by_epoch(self):
+    optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+    return [optimizer], [ByEpoch(optimizer)]
+
+
+def step_by_epoch(self, scheduler, _):
+    scheduler.step(self.current_epoch)
+
+
 TRAINED = [{"batch": 2}, {"batch": 1, "epoch": 0}, {"batch": 6}]
 HOOKS = [{"hook": hook} for hook in ("on_validation_end", "on_validation_batch_end")]
 AT_END = {"hook": "on_train_epoch_end", "epoch": 0, "batch": 6}
@@ -137,6 +163,16 @@ RUNS = {
     "accumulation": ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, ANYWHERE),
     "a scheduler that waits for metrics": (
         {"model": partial(make_model, configure_optimizers=plateau)},
+        ANYWHERE,
+    ),
+    "a scheduler without state": (
+        {
+            "model": partial(
+                make_model,
+                configure_optimizers=schedule_by_epoch,
+                lr_scheduler_step=step_by_epoch,
+            )
+        },
         ANYWHERE,
     ),
     "a schedule by estimated steps": (ESTIMATED, [{"batch": 2}, AT_END]),

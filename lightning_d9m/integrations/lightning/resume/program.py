@@ -187,7 +187,9 @@ class Program(Part):
             return stored
         is_own = kind.state_dict is not Optimizer.state_dict  # whose keys are torch's
         # A scheduler wraps the step of its optimizer.
-        held = stored | list_stored(LRScheduler) | (owner.state_dict().keys() if is_own else set())
+        held = stored | list_stored(LRScheduler)
+        # A scheduler of the program may have no state, and return None.
+        held |= (owner.state_dict() or {}).keys() if is_own else set()
         return {name for name in held if not _holds_functions(owner, vars(owner).get(name))}
 
     def _leave_out(self, path: str, value: Any) -> bool:

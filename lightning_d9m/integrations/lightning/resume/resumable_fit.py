@@ -116,6 +116,10 @@ class ResumableFit(Fit):
         for hook in self._list_hooks():
             self._wrap(*hook)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "ResumableFit":
+        """Return this fit: the Trainer, which a program may copy, has methods that it replaced."""
+        return self
+
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., object]) -> None:
         self._patches.replace(owner, name, partial(wrapper, getattr(owner, name)))
 
