@@ -420,6 +420,27 @@ EDGES = {
 }
 
 
+ADDED = {
+    "index_add_": lambda x: x.index_add_(0, INDEX[0], torch.ones(3, 3)),
+    "scatter_add_": lambda x: x.scatter_add_(0, INDEX, torch.ones(4, 3)),
+    "index_put_": lambda x: x.index_put_((INDEX[0],), torch.ones(()), accumulate=True),
+    "columns": lambda x: x.t().index_put_((INDEX[3],), torch.ones(()), accumulate=True).t(),
+    "put_": lambda x: x.put_(INDEX[3], torch.ones(3), accumulate=True),
+}
+
+
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
+def test_places_without_a_term_are_not_written(add):
+    """A sum in a large table takes as long as its terms: the rest keeps its bits, as -0.0."""
+    values = torch.full((40, 3), -0.0)
+    expected = add(values.clone())
+    with portable():
+        found = add(values)
+    assert found.data_ptr() == values.data_ptr()
+    assert torch.equal(found.signbit(), expected.signbit())
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(("function", "shape"), EDGES.values(), ids=EDGES)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 def test_edges_are_those_of_torch(function, shape):
