@@ -113,6 +113,15 @@ def test_orders_agree_beyond_the_guard_bits(dtype: torch.dtype) -> None:
     assert out.tolist() == [add_fractions([1.0, *terms], dtype) for terms in inside]
 
 
+def test_an_empty_view_behind_the_end_adds_nothing() -> None:
+    values, index = torch.zeros(0, 3)[:, 1:], torch.zeros(0, dtype=torch.int64)
+    for sums in ({}, natives.copy()):
+        out = torch.ones(4, 2)
+        with patch.dict(natives, sums, clear=True):
+            add_rows(out, index, values, include=True)
+        assert torch.equal(out, torch.ones(4, 2))
+
+
 def test_as_many_bits_are_kept_for_any_number_of_terms() -> None:
     """And few terms with few guard bits need a single piece."""
     for dtype, digits in ((torch.float32, 23), (torch.float64, 52)):

@@ -131,9 +131,11 @@ def run_kernel(
             "device. Torch ops, which run its text, wait for the device, and a graph cannot hold "
             "that. Leave this step out of the graph."
         )
-    native = natives.get(path)
-    if native is None or native(out, *args) is NotImplemented:
-        run_on_torch(path, out, *args)
+    # A mode, as that of portable bits, would take the operations of the text apart again.
+    with torch._C._DisableTorchDispatch():  # noqa: SLF001 - no public form
+        native = natives.get(path)
+        if native is None or native(out, *args) is NotImplemented:
+            run_on_torch(path, out, *args)
 
 
 def _check(
