@@ -34,7 +34,9 @@ def evaluate(name: str, *inputs: Any, dtype: torch.dtype | None = None) -> Tenso
     working = torch.float64 if dtype == torch.float64 else torch.float32
     devices = [one.device for one in inputs if isinstance(one, Tensor)]
     device = next((one for one in devices if one.type != "cpu"), devices[0])
-    given = [torch.as_tensor(one, dtype=working, device=device) for one in inputs]
+    # Torch rounds a divisor to 16 bits before it takes a rest, and keeps the digits of others.
+    first = dtype if name in {"fmod", "remainder"} else working
+    given = [torch.as_tensor(one, dtype=first, device=device).to(working) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
     return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
