@@ -310,6 +310,35 @@ def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more:
     return torch.scatter_reduce(values, dim, index, *given, **more) + 0
 
 
+@rule("index", "_unsafe_index")
+def index(values: Tensor, indices: Sequence[Any]) -> Tensor:
+    """Read indexed places: those of whole numbers in all dimensions at one place in memory each.
+
+    Torch reads all indices again for each element, which takes up to 20 times as long. Torch's
+    decompositions of paddings and samples of images read so, all samples and channels.
+    """
+    given = [one for one in indices if one is not None and one.dtype in (torch.int32, torch.int64)]
+    if not 1 < len(given) == len(indices) == values.dim():
+        return torch.ops.aten.index(values, list(indices))  # type: ignore[no-any-return]
+    shape, kept = torch.broadcast_shapes(*(one.shape for one in given)), 0
+    # Dimensions of which each element is read in its place, as samples and channels are.
+    while len(shape) == len(given) > kept + 1 and _is_range(given[kept], values.shape[kept], kept):
+        kept += 1
+    place = torch.zeros((), dtype=torch.int64)
+    for size, one in zip(values.shape[kept:], given[kept:], strict=True):
+        if not bool(((one >= -size) & (one < size)).all()):
+            return torch.ops.aten.index(values, given)  # type: ignore[no-any-return]  # its error
+        place = place * size + torch.where(one < 0, one + size, one)
+    places = place.expand(shape).flatten(kept)
+    return values.flatten(kept).gather(kept, places).view(shape)
+
+
+def _is_range(places: Tensor, size: int, dim: int) -> bool:
+    """Return whether an index has the numbers of a dimension in this dimension."""
+    shape = [size if one == dim else 1 for one in range(places.dim())]
+    return [*places.shape] == shape and bool((places.flatten() == torch.arange(size)).all())
+
+
 @rule("index_put_", "_index_put_impl_")
 def index_put_in_place(
     values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
