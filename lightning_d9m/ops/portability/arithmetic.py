@@ -318,13 +318,14 @@ def index(values: Tensor, indices: Sequence[Any]) -> Tensor:
     decompositions of paddings and samples of images read so, all samples and channels.
     """
     given = [one for one in indices if one is not None and one.dtype in (torch.int32, torch.int64)]
-    if not 1 < len(given) == len(indices) == values.dim():
+    # On a device the checks below would wait for it.
+    if not (values.is_cpu and 1 < len(given) == len(indices) == values.dim()):
         return torch.ops.aten.index(values, list(indices))  # type: ignore[no-any-return]
     shape, kept = torch.broadcast_shapes(*(one.shape for one in given)), 0
     # Dimensions of which each element is read in its place, as samples and channels are.
     while len(shape) == len(given) > kept + 1 and _is_range(given[kept], values.shape[kept], kept):
         kept += 1
-    place = torch.zeros((), dtype=torch.int64)
+    place = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device is
     for size, one in zip(values.shape[kept:], given[kept:], strict=True):
         if not bool(((one >= -size) & (one < size)).all()):
             return torch.ops.aten.index(values, given)  # type: ignore[no-any-return]  # its error
@@ -336,7 +337,9 @@ def index(values: Tensor, indices: Sequence[Any]) -> Tensor:
 def _is_range(places: Tensor, size: int, dim: int) -> bool:
     """Return whether an index has the numbers of a dimension in this dimension."""
     shape = [size if one == dim else 1 for one in range(places.dim())]
-    return [*places.shape] == shape and bool((places.flatten() == torch.arange(size)).all())
+    return [*places.shape] == shape and bool(
+        (places.flatten() == torch.arange(size, device="cpu")).all()
+    )
 
 
 @rule("index_put_", "_index_put_impl_")
@@ -350,7 +353,8 @@ def index_put_in_place(
     # A mask stands for as many dimensions as it has.
     masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
     dims = len(indices) - len(masks) + sum(one.dim() for one in masks)
-    sizes, rest, rows = values.shape[:dims], values.shape[dims:], torch.zeros((), dtype=torch.int64)
+    sizes, rest = values.shape[:dims], values.shape[dims:]
+    rows = torch.zeros((), dtype=torch.int64, device="cpu")
     for place, size in enumerate(sizes, 1 - dims):
         # The same indices, whatever mixture of slices, masks and negative numbers they are, find
         # the place of each term along a dimension among the numbers of this dimension, which
