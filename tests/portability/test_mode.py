@@ -412,6 +412,7 @@ EDGES = {
     "columns written": (lambda x: _put(x, (slice(None), INDEX[0]), 1.0), (4, 3)),
     "columns": (lambda x: x[:, INDEX[0]] * torch.arange(3.0), (4, 3)),
     "rows": (lambda x: x[INDEX[0]] * torch.arange(3.0), (40, 3)),
+    "none": (lambda x: x.gather(0, torch.zeros(2, 0, dtype=torch.uint8)).sum() + x, (5,)),
     "rows and columns": (lambda x: x[INDEX, :, INDEX] * torch.arange(5.0), (4, 5, 4)),
     "masked": (lambda x: x[INDEX > 0] * 2, (4, 3, 2)),
     **{

@@ -94,7 +94,9 @@ def _fit_shapes(
     An index of elements may be shorter than the source, and beside the dimension than the target.
     """
     dims = max(self.dim(), 1)
-    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
+    # As in torch, an empty index of elements may have any type and shape.
+    is_index = index.dtype in _INDEX_DTYPES or not (by_slice or index.numel())
+    require(-dims <= dim < dims, is_index, source.dtype == self.dtype)
     axis = dim % dims
     shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
     if by_slice:
@@ -102,7 +104,7 @@ def _fit_shapes(
     size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
     if by_slice:
         require(index.dim() <= 1, source.dim() == self.dim(), wanted == given)
-    if by_slice or index.numel():  # as in torch, an empty index of elements may have any shape
+    if by_slice or index.numel():
         require(
             len(shape) == len(wanted) == len(given),
             all(map(le, (*wanted, *size), (*given, *shape))),
