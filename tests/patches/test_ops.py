@@ -149,14 +149,14 @@ def test_first_and_second_derivatives(name: str) -> None:
 )  # torch's are kept
 def test_what_programs_call_reaches_a_replacement(name: str) -> None:
     """The op itself, or its gradient."""
-    call, leaf, run, replaced = CASES[name], make_input(name), Kernel._replace, []
+    call, leaf, run, replaced = CASES[name], make_input(name), Kernel.replace, []
 
     def replace(kernel, *given):
         replaced.append(run(kernel, *given) is not NotImplemented)
         return run(kernel, *given)
 
     with (
-        mock.patch.object(Kernel, "_replace", autospec=True, side_effect=replace),
+        mock.patch.object(Kernel, "replace", autospec=True, side_effect=replace),
         patches_applied("CPU"),
         deterministic_algorithms(),
     ):

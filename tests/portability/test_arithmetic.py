@@ -15,6 +15,9 @@ REMAINDERS = [
     (torch.tensor([1e20, -1e20]), 360.0, torch.fmod, [272.0, -272.0]),
     (torch.tensor([1.0]).double(), 0.1, torch.floor_divide, [1.0 // 0.1]),
     (torch.tensor([5.0, -5.0]), math.inf, torch.remainder, [5.0, math.inf]),
+    # Torch rounds numbers to the type of the result first.
+    (torch.tensor([1.0]).half(), 0.1, torch.fmod, [2.0**-12]),
+    (torch.tensor([2**15 - 1]).short(), torch.tensor([7.0]).half(), torch.remainder, [1.0]),
     (WHOLE, 0.5, torch.floor_divide, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]),
     (WHOLE, 1.5, torch.remainder, [0.0, 1.0, 0.5, 0.0, 1.0, 0.5]),
     (WHOLE, -1.5, torch.fmod, [0.0, 1.0, 0.5, 0.0, 1.0, 0.5]),
@@ -39,6 +42,18 @@ def test_any_rest_is_that_of_c(dtype):
     with portable():
         found = torch.fmod(left, right)
     assert found.tolist() == [*map(math.fmod, left.tolist(), right.tolist())]
+
+
+def test_a_weight_keeps_its_bits_beside_values_of_16():
+    """Autograd converts a gradient of 16 bits to the type of its weight without a word."""
+    values = torch.arange(12.0).view(4, 3).bfloat16() / 7
+    weights = torch.ones(2, 3, requires_grad=True)
+    gradients = []
+    for x in (values, values.float()):
+        with portable():
+            out = torch.nn.functional.layer_norm(x, (3,), *weights)
+            gradients += torch.autograd.grad((out.float() * 3).sum(), weights)
+    assert torch.equal(*gradients)
 
 
 TYPES = {

@@ -16,8 +16,10 @@ from kernel_inputs import draw, make_numbers, make_rows, read_bits
 
 from lightning_d9m import portable
 from lightning_d9m.errors import NotPortableError, SettingError
+from lightning_d9m.ops.patches.kernels.updates import update_rows
 from lightning_d9m.ops.patches.triton import language
-from lightning_d9m.ops.portability import compiler, definitions, kernels, library
+from lightning_d9m.ops.portability import compiler, kernels, library
+from lightning_d9m.ops.portability.arithmetic import add_running
 from lightning_d9m.ops.portability.formulas import FUNCTIONS, KERNELS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -102,9 +104,9 @@ def test_sums_at_places(rows, width, dtype):
     """Of what is there, too: each of two threads adds to its own places."""
     terms, places = draw(3000, width, dtype=dtype).pow(9), torch.randint(50, (3000,))
     found, expected = (draw(rows, width, dtype=dtype, seed=1) for _ in range(2))
-    kernels.add_at(found, places, terms)
+    update_rows(found, places, terms, "sum")
     with by_torch():
-        kernels.add_at(expected, places, terms)
+        update_rows(expected, places, terms, "sum")
     compare(found, expected)
 
 
@@ -155,7 +157,7 @@ def test_running_sums():
     x = draw(6, 5, 300, dtype=torch.float64)
     x[0] = x[:, 0] = x[..., 0] = -0.0
     for dim in range(3):
-        compare(x.cumsum(dim), definitions.add_running(x, dim))
+        compare(x.cumsum(dim), add_running(x, dim))
 
 
 @DTYPES

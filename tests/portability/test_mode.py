@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -411,6 +412,7 @@ EDGES = {
     "columns written": (lambda x: _put(x, (slice(None), INDEX[0]), 1.0), (4, 3)),
     "columns": (lambda x: x[:, INDEX[0]] * torch.arange(3.0), (4, 3)),
     "rows": (lambda x: x[INDEX[0]] * torch.arange(3.0), (40, 3)),
+    "none": (lambda x: x.gather(0, torch.zeros(2, 0, dtype=torch.uint8)).sum() + x, (5,)),
     "rows and columns": (lambda x: x[INDEX, :, INDEX] * torch.arange(5.0), (4, 5, 4)),
     "masked": (lambda x: x[INDEX > 0] * 2, (4, 3, 2)),
     **{
@@ -418,6 +420,71 @@ EDGES = {
         for shape in ((), (1,), (2,), (3, 1))
     },
 }
+
+
+AXES = torch.arange(4).view(4, 1, 1, 1), torch.arange(3).view(1, 3, 1, 1)
+READ = {
+    "samples and channels": (*AXES, INDEX[:, None, :, None], torch.tensor([0, -1, 3])),
+    "samples": (AXES[0], AXES[1].flip(1), INDEX[:, None, :, None], torch.tensor([0, -1, 3])),
+    "turned": (
+        AXES[0].view(1, 4, 1, 1),
+        AXES[1].view(3, 1, 1, 1),
+        torch.tensor(-4),
+        torch.tensor(1),
+    ),
+    "short": (AXES[0].int(), AXES[1].int(), INDEX.int(), INDEX.int()[:1]),
+    "other shapes": (INDEX, INDEX % 3, INDEX - 4, INDEX),
+    "two": (INDEX, INDEX % 3),
+}
+
+
+@pytest.mark.parametrize("indices", READ.values(), ids=READ)
+def test_reads_are_those_of_torch(indices):
+    values = torch.arange(4.0 * 3 * 4 * 5).view(4, 3, 4, 5)
+    for one in (values, values.transpose(2, 3).contiguous().transpose(2, 3)):
+        expected = one[indices]
+        with portable(), torch.device("meta"):  # a default device has no effect
+            found = one[indices]
+        assert torch.equal(found, expected)
+        assert found.is_contiguous() or len(indices) < values.dim()
+
+
+@pytest.mark.parametrize("place", [5, -5])
+def test_a_place_outside_has_torchs_error(place):
+    with portable(), pytest.raises(IndexError, match="out of bounds for dimension 0 with size 4"):
+        torch.ones(4, 3)[torch.tensor([0, place]), torch.tensor([1])]
+
+
+ADDED = {
+    "index_add_": lambda x, ones: x.index_add_(0, INDEX[0], ones(3, 3)),
+    "scatter_add_": lambda x, ones: x.scatter_add_(0, INDEX, ones(4, 3)),
+    "index_put_": lambda x, ones: x.index_put_((INDEX[0],), ones(()), accumulate=True),
+    "columns": lambda x, ones: x.t().index_put_((INDEX[3],), ones(()), accumulate=True).t(),
+    "put_": lambda x, ones: x.put_(INDEX[3], ones(3), accumulate=True),
+    "scattered": lambda x, ones: x.scatter_reduce(0, INDEX, ones(4, 3), "mean"),
+}
+
+
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
+def test_sums_at_places_of_16_bits_are_computed_by_torch_operations(add):
+    """The mode does not take the operations apart that compute what no C does."""
+    values = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ones = partial(torch.ones, dtype=values.dtype)
+    with portable():
+        found = add(values.clone(), ones)
+    torch.testing.assert_close(found, add(values.clone(), ones))
+
+
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
+def test_places_without_a_term_are_not_written(add):
+    """A sum in a large table takes as long as its terms: the rest keeps its bits, as -0.0."""
+    values = torch.full((40, 3), -0.0)
+    expected = add(values.clone(), torch.ones)
+    ones = partial(torch.ones, device="cpu")
+    with portable(), torch.device("meta"):  # a default device has no effect
+        found = add(values, ones)
+    assert torch.equal(found.signbit(), expected.signbit())
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("function", "shape"), EDGES.values(), ids=EDGES)

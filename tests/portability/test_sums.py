@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches.exact_sums import GUARD, plan_pieces
 from lightning_d9m.ops.patches.kernels.updates import add_rows
-from lightning_d9m.ops.portability.kernels import add_at
+from lightning_d9m.ops.patches.triton.launch import natives
+from lightning_d9m.ops.portability import kernels
 
 NAN, INF = math.nan, math.inf
+assert kernels.KERNEL in natives  # C computes the sums of float32 and float64 numbers
+NO_KERNELS = patch.dict(natives, clear=True)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN]
 
@@ -75,12 +79,13 @@ def test_sums_are_rounded_once(dtype: torch.dtype, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(others))))
     values = torch.tensor(others, dtype=dtype)[order]
     out = torch.tensor([7.0, first], dtype=dtype)
+    by_torch = out.clone()
     add_rows(out, torch.ones(len(others), dtype=torch.int64), values, include=True)
     assert out[0] == 7.0
     assert read_bits(out[1:]) == read_bits(expected)
-    by_kernel = torch.tensor([7.0, first], dtype=dtype)
-    add_at(by_kernel.view(-1, 1), torch.ones(len(others), dtype=torch.int64), values.view(-1, 1))
-    assert read_bits(by_kernel) == read_bits(out)
+    with NO_KERNELS:
+        add_rows(by_torch, torch.ones(len(others), dtype=torch.int64), values, include=True)
+    assert read_bits(by_torch) == read_bits(out)
     fresh = torch.full((2,), 5.0, dtype=dtype)
     every = torch.cat([values, out.new_tensor([first])])
     add_rows(fresh, torch.zeros(len(every), dtype=torch.int64), every, include=False)
@@ -98,13 +103,23 @@ def test_orders_agree_beyond_the_guard_bits(dtype: torch.dtype) -> None:
     for _ in range(20):
         order = torch.randperm(3000)
         out = torch.ones(7, dtype=dtype)
-        by_kernel = out.clone()
+        by_torch = out.clone()
         add_rows(out, places[order], values[order], include=True)
-        add_at(by_kernel.view(-1, 1), places[order], values[order].view(-1, 1))
-        results |= {tuple(read_bits(out)), tuple(read_bits(by_kernel))}
+        with NO_KERNELS:
+            add_rows(by_torch, places[order], values[order], include=True)
+        results |= {tuple(read_bits(out)), tuple(read_bits(by_torch))}
     assert len(results) == 1
     inside = [values[places == place].double().tolist() for place in range(7)]
     assert out.tolist() == [add_fractions([1.0, *terms], dtype) for terms in inside]
+
+
+def test_an_empty_view_behind_the_end_adds_nothing() -> None:
+    values, index = torch.zeros(0, 3)[:, 1:], torch.zeros(0, dtype=torch.int64)
+    for sums in ({}, natives.copy()):
+        out = torch.ones(4, 2)
+        with patch.dict(natives, sums, clear=True):
+            add_rows(out, index, values, include=True)
+        assert torch.equal(out, torch.ones(4, 2))
 
 
 def test_as_many_bits_are_kept_for_any_number_of_terms() -> None:

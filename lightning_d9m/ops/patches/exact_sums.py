@@ -15,7 +15,6 @@ Infinities, NaN and -0.0 need no case of their own: a piece keeps them, and IEEE
 give the same in any order, except the payload of a NaN, which the result does not keep.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,6 +23,8 @@ from torch import Tensor
 
 from lightning_d9m.ops.patches.triton.launch import run_kernel
 
+KERNEL = "kernels:accumulate"
+"""The path of the kernel of ``accumulate``, see ``run_kernel``."""
 GUARD = 40
 """Bits below the last place of the greatest term that are added, at least."""
 
@@ -86,7 +87,6 @@ def accumulate(
     pieces: Pieces,
     *,
     include: bool = True,
-    by_torch: Callable[..., None] | None = None,
 ) -> None:
     """Write into each place the sum of the terms that go to it: values, or values times weights.
 
@@ -100,11 +100,10 @@ def accumulate(
         pieces: Those of as many terms as a place can get, with its own.
         include: Whether what is in ``out`` is a term as well. A place without a value then keeps
             its bits; else it becomes 0.
-        by_torch: What computes the same faster than torch ops, see ``run_kernel``.
     """
     if out.numel():
         more = (keys, values, weights, layout, pieces, _FORMATS.get(out.dtype, (0, 0)), include)
-        run_kernel("kernels:accumulate", _make_example, out, *more, by_torch=by_torch)
+        run_kernel(KERNEL, _make_example, out, *more)
 
 
 def _make_example(device: torch.device) -> tuple[Any, ...]:

@@ -177,6 +177,11 @@ def _run_varying(call: Any, keyset: torch._C.DispatchKeySet, *args: Any, **kwarg
         put_flag(before)
 
 
+def has_torch() -> bool:
+    """Return whether torch's deterministic kernel serves if a replacement leaves its op to it."""
+    return getattr(_thread, "is_inside", False) and torch.are_deterministic_algorithms_enabled()
+
+
 class RefusedError(Exception):
     """A replacement does not take its arguments."""
 
@@ -254,7 +259,7 @@ class Kernel:
         _thread.is_inside, refusal = True, None
         try:
             try:
-                returned = self._replace(args, kwargs)
+                returned = self.replace(args, kwargs)
             except torch.OutOfMemoryError:
                 raise
             # Wrong arguments must raise torch's own error, with its words: torch's kernel gets
@@ -282,7 +287,7 @@ class Kernel:
             ) from refusal
         return returned
 
-    def _replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results, in the tensors that they go to, or ``NotImplemented``."""
         targets = [args[0]] if self._in_place else [kwargs[name] for name in self._outputs]
         if self._outputs:

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_d9m.ops.patches.kernels import sampling
+from lightning_d9m.ops.patches.kernels.updates import update_rows
 from lightning_d9m.ops.patches.registration import accumulation_dtype, require
-from lightning_d9m.ops.portability import definitions, kernels
+from lightning_d9m.ops.portability import kernels
 from lightning_d9m.ops.portability.formulas import FUNCTIONS
-from lightning_d9m.ops.portability.kernels import add, add_at, find_exact_sums, widen
+from lightning_d9m.ops.portability.kernels import add, widen
 from lightning_d9m.ops.portability.registry import RULES, Rule, along_dim, composed, rule
 
 
@@ -33,7 +34,9 @@ def evaluate(name: str, *inputs: Any, dtype: torch.dtype | None = None) -> Tenso
     working = torch.float64 if dtype == torch.float64 else torch.float32
     devices = [one.device for one in inputs if isinstance(one, Tensor)]
     device = next((one for one in devices if one.type != "cpu"), devices[0])
-    given = [torch.as_tensor(one, dtype=working, device=device) for one in inputs]
+    # Torch rounds a divisor to 16 bits before it takes a rest, and keeps the digits of others.
+    first = dtype if name in {"fmod", "remainder"} else working
+    given = [torch.as_tensor(one, dtype=first, device=device).to(working) for one in inputs]
     if len(given) > 1:
         given = [*torch.broadcast_tensors(*given)]
     return kernels.compute(name, **dict(zip("xy", given, strict=False)))[0].to(dtype)
@@ -229,8 +232,14 @@ def sum_values(values: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor
 def cumsum(values: Tensor, dim: int) -> Tensor:
     """The sum of the values up to each one, in float64 and in order, as torch adds on the CPU."""
     # CUDA's scan adds in another order.
-    add_running = torch.cumsum if values.device.type == "cpu" else definitions.add_running
-    return add_running(values.double(), dim).to(values.dtype)
+    scan = torch.cumsum if values.device.type == "cpu" else add_running
+    return scan(values.double(), dim).to(values.dtype)
+
+
+def add_running(x: Tensor, dim: int) -> Tensor:
+    """Return the sum up to each element, in order, from 0: the sum of -0.0 is 0.0."""
+    first = torch.zeros_like(x.select(dim, 0))
+    return torch.stack([*accumulate(x.unbind(dim), initial=first)][1:], dim)
 
 
 @rule("cumprod")
@@ -294,54 +303,71 @@ composed("addbmm")(
 
 @rule("scatter_reduce")
 def scatter_reduce(values: Tensor, dim: int, index: Tensor, *given: Any, **more: Any) -> Any:
-    """Choose a term for each place; torch takes sums and means apart."""
+    """Choose a term for each place; our patches add and multiply."""
     if given[1] not in ("amax", "amin"):
         return NotImplemented
     # A maximum of 0.0 and -0.0 may be either one; adding 0 makes it 0.0.
     return torch.scatter_reduce(values, dim, index, *given, **more) + 0
 
 
-def _add_at(
-    values: Tensor, find: Callable[[Tensor], Tensor], source: Tensor, dims: int | None = None
-) -> Tensor:
-    """Add to places, by exact sums: what is found among the numbers of all places.
+@rule("index", "_unsafe_index")
+def index(values: Tensor, indices: Sequence[Any]) -> Tensor:
+    """Read indexed places: those of whole numbers in all dimensions at one place in memory each.
 
-    ``dims`` is the number of the first dimensions that have places, by default all; each of their
-    places then has a row of elements.
+    Torch reads all indices again for each element, which takes up to 20 times as long. Torch's
+    decompositions of paddings and samples of images read so, all samples and channels.
     """
-    require(source.dtype == values.dtype)
-    sizes, rest = values.shape[:dims], values.shape[len(values.shape[:dims]) :]
-    places = find(torch.arange(math.prod(sizes), device=values.device).view(sizes))
-    out = values.clone(memory_format=torch.contiguous_format)
-    rows, width = places.reshape(-1), math.prod(rest)
-    terms = source.expand((*places.shape, *rest)).reshape(len(rows), width)
-    add_at(out.view(math.prod(sizes), width), rows, terms)
-    return out.add_(0.0)
+    given = [one for one in indices if one is not None and one.dtype in (torch.int32, torch.int64)]
+    # On a device the checks below would wait for it.
+    if not (values.is_cpu and 1 < len(given) == len(indices) == values.dim()):
+        return torch.ops.aten.index(values, list(indices))  # type: ignore[no-any-return]
+    shape, kept = torch.broadcast_shapes(*(one.shape for one in given)), 0
+    # Dimensions of which each element is read in its place, as samples and channels are.
+    while len(shape) == len(given) > kept + 1 and _is_range(given[kept], values.shape[kept], kept):
+        kept += 1
+    place = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device is
+    for size, one in zip(values.shape[kept:], given[kept:], strict=True):
+        if not bool(((one >= -size) & (one < size)).all()):
+            return torch.ops.aten.index(values, given)  # type: ignore[no-any-return]  # its error
+        place = place * size + torch.where(one < 0, one + size, one)
+    places = place.expand(shape).flatten(kept)
+    return values.flatten(kept).gather(kept, places).view(shape)
 
 
-for _name in ("grid_sampler_2d_backward", "grid_sampler_3d_backward"):
-    RULES[_name] = partial(getattr(sampling, _name), find_by_torch=find_exact_sums)
+def _is_range(places: Tensor, size: int, dim: int) -> bool:
+    """Return whether an index has the numbers of a dimension in this dimension."""
+    shape = [size if one == dim else 1 for one in range(places.dim())]
+    return [*places.shape] == shape and bool(
+        (places.flatten() == torch.arange(size, device="cpu")).all()
+    )
 
 
-@rule("scatter_add")
-def scatter_add(values: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Add to chosen places."""
-    # Torch reads only as much of the source as the index has.
-    used = source[tuple(slice(size) for size in index.shape)]
-    return _add_at(values, lambda numbers: numbers.gather(dim, index), used)
-
-
-@rule("index_put", "_index_put_impl", "_unsafe_index_put")
-def index_put(
+@rule("index_put_", "_index_put_impl_")
+def index_put_in_place(
     values: Tensor, indices: Sequence[Any], source: Tensor, accumulate: bool = False, *_: Any
 ) -> Tensor:
-    """Write to, or add to, indexed places."""
+    """Write to indexed places, or add to them, by exact sums."""
     if not accumulate:
-        return torch.ops.aten.index_put(values, list(indices), source)  # type: ignore[no-any-return]
-    # Indexing an array of the numbers of all places by the same indices gives the place of each
-    # term, whatever mixture of slices, masks and negative numbers they are.
-    find = lambda numbers: torch.ops.aten.index(numbers, list(indices))  # noqa: E731
+        return torch.ops.aten.index_put_(values, list(indices), source)  # type: ignore[no-any-return]
+    require(source.dtype == values.dtype)
     # A mask stands for as many dimensions as it has.
     masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
     dims = len(indices) - len(masks) + sum(one.dim() for one in masks)
-    return _add_at(values, find, source, dims)
+    sizes, rest = values.shape[:dims], values.shape[dims:]
+    rows = torch.zeros((), dtype=torch.int64, device="cpu")
+    for place, size in enumerate(sizes, 1 - dims):
+        # The same indices, whatever mixture of slices, masks and negative numbers they are, find
+        # the place of each term along a dimension among the numbers of this dimension, which
+        # repeat along the others without memory.
+        numbers = torch.arange(size, device=values.device).view(-1, *[1] * -place).expand(sizes)
+        rows = rows * size + torch.ops.aten.index(numbers, list(indices))
+    out, width = values.contiguous(), math.prod(rest)
+    terms = source.expand((*rows.shape, *rest)).reshape(rows.numel(), width)
+    update_rows(out.view(math.prod(sizes), width), rows.flatten(), terms, "sum")
+    return values if out is values else values.copy_(out)
+
+
+@rule("index_put", "_unsafe_index_put")
+def index_put(values: Tensor, *given: Any, **named: Any) -> Tensor:
+    """Return a copy with what is written or added."""
+    return index_put_in_place(values.clone(), *given, **named)

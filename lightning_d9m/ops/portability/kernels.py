@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
-from lightning_d9m.ops.patches.exact_sums import Layout, Pieces
-from lightning_d9m.ops.patches.kernels.updates import update_rows
-from lightning_d9m.ops.patches.triton.launch import run_kernel
-from lightning_d9m.ops.portability import definitions
+from lightning_d9m.ops.patches.exact_sums import KERNEL, Layout, Pieces
+from lightning_d9m.ops.patches.triton.launch import natives, run_kernel
 from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS
-from lightning_d9m.ops.portability.library import Kernel, find_kernel, run
+from lightning_d9m.ops.portability.library import find_kernel, run
 
 _TRITON = "lightning_d9m.ops.portability.triton"
 _COUNTERS, _MASK = 16, 0xFFFFFFFF  # of random numbers
@@ -147,16 +145,8 @@ def multiply_at(left: Tensor, right: Tensor, out: Tensor, *places: Offsets) -> N
         of_right, of_left, of_out = places
     kernel = find_kernel("product", out)
     if kernel is None:
-        path, more = f"{_TRITON}.kernels:multiply", (of_left, of_right, of_out)
-        run_kernel(
-            path,
-            partial(_make_product, out.dtype),
-            out,
-            left,
-            right,
-            *more,
-            by_torch=definitions.multiply,
-        )
+        path, example = f"{_TRITON}.kernels:multiply", partial(_make_product, out.dtype)
+        run_kernel(path, example, out, left, right, of_left, of_right, of_out)
         return
     given, results = (rows, columns, terms, left, right, out), batch * columns
     run(kernel, results, results * rows * terms // 16, *given, *of_left, *of_right, *of_out)
@@ -237,9 +227,7 @@ def add(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
         run(kernel, results[1][0], x.numel(), results[1][1], *terms[0], *terms[1], x, out)
     else:
         path = f"{_TRITON}.kernels:add"
-        run_kernel(
-            path, partial(_make_sums, out.dtype), out, x, results, terms, by_torch=definitions.add
-        )
+        run_kernel(path, partial(_make_sums, out.dtype), out, x, results, terms)
     return out
 
 
@@ -250,25 +238,7 @@ def _make_sums(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     return (torch.zeros_like(x[0]), x, [(1, 0), (3, 1)], [(1, 0), (5000, 3)])
 
 
-def add_at(out: Tensor, places: Tensor, terms: Tensor) -> None:
-    """Add to the rows of a tensor, by exact sums.
-
-    Args:
-        out: Contiguous, of two dimensions.
-        places: The row of each row of terms, int64.
-        terms: Rows of the dtype of ``out``.
-    """
-    update_rows(out, places, terms, "sum", by_torch=find_exact_sums(out))
-
-
-def find_exact_sums(out: Tensor) -> Callable[..., None] | None:
-    """Return what computes ``exact_sums.accumulate`` by C for tensors like this one, if it can."""
-    kernel = find_kernel("place_sums", out)
-    return partial(_accumulate, kernel) if kernel else None
-
-
 def _accumulate(
-    kernel: Kernel,
     out: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -277,7 +247,11 @@ def _accumulate(
     pieces: Pieces,
     _: Any,
     include: bool,
-) -> None:
+) -> Any:
+    """Compute ``exact_sums.accumulate`` by C."""
+    kernel = find_kernel("place_sums", out)
+    if kernel is None:
+        return NotImplemented
     if not include:
         out.zero_()
     taps, batch, group, rows, inner, places, steps = layout
@@ -293,6 +267,10 @@ def _accumulate(
     cost = 16 * (taps * values.numel() + out.numel())
     count = batch * group * places
     run(kernel, count, cost, *pieces, *layout[:-1], *keys.stride(), *given)
+    return None
+
+
+natives[KERNEL] = _accumulate
 
 
 def draw(key: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_d9m.errors import D9mError, NotPortableError, SettingError
 from lightning_d9m.ops import portability
 from lightning_d9m.ops.patches.catalog.catalog import OPS
-from lightning_d9m.ops.patches.registration import RefusedError, put_flag, read_flag
+from lightning_d9m.ops.patches.kernels import updates
+from lightning_d9m.ops.patches.registration import Kernel, RefusedError, put_flag, read_flag
 from lightning_d9m.ops.portability import draws, normalizations, products
 from lightning_d9m.ops.portability.library import count_threads
 from lightning_d9m.ops.portability.optimizers import list_replacements
@@ -103,24 +104,22 @@ class PortableMode(TorchDispatchMode):
     def _take_apart(self, func: Any) -> Rule:
         """Return what computes an operation by others, or refuses it."""
         apart, functional = _find_composite(func), _find_functional(func)
+        # Exact sums at places, which are written where they belong, take no copy.
+        is_at_places = f"{updates.__name__}:" in (_find_patch(func) or "")
         # Those of torch that write convert a result to any type.
-        if apart is None and functional is None:
+        if apart is None and functional is None and not is_at_places:
             apart = decomposition_table.get(func)
         if apart is None and func.has_kernel_for_dispatch_key(_KEYS.CompositeImplicitAutograd):
             apart = func.decompose
         if apart is not None:
             return self._compose(apart, func)
-        if functional is not None:
+        if functional is not None and not is_at_places:
             return partial(_write, func, self._find(functional))
-        name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
-        same = [func, *(one for one in _list_overloads(func) if _find_functional(one) is func)]
-        names = [one.name().partition("::")[2] for one in same]
-        paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
-        path = next(filter(None, paths), None)
-
         rule: Rule = lambda *_, **__: NotImplemented  # noqa: E731
+        path = _find_patch(func)
         if path is not None:
-            rule = self._compose(partial(_patch, resolve_name(path)), func)
+            kernel = Kernel(resolve_name(path), None, func._schema, switches=False)  # noqa: SLF001
+            rule = self._compose(partial(_patch, kernel), func)
         whole = path is not None or not _is_seeded(func)
         return partial(_checked, func, rule, partial(refuse, func), whole=whole)
 
@@ -141,12 +140,21 @@ class PortableMode(TorchDispatchMode):
         return run
 
 
-def _patch(kernel: Rule, *args: Any, **kwargs: Any) -> Any:
+def _find_patch(func: Any) -> str | None:
+    """Return the path of the deterministic replacement of an operation."""
+    name = func._schema.name.partition("::")[2]  # noqa: SLF001 - its public name
+    same = [func, *(one for one in _list_overloads(func) if _find_functional(one) is func)]
+    names = [one.name().partition("::")[2] for one in same]
+    paths = (_PATCHES.get(one) for one in (*names, f"{name}_"))
+    return next(filter(None, paths), None)
+
+
+def _patch(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Compute an operation by its deterministic replacement, under the mode."""
-    result = kernel(*args, **kwargs)
+    result = kernel.replace(args, kwargs)
     if result is NotImplemented:
         raise RefusedError
-    return result(*args, **kwargs) if callable(result) else result
+    return result
 
 
 def _is_seeded(func: Any) -> bool:

@@ -72,10 +72,12 @@ def layer_norm_backward(
     rows, wide = (widen(one).reshape(-1, prod(sizes)) for one in (gradient, values))
     given = {"means": _flatten(means), "scales": _flatten(scales), "weight": _flatten(weight)}
     out, terms = compute("layer_norm_backward", gradient=rows, x=wide, **given)
+    # A weight may have more bits than the values.
+    dtype = gradient.dtype if weight is None else weight.dtype
     return (
         out.view(values.shape).to(values.dtype) if mask[0] else None,
-        add(terms, [0]).view(sizes).to(gradient.dtype) if mask[1] else None,
-        add(rows, [0]).view(sizes).to(gradient.dtype) if mask[2] else None,
+        add(terms, [0]).view(sizes).to(dtype) if mask[1] else None,
+        add(rows, [0]).view(sizes).to(dtype) if mask[2] else None,
     )
 
 

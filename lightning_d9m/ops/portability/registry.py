@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch._decomp.decompositions import _grid_sampler_2d, pw_cast_for_opmath
 
 from lightning_d9m.ops.patches.kernels.reductions import list_lengths
 from lightning_d9m.ops.patches.registration import RefusedError
@@ -65,6 +66,8 @@ def differentiate(
         return torch.autograd.grad(result, leaf, gradient, materialize_grads=True)[0]
 
 
+# Without the expansion of the grid to all channels, which torch's compiler joins with what follows.
+composed("grid_sampler_2d")(pw_cast_for_opmath(partial(_grid_sampler_2d, _expand_grid=False)))
 composed("_weight_norm_interface_backward")(torch.ops.aten._weight_norm_differentiable_backward)  # noqa: SLF001
 
 

@@ -5,7 +5,7 @@ with respect to the input is an exact sum over the samples. Coordinates and weig
 ``GridSampler.h``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     align_corners: bool
 
 
-def _sample_backward(  # noqa: PLR0913 - torch's arguments
+def _sample_backward(
     grad_output: Tensor,
     image: Tensor,
     grid: Tensor,
@@ -62,12 +62,8 @@ def _sample_backward(  # noqa: PLR0913 - torch's arguments
     output_mask: Sequence[bool],
     *,
     dims: int,
-    find_by_torch: Callable[[Tensor], Callable[..., None] | None] = lambda _: None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of ``grid_sample`` with respect to its input and its grid.
-
-    ``find_by_torch`` returns what computes exact sums faster than torch ops, see ``accumulate``.
-    """
+    """Return the gradients of ``grid_sample`` with respect to its input and its grid."""
     require(
         image.dim() == grid.dim() == dims + 2,
         grid.shape[-1] == dims,
@@ -99,9 +95,7 @@ def _sample_backward(  # noqa: PLR0913 - torch's arguments
     layout = Layout(taps, batch, channels, outputs, 1, places, (batch * outputs, outputs, 1, 0))
     pieces = plan_pieces(image.dtype, outputs * taps)
     grad_image = torch.empty_like(given[1])
-    more = (weights, layout, pieces)
-    by_torch = find_by_torch(grad_image)
-    accumulate(grad_image, index, given[2], *more, include=False, by_torch=by_torch)
+    accumulate(grad_image, index, given[2], weights, layout, pieces, include=False)
     return grad_image, grad_grid
 
 

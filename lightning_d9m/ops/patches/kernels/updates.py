@@ -17,7 +17,13 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from lightning_d9m.ops.patches.exact_sums import Layout, Pieces, accumulate, plan_pieces
-from lightning_d9m.ops.patches.registration import Update, accumulation_dtype, make_places, require
+from lightning_d9m.ops.patches.registration import (
+    Update,
+    accumulation_dtype,
+    has_torch,
+    make_places,
+    require,
+)
 
 _MANY = 2  # elements for each value, beyond which only those that get a value are read
 _MUCH = 2**30  # bytes of memory for exact sums, beyond which torch's own kernel may need less
@@ -88,7 +94,9 @@ def _fit_shapes(
     An index of elements may be shorter than the source, and beside the dimension than the target.
     """
     dims = max(self.dim(), 1)
-    require(-dims <= dim < dims, index.dtype in _INDEX_DTYPES, source.dtype == self.dtype)
+    # As in torch, an empty index of elements may have any type and shape.
+    is_index = index.dtype in _INDEX_DTYPES or not (by_slice or index.numel())
+    require(-dims <= dim < dims, is_index, source.dtype == self.dtype)
     axis = dim % dims
     shape, wanted, given = (tuple(part.shape) or (1,) for part in (self, index, source))
     if by_slice:
@@ -96,7 +104,7 @@ def _fit_shapes(
     size = (*wanted[:axis], shape[axis], *wanted[axis + 1 :])
     if by_slice:
         require(index.dim() <= 1, source.dim() == self.dim(), wanted == given)
-    if by_slice or index.numel():  # as in torch, an empty index of elements may have any shape
+    if by_slice or index.numel():
         require(
             len(shape) == len(wanted) == len(given),
             all(map(le, (*wanted, *size), (*given, *shape))),
@@ -115,9 +123,7 @@ def _takes_less_in_torch(
     # One float64 for each piece, and the exponent in 32 bits.
     own = 8 * plan_pieces(self.dtype, terms + 1).number + 4
     needed = own * (prod(size) if prod(size) <= _MANY * prod(wanted) else prod(wanted))
-    # Only under its flag has torch a deterministic kernel to fall back to.
-    sorts = torch.are_deterministic_algorithms_enabled()
-    return sorts and needed > _MUCH and keys * 8 * (self.dim() + 6) < needed
+    return has_torch() and needed > _MUCH and keys * 8 * (self.dim() + 6) < needed
 
 
 _NAMES = {name: name for name in ("sum", "prod", "mean", "amax", "amin")}
@@ -375,9 +381,9 @@ def sum_rows(index: Tensor, values: Tensor, count: int) -> Tensor:
     return out
 
 
-def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool, **more: Any) -> None:
+def add_rows(out: Tensor, index: Tensor, values: Tensor, *, include: bool) -> None:
     """Write into each row the sum of the values that go to it; see :func:`plan_sum`."""
-    plan_sum(out.dtype, out.shape, index, values.shape, include=include, **more)(out, index, values)
+    plan_sum(out.dtype, out.shape, index, values.shape, include=include)(out, index, values)
 
 
 def plan_sum(
@@ -389,7 +395,6 @@ def plan_sum(
     *,
     include: bool = True,
     pieces: Pieces | None = None,
-    by_torch: Callable[..., None] | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return a function that adds values into the places of a dimension that an index names.
 
@@ -404,7 +409,6 @@ def plan_sum(
         axis: The dimension.
         include: Whether what is there is a term as well.
         pieces: By default those for all values of the dimension.
-        by_torch: See ``accumulate``.
     """
     outer, rows, inner = sides = _divide(shape, axis)
     lines = _view_places(index, sides)
@@ -414,8 +418,7 @@ def plan_sum(
 
     def add(out: Tensor, index: Tensor, values: Tensor) -> None:
         index = index if is_view else index.reshape(sides)
-        more = (None, layout, planned)
-        accumulate(out, index, values.contiguous(), *more, include=include, by_torch=by_torch)
+        accumulate(out, index, values.contiguous(), None, layout, planned, include=include)
 
     return add
 
@@ -425,14 +428,14 @@ def _divide(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
-def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str, **more: Any) -> None:
+def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str) -> None:
     """Change the rows of a contiguous tensor that keys name, by a rule of ``_RULES``.
 
     Time and memory grow with the number of values, not with the size of the target. With
     ``values`` of shape ``[m, *rest]``, ``keys`` has the shape ``[m]`` and ``target`` the shape
     ``[count, *rest]``. What is in the target is a term or factor as well.
     """
-    rule = partial(_RULES[reduce], **more)
+    rule = _RULES[reduce]
     if target.numel() <= _MANY * values.numel():
         rule(target, keys, values)
         return
@@ -445,9 +448,9 @@ def update_rows(target: Tensor, keys: Tensor, values: Tensor, reduce: str, **mor
     target.index_put_((keys,), rows.index_select(0, slots))
 
 
-def _add(rows: Tensor, keys: Tensor, values: Tensor, **more: Any) -> None:
+def _add(rows: Tensor, keys: Tensor, values: Tensor) -> None:
     if rows.is_floating_point():
-        add_rows(rows, keys, values, include=True, **more)
+        add_rows(rows, keys, values, include=True)
     else:
         rows.index_put_((keys,), values, accumulate=True)  # torch adds one by one after a sort
 

@@ -47,6 +47,8 @@ def point_to(tensor: Tensor) -> Pointer:
     """Return a pointer to the first element of a tensor."""
     first = tensor.storage_offset()
     size = tensor.untyped_storage().nbytes() // tensor.element_size() - first
+    if size < 0:  # an empty view may begin behind the end
+        return Pointer(tensor.flatten())
     return Pointer(tensor.as_strided((size,), (1,), first))
 
 

@@ -8,7 +8,7 @@ small example first.
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pkgutil import resolve_name
 from subprocess import SubprocessError
 from types import FunctionType
@@ -32,6 +32,12 @@ _withdrawn: set[str] = set()
 _checked: set[tuple[str, torch.device, torch.dtype]] = set()
 _load = cache(lambda path: resolve_name(path if "." in path else f"{__package__}.{path}"))
 _thread = threading.local()  # `by_torch` while torch ops run the kernels
+
+natives: dict[str, Callable[..., Any]] = {}
+"""Functions with the arguments and the bits of kernels, by their paths, faster than torch ops.
+
+They return ``NotImplemented`` for tensors that they do not take, as those of a device.
+"""
 
 
 def jit(*sizes: str) -> Callable[[Any], Any]:
@@ -72,11 +78,7 @@ def run_on_torch(path: str, *args: Any) -> None:
 
 
 def run_kernel(
-    path: str,
-    example: Callable[[torch.device], tuple[Any, ...]],
-    out: Tensor,
-    *args: Any,
-    by_torch: Callable[..., None] | None = None,
+    path: str, example: Callable[[torch.device], tuple[Any, ...]], out: Tensor, *args: Any
 ) -> None:
     """Write into a tensor with a Triton kernel on CUDA, and with torch ops elsewhere.
 
@@ -89,8 +91,6 @@ def run_kernel(
         example: Returns small arguments on a device, at the first use of each dtype there.
         out: The tensor to write into.
         *args: More arguments.
-        by_torch: A function of torch ops with the same arguments and bits that is faster than
-            running the text of the kernel.
 
     Raises:
         RuntimeError: The device failed before, as by an assertion.
@@ -131,7 +131,11 @@ def run_kernel(
             "device. Torch ops, which run its text, wait for the device, and a graph cannot hold "
             "that. Leave this step out of the graph."
         )
-    (by_torch or partial(run_on_torch, path))(out, *args)
+    # A mode, as that of portable bits, would take the operations of the text apart again.
+    with torch._C._DisableTorchDispatch():  # noqa: SLF001 - no public form
+        native = natives.get(path)
+        if native is None or native(out, *args) is NotImplemented:
+            run_on_torch(path, out, *args)
 
 
 def _check(
