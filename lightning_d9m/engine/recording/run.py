@@ -6,7 +6,7 @@ Ranks communicate through ``Ranks``, so tests need no processes.
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
@@ -53,7 +53,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Record,
     Resume,
     RunFacts,
-    parse_record,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
@@ -146,8 +145,6 @@ class Run:
         probes: The probes of the open ledger.
         loss: The last loss, on its device; None without one.
         data: The hash of all batches so far, if the run commits to them; see ``commitment``.
-        held: Records that wait for the next digests, after which they are written. If both differ,
-            the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
         stop: The global step at which the run stops, if it is a segment; else None. The states
@@ -163,7 +160,6 @@ class Run:
         self.folder: Path | None = None
         self.stop: int | None = None
         self._reached = (0, 0)  # the epoch and step of the last state, which the end has, too
-        self.held: list[Record] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
         self._forget()
@@ -251,17 +247,14 @@ class Run:
         parent: Resume,
         loss: str | None,
         report: Callable[[str], None],
-        held: Iterable[Mapping[str, Json]] = (),
         data: str = "",
     ) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
-        ``loss``, ``data`` and ``held`` are the ``loss_text``, the ``data`` and the waiting records
-        of that run. ``report`` is called with the difference, the same on all ranks, if this run
-        does not continue it.
+        ``loss`` and ``data`` are the ``loss_text`` and the ``data`` of that run. ``report`` is
+        called with the difference, the same on all ranks, if this run does not continue it.
         """
         self._parent, self._report, self.data = parent, report, data
-        self.held[:] = map(parse_record, held)
         if loss is not None:
             self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64, device="cpu")
 
@@ -293,7 +286,6 @@ class Run:
         self._reached = (0, 0) if parent is None else (parent.epoch, parent.step)
         if parent is None:
             self.loss, self.data = None, ""
-            self.held.clear()
         self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
         if self.stop is not None:
@@ -412,14 +404,9 @@ class Run:
             LedgerError: If the ledger cannot be written.
         """
         assert self._header is not None, "begin() comes first"
-        # The ledger is written before anything is raised, so that it has the record that differs,
-        # and the evaluations that wait are written also if the training ends here.
+        # The ledger is written before anything is raised, so that it has the record that differs.
         digests = self._take(moment, epoch, step, scalars, verify)
-        found: list[DriftError] = []
-        try:
-            self.ranks.raise_on_all(lambda: found.extend(self._write(digests)))
-        finally:
-            self._write_held()
+        found = self.ranks.raise_on_all(lambda: self._write(digests))
         if self._check is not None and moment == "epoch":
             self._tell_ranks(self._problem_since or self._check.compare(digests, digests.groups))
         found += self._compare_ranks(digests, found)
@@ -557,13 +544,6 @@ class Run:
         drift = None if agreement is None else agreement.compare([row[1:] for row in rows], digests)
         return errors if drift is None else [*errors, drift]
 
-    def _write_held(self) -> None:
-        if self.held:
-            self.probes.flush()
-        for record in self.held:
-            self.append(record)
-        self.held.clear()
-
     def end_step(self, epoch: int, step: int) -> None:
         """Digest the state of this rank after a step, if it is one of those that are compared.
 
@@ -665,8 +645,6 @@ class Run:
             ):
                 self.log_return()
             with suppress(Exception) if failed else nullcontext():
-                if self.is_open:
-                    self._write_held()
                 self.probes.close()
                 if self._commitment is not None and self.ranks.rank == 0:
                     self.append(self._commitment.find_sources(self._sources, self._unhashed))

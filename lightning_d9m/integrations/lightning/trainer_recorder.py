@@ -301,10 +301,9 @@ class TrainerRecorder:
             scalars=self._logged_scalars(trainer),
             **fields,
         )
-        if trainer.state.fn == "fit":
-            self.run.held.append(record)
-        else:
-            self.run.append(record)
+        self.run.probes.flush()  # the probes of the batches before come first
+        self.run.append(record)
+        if trainer.state.fn != "fit":
             self.run.record("final", epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end(self, end: End) -> None:

@@ -476,7 +476,6 @@ class ResumableFit(Fit):
             ),
             pending.get("loss"),
             lambda problem: self.report([problem]),
-            pending.get("evaluations", ()),
             pending.get("data", ""),
         )
 
