@@ -197,6 +197,17 @@ def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss
     assert compare(*folders[::-1]).verdict == found.verdict
 
 
+def test_a_probe_of_a_value_that_cannot_be_read_is_named(tmp_path):
+    folders = []
+    for problem in ("input a: of type Lock", "input a: of type Lock at 0x1"):
+        layout, batch = make_probes([("input", "a")], [(1,)])
+        records = [make_facts(), layout, batch | {"problem": problem}]
+        folders.append(write_rank(create_ledger_folder(tmp_path), records))
+    (found,) = compare(*folders).ranks
+    assert (found.verdict, found.divergence) == ("equal", None)
+    assert found.undigested == "batch 0 of epoch 0 (step 0): input a: of type Lock"
+
+
 @pytest.mark.parametrize(("weight", "kind"), [("1", "evaluation"), ("2", "weights")])
 def test_weights_that_differ_after_a_validation_are_its_cause(tmp_path, weight, kind):
     """No record before it has the weights that it evaluates."""

@@ -183,7 +183,7 @@ class Run:
         self.data = ""
         self._commitment: Any = None  # the module, if the run commits to what it does
         self._sources: Any = None  # the program as the run began
-        self._unhashed = set[str]()  # types in its batches that have no hash
+        self._unhashed = set[str]()  # types of which it has not read all
         self.probes = Probes()
 
     # A callback is copied (by a tuner) and pickled (by a launcher that spawns). A copy has no open
@@ -493,7 +493,8 @@ class Run:
 
     def _commit(self) -> dict[str, str]:
         commitment = self._commitment
-        return {} if commitment is None else commitment.hash_state(self._training, self.data)
+        given = self._training, self.data, self._unhashed
+        return {} if commitment is None else commitment.hash_state(*given)
 
     def _read(self, verify: Callable[[], None] | None = None, *, whole: bool = True) -> Snapshot:
         """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""

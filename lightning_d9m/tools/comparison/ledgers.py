@@ -181,8 +181,8 @@ class RankComparison:
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
         differing = 0 if found is None else found.count
-        if isinstance(item, Digests | Evaluation) and item.undigested and not self.undigested:
-            self.undigested = f"{describe_record(item)}: {item.problem}"
+        if (problem := getattr(item, "problem", None)) and not self.undigested:
+            self.undigested = f"{describe_record(item)}: {problem}"
         if not isinstance(item, Batch):
             self.records += 1
             self.differing += bool(differing)
