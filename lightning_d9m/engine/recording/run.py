@@ -188,8 +188,8 @@ class Run:
 
     # A callback is copied (by a tuner) and pickled (by a launcher that spawns). A copy has no open
     # ledger: two processes must not write one file.
-    def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
-        return Run, (self._given,)
+    def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions], dict[str, Any]]:
+        return Run, (self._given,), {"folder": self.folder, "digest": self.digest}
 
     @property
     def is_open(self) -> bool:
@@ -222,8 +222,7 @@ class Run:
             return
         what = "the first value that is not finite" if step is None else f"step {step}"
         where = "--first-nonfinite" if step is None else step
-        path = os.path.relpath(folder)
-        path = quote(str(folder) if path.startswith("..") else path)
+        path = quote(shorten_path(folder))
         _log.warning("To return to %s: d9m goto %s %s -- %s", what, where, path, command)
 
     @property
@@ -264,13 +263,11 @@ class Run:
         training: Training,
         describe: "Callable[[], tuple[Header, RunFacts, ReplicatedState | None]]",
         make_folder: Callable[[], Path],
-        options: RunOptions | None = None,
     ) -> bool:
         """Open a ledger, write its header and the facts, and accept or refuse the reference.
 
         ``describe`` returns the header, the facts, and what must be equal on all ranks;
-        ``make_folder`` makes the ledger's folder, the same on all ranks. Options take the place of
-        the run's.
+        ``make_folder`` makes the ledger's folder, the same on all ranks.
 
         Returns:
             Whether the ledger is a new one, whose initial state should be recorded, and continues
@@ -282,7 +279,6 @@ class Run:
             StackDifferenceError: If the reference's stack differs, unless the options allow it.
         """
         parent, self._parent = self._parent, None
-        self.digest = None
         self._reached = (0, 0) if parent is None else (parent.epoch, parent.step)
         if parent is None:
             self.loss, self.data = None, ""
@@ -290,8 +286,8 @@ class Run:
         header, facts, replicated = ranks.raise_on_all(describe)
         if self.stop is not None:
             header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
-        self.folder = make_folder()
-        self._header, self._used_options = header, options or self.options
+        self.folder, self.digest = make_folder(), None
+        self._header = header
         if not ranks.is_alone and replicated is not None:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
@@ -309,17 +305,17 @@ class Run:
         return parent is None
 
     def _open_probes(self) -> None:
-        used, rank = self._used_options, self.ranks.rank
-        if used.kinds:
+        options, rank = self.options, self.ranks.rank
+        if options.kinds:
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 
             assert self.folder is not None, "begin() has made it"
-            self.probes = BatchProbes(used, self._training, self.folder, rank, self.append)
+            self.probes = BatchProbes(options, self._training, self.folder, rank, self.append)
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"
-        options = self._used_options
+        options = self.options
         if options.provable:  # loaded by runs that commit
             self._commitment = import_module("lightning_d9m.engine.recording.commitment")
             # Rank 0 writes them. Its error, as of a file that cannot be read, is raised on all.
@@ -412,7 +408,7 @@ class Run:
         found += self._compare_ranks(digests, found)
         if not found:
             return 0
-        if self._used_options.on_drift == "raise":
+        if self.options.on_drift == "raise":
             raise found[0]
         for error in found:
             if self._header.rank in (0, error.rank):
@@ -665,6 +661,12 @@ class Run:
             reference.close()
         elif reference is not None and (unchecked := reference.finish()) is not None:
             warnings.warn(unchecked, stacklevel=2)
+
+
+def shorten_path(folder: Path) -> str:
+    """Return a path from the working folder, if it is below that."""
+    path = os.path.relpath(folder)
+    return str(folder) if path.startswith("..") else path
 
 
 def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:
