@@ -59,6 +59,16 @@ def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
     assert found.gaps["file log"] == "the run has changed it"
 
 
+def test_a_file_that_is_named_and_loaded_is_not_called_changed(program):
+    """As of a launcher whose command names the script."""
+    file, name = program
+    name("own.py")
+    before = find_sources()
+    assert "file own.py" not in find_sources(before).gaps
+    file.write_text("x = 2\n")
+    assert find_sources(before).gaps["file own.py"] == "the run has changed it"
+
+
 def test_the_place_of_a_module_and_not_its_name_says_whose_it_is(program, tmp_path, monkeypatch):
     """Each is hashed, or of a package or module that is, or is named."""
     names = ("torchdata/__init__.py", "lib/loose.py", "lib/space/part/a.py", "lib/whole/b/c.py")

@@ -92,10 +92,13 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
     gaps |= dict.fromkeys((f"value of type {own}" for own in unhashed), "not all of it can be read")
     named = _hash_named_files(start)
     if before is not None:
-        program = {**program, **before.program}
-        changed = {own for own, _ in named.items() ^ before.named.items()}
+        # One that is loaded, too, was in the program.
+        loaded = {own: text for own, text in before.program.items() if own in named}
+        known = {**before.named, **loaded}
+        changed = {own for own, _ in named.items() ^ known.items()}
         gaps |= dict.fromkeys((f"file {own}" for own in changed), "the run has changed it")
-        named = dict(named.items() & before.named.items())
+        program = {**program, **before.program}
+        named = dict(named.items() & known.items())
     return Sources(
         program=program,
         named={own: text for own, text in named.items() if own not in program},
