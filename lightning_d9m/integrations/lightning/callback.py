@@ -371,20 +371,17 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self._recorder.run.prepare()
 
     def _close(self, end: End) -> None:
-        try:
+        session, self._session = self._session, None
+        with ExitStack() as opened:
+            opened.callback(self.early_variables.restore)
+            # A segment that failed ends, and what saves then must not write either.
+            if self._recorder.run.stop is None or end.status != "failed":
+                opened.callback(self._saves.undo)
+            if session is not None:
+                opened.callback(session.close)
             # The ledger is closed while the session is still open, and its errors do not keep the
             # session from closing.
             self._recorder.end(end)
-        finally:
-            session, self._session = self._session, None
-            try:
-                if session is not None:
-                    session.close()
-            finally:
-                # A segment that failed ends, and what saves then must not write either.
-                if self._recorder.run.stop is None or end.status != "failed":
-                    self._saves.undo()
-                self.early_variables.restore()
 
 
 def _run_launched(
