@@ -400,8 +400,15 @@ class Run:
             LedgerError: If the ledger cannot be written.
         """
         assert self._header is not None, "begin() comes first"
+        if Watched.watch is not None:
+            Watched.watch.mark(moment, epoch, step)
+        # Probes of the batches before come first: readers rely on the order of a training.
+        self.probes.save_state(StatePoint(epoch, step, moment))
+        self.ranks.raise_on_all(self.probes.close if moment == "final" else self.probes.flush)
+        snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
+        complete_snapshot(snapshot, self.ranks)
+        digests = self._describe(moment, epoch, step, snapshot, scalars)
         # The ledger is written before anything is raised, so that it has the record that differs.
-        digests = self._take(moment, epoch, step, scalars, verify)
         found = self.ranks.raise_on_all(lambda: self._write(digests))
         if self._check is not None and moment == "epoch":
             self._tell_ranks(self._problem_since or self._check.compare(digests, digests.groups))
@@ -427,26 +434,8 @@ class Run:
         with suppress(Exception):
             self.probes.flush()
             digests = self._describe(EXCEPTION, epoch, step, self._read())
-            self.digest = digests.totals["weights"]
             for error in self._write(digests):
                 warnings.warn(str(error), stacklevel=2)
-
-    def _take(
-        self,
-        moment: str,
-        epoch: int,
-        step: int,
-        scalars: Mapping[str, str],
-        verify: Callable[[], None] | None,
-    ) -> Digests:
-        if Watched.watch is not None:
-            Watched.watch.mark(moment, epoch, step)
-        # Probes of the batches before come first: readers rely on the order of a training.
-        self.probes.save_state(StatePoint(epoch, step, moment))
-        self.ranks.raise_on_all(self.probes.close if moment == "final" else self.probes.flush)
-        snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
-        complete_snapshot(snapshot, self.ranks)
-        return self._describe(moment, epoch, step, snapshot, scalars)
 
     def _describe(
         self,
@@ -513,10 +502,10 @@ class Run:
         if self._problem is not None:
             raise self._problem
         self._writer.write(digests)
-        difference = None if self._reference is None else self._reference.check(digests)
-        if difference is None or self._reference is None:
+        reference = self._reference
+        if reference is None or (difference := reference.check(digests)) is None:
             return []
-        return [self._reference.drift_error(difference)]
+        return [reference.drift_error(difference)]
 
     def _compare_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
         """Return the errors that all ranks raise, the same on every rank."""
