@@ -119,6 +119,25 @@ def test_a_tensor_that_a_file_lacks_does_not_differ(saved, verify, tmp_path, ren
     assert text.splitlines()[0].endswith(f"/weights.pt; it has no tensor named {said}")
 
 
+@pytest.mark.parametrize("key", ["model", "ema", None])
+def test_the_table_of_a_file_with_the_recorded_names_is_searched(saved, verify, tmp_path, key):
+    """With two of them, nothing tells which one counts; a Trainer loads one of its own."""
+    ledger, checkpoint = saved["epoch"]
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    other = {name: own + 1 for name, own in weights.items()}
+    tables = {"model": weights, "ema": other, "state_dict": {"encoder.weight": torch.ones(1)}}
+    if key is None:
+        torch.save(tables, tmp_path / "both.pt")
+        status, text = verify(tmp_path / "both.pt", ledger)
+        assert (status, "in 'model' and 'ema', and" in text) == (2, True)
+        tables = {"ema": other, "state_dict": weights, "pytorch-lightning_version": "2.6.0"}
+    else:
+        tables[key] = {name: own for name, own in weights.items() if key == "model"}
+        tables = {name: own for name, own in tables.items() if name in (key, "state_dict")}
+    torch.save(tables, tmp_path / "one.pt")
+    assert verify(tmp_path / "one.pt", ledger)[0] == (key == "ema")
+
+
 def test_json_holds_the_facts(saved, verify):
     ledger, checkpoint = saved["epoch"]
     found = json.loads(verify("--json", checkpoint)[1])

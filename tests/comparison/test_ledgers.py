@@ -180,21 +180,51 @@ def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
 @pytest.mark.parametrize("batches", [0, 4])
 @pytest.mark.parametrize("loss", ["0x1.0000000000000p+0", "0x1.0000000000000p+1"])
 def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss, batches):
-    """The run has its record after that of the epoch, and the segment at its end."""
+    """The run compares it after the epoch, and the segment at its end."""
     folders = []
     for value, stop in (("0x1.0000000000000p+0", 4), (loss, 2)):
-        probes = make_probes([("loss", "")], [(step,) for step in range(min(batches, stop))])
+        probes = [*make_probes([("loss", "")], [(step,) for step in range(min(batches, stop))])]
         states = [StepDigests(epoch=0, step=s, totals={}, entries={}) for s in range(1, stop + 1)]
         seen = Evaluation(
             name="validate", epoch=0, step=1, batches=1, scalars={"loss": value}, outputs="0" * 32
         )
         end = [make_weights("epoch", 0, {"w": "0" * 32}, step=4)] if stop == 4 else []
         own = {} if end else {"program": {SEGMENT: "until 2"}, "end": "stopped"}
-        records = [make_facts(), *probes, *states, *end, seen]
+        records = [make_facts(), *probes[:2], states[0], seen, *probes[2:], *states[1:], *end]
         folders.append(write_rank(create_ledger_folder(tmp_path), records, **own))
     found = compare(*folders)
     assert found.verdict == ("equal" if loss == "0x1.0000000000000p+0" else "different"), found
     assert compare(*folders[::-1]).verdict == found.verdict
+
+
+def test_a_probe_of_a_value_that_cannot_be_read_is_named(tmp_path):
+    folders = []
+    for problem in ("input a: of type Lock", "input a: of type Lock at 0x1"):
+        layout, batch = make_probes([("input", "a")], [(1,)])
+        records = [make_facts(), layout, batch | {"problem": problem}]
+        folders.append(write_rank(create_ledger_folder(tmp_path), records))
+    (found,) = compare(*folders).ranks
+    assert (found.verdict, found.divergence) == ("equal", None)
+    assert found.undigested == "batch 0 of epoch 0 (step 0): input a: of type Lock"
+
+
+@pytest.mark.parametrize(("weight", "kind"), [("1", "evaluation"), ("2", "weights")])
+def test_weights_that_differ_after_a_validation_are_its_cause(tmp_path, weight, kind):
+    """No record before it has the weights that it evaluates."""
+    folders = []
+    for value, digit in ((1.0, "1"), (1.5, weight)):
+        seen = Evaluation(
+            name="validate",
+            epoch=0,
+            step=1,
+            batches=1,
+            outputs="0" * 32,
+            scalars={"loss": value.hex()},
+        )
+        records = [make_facts(), seen, make_weights("epoch", 0, {"w": digit * 32}, step=4)]
+        folders.append(write_rank(create_ledger_folder(tmp_path), records))
+    found = compare(*folders)
+    assert (found.first.kind, found.logged) == (kind, None)
 
 
 PART = {"program": {SEGMENT: "until epoch 2"}}
@@ -351,7 +381,7 @@ def test_what_differs_at_most(runs, changes, extent):
             records[end]["scalars"] |= scalars
             logged = {"step": records[end]["step"], "scalars": scalars}
             entry = Evaluation(name="fit", epoch=0, batches=2, outputs=output * 32, **logged)
-            records.insert(end + 1, entry.as_record())
+            records.insert(end, entry.as_record())
             final = next(r for r in records if r.get("moment") == "final")
             final["totals"]["weights"] = weight * 32
 

@@ -2,6 +2,8 @@
 
 import json
 from collections import deque
+from datetime import date
+from threading import Lock
 
 import pytest
 import torch
@@ -98,14 +100,14 @@ def test_what_counts_by_its_type_is_named():
     """Otherwise equal digests would say that it is equal."""
     loop = []
     loop.append(loop)
-    taken = take_state({"a": [nn.Linear(1, 1)], "b": loop, "c": deque([object()]), "d": 1})
+    taken = take_state({"a": [nn.Linear(1, 1)], "b": loop, "c": deque([Lock()]), "d": 1})
     head = "optimizers 0.history.weight: value"
     assert [reason.partition(", ")[0] for reason in taken.undigested] == [
         f"{head}['a'][0] is of type torch.nn.modules.linear.Linear",
         f"{head}['b'][0] is value['b'] itself: a value that holds itself has no digest.",
-        f"{head}['c'][0] is of type builtins.object",
+        f"{head}['c'][0] is of type _thread.lock",
     ]
-    assert not take_state(deque([1.0])).undigested
+    assert not take_state(deque([1.0, object(), date(2026, 1, 1)])).undigested
 
 
 def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():

@@ -95,8 +95,8 @@ def test_records_come_in_the_order_of_what_they_tell(fit):
     kinds = [json.loads(line)["kind"] for line in ledger.files[0].read_text().splitlines()]
     assert [kind for kind, _ in groupby(kinds)] == [
         *("header", "run", "digests", "layout"),
-        *("probes", "digests", "evaluation"),
-        *("probes", "digests", "evaluation", "digests", "end"),
+        *("probes", "evaluation", "digests"),
+        *("probes", "evaluation", "digests", "end"),
     ]
     epochs = [epoch for epoch, *_ in list_batches(ledger)]
     assert epochs == sorted(epochs)

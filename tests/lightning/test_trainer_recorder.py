@@ -342,6 +342,9 @@ def test_outputs_without_a_digest_are_said_and_stop_nothing(tmp_path):
     class Result:
         """Of the user's own."""
 
+        def __reduce__(self):
+            raise TypeError
+
     def predict(number):
         model = make_model(predict_step=lambda *_: [Result(), torch.full((2,), number)])
         return evaluations(evaluate("predict", tmp_path, model))[0]

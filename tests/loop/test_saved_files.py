@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import tempfile
+from datetime import date
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -132,6 +133,7 @@ class Wide(nn.Linear):
         (lambda x: {torch.full((1,), x): 1, "b": 2}, "#0"),
         (lambda x: [torch.full((1,), x).untyped_storage()], "0"),
         (lambda x: [partial(print, torch.full((1,), x))], "0.state.1.0"),
+        (lambda x: {"days": {date.fromordinal(int(x))}}, "days"),
         (lambda x: torch.quantize_per_tensor(torch.ones(2), x, 0, torch.qint8), "value"),
     ],
 )

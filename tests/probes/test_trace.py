@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
+from threading import Lock
 
 import pytest
 import torch
@@ -102,15 +103,48 @@ def test_digests_are_those_of_the_moment_whatever_the_values_are():
             ("input", "a", x),
             lambda _: x.add_(1),
             ("batch", "b", {"x": x, "text": "a", "no": None}),
-            ("output", "c", [meta, object()]),
+            ("output", "c", [meta, Lock()]),
             lambda probes: probes.add_leaves("weight", [("d", X), ("e", meta)]),
         ]
     )
     names = [place[1] for place in records[0]["places"]]
     assert names == ["a", "b:x", "b:text", "b:no", "c:0", "c:1", "d", "e"]
     of_type = digest_value(torch.Tensor)
-    others = [digest_value("a"), digest_value(None), of_type, digest_value(object)]
+    others = [digest_value("a"), digest_value(None), of_type, digest_value(type(Lock()))]
     assert hexed(records[1]) == "".join([before, after, *others, digest(X), of_type])
+    assert records[1]["problem"].startswith("output c:0: ")
+
+
+class Cache:
+    """An object of a program, with a tensor."""
+
+    def __init__(self, value, other=None):
+        self.keys, self.other = value, other
+
+
+def test_an_object_counts_by_what_pickle_would_save_of_it():
+    def take(*made):
+        return write_batches(*([("input", "a", value)] for value in made))[1:]
+
+    one, same, other = take(Cache(X), Cache(X.clone()), Cache(X + 1))
+    assert one["digests"] == same["digests"] != other["digests"]
+    assert "problem" not in one
+    # Beside what cannot be read, and within what holds itself.
+    loop = Cache(X)
+    loop.other = {"parent": loop}
+    (locked, other), (looped,) = take(Cache(X, Lock()), Cache(X + 1, Lock())), take(loop)
+    assert locked["digests"] != other["digests"]
+    problem = "input a: value['other'] is of type _thread.lock, whose bytes are not defined."
+    assert locked["problem"].startswith(problem)
+    assert "value that holds itself" in looped["problem"]
+
+
+def test_objects_that_hold_each_other_many_times_are_read_a_limited_number_of_times():
+    value = Cache(X)
+    for _ in range(64):
+        value = Cache(value, value)
+    (_, record) = write_batches([("input", "a", value)])
+    assert "Cache, whose bytes are not defined" in record["problem"]
 
 
 def test_a_batch_with_many_places_is_written_in_parts():

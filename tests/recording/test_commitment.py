@@ -7,7 +7,8 @@ import sys
 from importlib.util import cache_from_source
 from pathlib import Path
 from py_compile import PycInvalidationMode
-from types import ModuleType
+from threading import Lock
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,16 @@ def test_files_that_the_command_names_count_if_they_stay(program, tmp_path):
     found = find_sources(before)
     assert found.named == {"config.yaml": hashlib.sha256(b"a: 1").hexdigest()}
     assert found.gaps["file log"] == "the run has changed it"
+
+
+def test_a_file_that_is_named_and_loaded_is_not_called_changed(program):
+    """As of a launcher whose command names the script."""
+    file, name = program
+    name("own.py")
+    before = find_sources()
+    assert "file own.py" not in find_sources(before).gaps
+    file.write_text("x = 2\n")
+    assert find_sources(before).gaps["file own.py"] == "the run has changed it"
 
 
 def test_the_place_of_a_module_and_not_its_name_says_whose_it_is(program, tmp_path, monkeypatch):
@@ -173,15 +184,18 @@ def test_a_batch_is_hashed_with_its_names_and_says_what_has_no_bytes():
     swapped = ({"image": one, "mask": two}, {"mask": one, "image": two})
     assert len({chain_batch("", batch, unhashed) for batch in swapped}) == 2
     assert not unhashed
-    chain_batch("", {"image": one, "a": iter([1])}, unhashed)
-    assert unhashed == {"builtins.list_iterator"}
-    known = "it has no defined bytes"
-    assert find_sources(None, unhashed).gaps["data of type builtins.list_iterator"] == known
+    images = (SimpleNamespace(pixels=value) for value in (one, two))
+    assert len({chain_batch("", {"image": image}, unhashed) for image in images}) == 2
+    assert not unhashed
+    chain_batch("", {"image": one, "a": (number for number in [1])}, unhashed)
+    assert unhashed == {"builtins.generator"}
+    known = "not all of it can be read"
+    assert find_sources(None, unhashed).gaps["value of type builtins.generator"] == known
 
 
 def test_the_buffers_of_a_state_dict_are_weights():
     def hash_weights(model):
-        return hash_state(Training(model), "")["weights_sha256"]
+        return hash_state(Training(model), "", set())["weights_sha256"]
 
     model = torch.nn.BatchNorm1d(2)
     before = hash_weights(model)
@@ -210,7 +224,11 @@ def test_types_shapes_and_bits_count():
 
 
 def test_of_an_object_without_bytes_the_type_counts():
-    assert hash_values([object()]) == hash_values([object()]) != hash_values([lambda: 0])
+    unhashed, meta = set(), torch.ones(1, device="meta")
+    same = hash_values([Lock()], unhashed), hash_values([Lock()]), hash_values([type(Lock())])
+    assert len({*same}) == 1 != len({same[0], hash_values([lambda: 0])})
+    assert hash_values([meta], unhashed) == hash_values([meta])
+    assert unhashed == {"_thread.lock", "torch.Tensor"}
 
 
 def test_values_by_name_are_hashed_on_threads_in_any_order(monkeypatch):

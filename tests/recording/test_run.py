@@ -164,15 +164,15 @@ def test_a_closed_run_takes_nothing_and_an_open_one_is_pickled_as_closed(tmp_pat
     assert (closed.is_open, closed.compares, closed.ledger_position) == (False, False, None)
     closed.append({"kind": "ignored while no ledger is open"})
     run, _ = make_run(tmp_path, Ranks(0))
-    run.held.append(NOTE | {"batches": 1})
+    run.append(NOTE | {"batches": 1})
     run.record("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))
     run.record("final", epoch=0, step=1)
-    assert (run.is_open, checks, run.held) == (True, ["called"], [])
+    assert (run.is_open, checks) == (True, ["called"])
     assert not pickle.loads(pickle.dumps(run)).is_open  # noqa: S301 - our own
     for _ in range(2):
         run.end(End(status="finished"))
     assert not run.is_open
-    _, _, note, final, end = read_ledger(tmp_path).records(0)
+    _, note, _, final, end = read_ledger(tmp_path).records(0)
     assert (note.name, end.status, final.totals["weights"]) == ("a", "finished", run.digest)
 
 

@@ -280,20 +280,26 @@ class DigestQueue:
     def add_value(self, value: object, note: Note | None = None) -> None:
         """Read the tensors of a nested value and append its digest, that of ``digest_value``.
 
-        ``note`` is called with the reason for each part without defined bytes, which then counts by
-        its type; None raises an error instead.
+        ``note`` is as of ``encode``.
 
         Raises:
             DigestError: As ``digest_value``; then nothing is appended.
         """
         self._append(partial(self._plan_value, note=note), [value])
 
-    def add_leaves(self, leaves: Iterable[object]) -> None:
+    def add_leaves(
+        self, leaves: Iterable[object], note: Callable[[int, str], object] | None = None
+    ) -> None:
         """Read tensors and other values, in one launch on each CUDA device.
 
-        Of a part without defined bytes, the type is digested.
+        ``note`` is called with the number of each leaf that cannot be read as a whole, and why; see
+        ``encode``. Without it, the type of each part without defined bytes is digested.
         """
-        self._append(self._plan_leaf, leaves)
+
+        def plan(numbered: tuple[int, object], dense: list[DenseTensor]) -> _Recipe:
+            return self._plan_leaf(numbered[1], dense, note and partial(note, numbered[0]))
+
+        self._append(plan, enumerate(leaves))
 
     def _append(
         self, plan: Callable[[Any, list[DenseTensor]], _Recipe], values: Iterable[object]
@@ -319,10 +325,11 @@ class DigestQueue:
     ) -> _Recipe:
         return self._plan_pieces([_VALUE, *encode(value, note)], dense, note)
 
-    def _plan_leaf(self, leaf: object, dense: list[DenseTensor]) -> _Recipe:
+    def _plan_leaf(self, leaf: object, dense: list[DenseTensor], note: Note | None) -> _Recipe:
         if isinstance(leaf, torch.Tensor):
-            return cast(_Recipe, self._plan_pieces([leaf], dense, str)[0])
-        return self._plan_value(leaf, dense, str)
+            return cast(_Recipe, self._plan_pieces([leaf], dense, note or str)[0])
+        encoded = encode(leaf, note or str, enters=note is not None)
+        return self._plan_pieces([_VALUE, *encoded], dense, note or str)
 
     def _plan_pieces(
         self, pieces: Iterable[Piece], dense: list[DenseTensor], note: Note | None = None

@@ -3,12 +3,14 @@
 Equal bytes mean equal values of equal types.
 """
 
+import copyreg
 import functools
 import struct
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import itemgetter
@@ -25,23 +27,26 @@ from lightning_d9m.errors import DigestError
 # that no two values share an encoding.
 Piece = bytes | torch.Tensor
 Note = Callable[[str], object]
+# In one value: objects that hold each other may be reached by any number of ways.
+_MOST_OBJECTS = 10_000
 # NumPy's kinds with bytes of fixed meaning: bool, integers, floats, complex, dates, text.
 _NUMPY_KINDS = frozenset("biufcmMSU")
 
 
-def encode(value: object, note: Note | None = None) -> list[Piece]:
+def encode(value: object, note: Note | None = None, *, enters: bool = True) -> list[Piece]:
     """Encode a value; its tensors remain among the bytes.
 
     Args:
         value: The value.
-        note: Called with the reason for each part whose bytes are not defined; the part then counts
-            by its type. None to raise an error instead.
+        note: Called with the reason for each part that cannot be read; the part then counts by its
+            type. None to raise an error for each part whose bytes are not defined.
+        enters: Whether such a part counts by what pickle would save of it, if there is a ``note``.
 
     Raises:
         DigestError: The value holds itself, or something whose bytes are not defined, and there is
             no ``note``. The message says where in the value.
     """
-    encoder = _Encoder(note)
+    encoder = _Encoder(note, enters=enters)
     try:
         encoder.encode(value, "value")
     except RecursionError as error:
@@ -97,9 +102,10 @@ def _encode_scalar(value: object) -> bytes | None:
 class _Encoder:
     """Encodes a value and its parts, one after the other, to ``out``."""
 
-    def __init__(self, note: Note | None) -> None:
+    def __init__(self, note: Note | None, *, enters: bool) -> None:
         self.out: list[Piece] = []
         self._note = note
+        self._objects_left = _MOST_OBJECTS if enters and note is not None else 0
         self._above: dict[int, str] = {}  # the containers around the part, and where they are
 
     def encode(self, value: object, where: str) -> None:
@@ -134,7 +140,11 @@ class _Encoder:
                 f"{where} is a NumPy {type(value).__name__} of dtype {value.dtype}, whose bytes "
                 "are not defined. Pass its fields, or its elements as a list."
             )
-            self._encode_type(value, error)
+            # The elements of others have bytes that nothing sets.
+            if type(value) is np.ndarray and value.dtype.kind == "O":
+                self._encode_object(value, where, error)
+            else:
+                self._encode_type(value, error)
             return
         shape = ",".join(map(str, value.shape))
         head = f"{value.dtype.str} [{shape}]\n".encode()
@@ -166,12 +176,27 @@ class _Encoder:
                 f"{where} is of type {_name(type(value))}, whose bytes are not defined. Pass its "
                 "state as numbers, strings, tensors, and dicts, lists or dataclasses of them."
             )
+            self._encode_object(value, where, error)
+
+    def _encode_object(self, value: object, where: str, error: DigestError) -> None:
+        """Encode what pickle would save of a part without defined bytes, else its type."""
+        saved: Any = None
+        # A module leads to all that a program has, and the ledger has its weights.
+        if self._objects_left and not isinstance(value, nn.Module):
+            self._objects_left -= 1
+            with suppress(Exception):  # whatever an object raises, or pickle if it refuses
+                saved = read_saved(value)
+        if saved is None:
             self._encode_type(value, error)
+            return
+        self.out.append(b"J")
+        for part in saved:
+            self.encode(part, where)
 
     def _encode_key(self, key: object, where: str) -> bytes:
         if type(key) is str:  # nearly all, as those of an optimizer's settings in each epoch
             return _encode_text(key)
-        inner = _Encoder(self._note)
+        inner = _Encoder(self._note, enters=self._objects_left > 0)
         inner.encode(key, f"a key of {where}")
         if any(isinstance(piece, torch.Tensor) for piece in inner.out):
             inner.out.clear()
@@ -181,6 +206,21 @@ class _Encoder:
             )
             inner._encode_type(key, error)
         return b"".join(cast(list[bytes], inner.out))
+
+
+def read_saved(value: object) -> tuple[Any, Any, Any, list[Any], list[Any]]:
+    """Return what pickle would save of an object.
+
+    It is a function or a name, what is passed to it, a state, items, and entries.
+
+    Raises:
+        TypeError: If pickle refuses; or what the object raises.
+    """
+    reduce = copyreg.dispatch_table.get(type(value))
+    saved: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
+    parts = (saved,) if isinstance(saved, str) else saved
+    made, arguments, state, items, entries = (*parts, *[None] * 4)[:5]
+    return made, arguments, state, [*(items or ())], [*(entries or ())]
 
 
 def read_container(value: object) -> tuple[bytes, list[tuple[Any, Any]]] | None:

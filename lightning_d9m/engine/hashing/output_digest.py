@@ -15,8 +15,8 @@ class OutputDigest:
     """Digests the outputs of each batch, in order, without keeping them.
 
     The digest is XXH3-128 over one line for each batch: the number of its dataloader, its own
-    number, and the digest of its outputs. A batch with a value without defined bytes, which counts
-    by its type, is counted, and the first such problem is recorded.
+    number, and the digest of its outputs. A batch with a value that cannot be read, which counts by
+    its type, is counted, and the first such problem is recorded.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ class Snapshot:
         owners: By group and name, the shard of the parameter to which a value belongs of which
             only the ranks know that hold a part of the parameter.
         scattered: Tensors whose elements are not in order on any rank, by group and name.
-        undigested: What counts by its type alone, because its bytes are not defined, and why.
+        undigested: What counts by its type alone, because it cannot be read, and why.
     """
 
     groups: Groups = field(default_factory=lambda: {group: {} for group in _GROUPS})

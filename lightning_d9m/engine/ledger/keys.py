@@ -55,8 +55,8 @@ def record_place(record: Item, previous: LedgerPosition) -> LedgerPosition:
     if isinstance(record, End):
         return (_LAST, 1, 0)
     if isinstance(record, Evaluation):
-        # It waits for the next digests. A segment that ends before them has it earlier in its file
-        # than a run that trains on, and both need one place, so that they are paired.
+        # It is compared after the next digests. A segment that ends before them has it earlier than
+        # a run that trains on, and both need one place, so that they are paired.
         return max(previous, (record.epoch, 2, 0))
     if isinstance(record, Batch | StepDigests):
         # The last one has the step after it; the others have the step before it.

@@ -50,16 +50,21 @@ class Trace:
     Attributes:
         queue: The digests.
         places: Kind, name and call of each place.
+        problem: The first place whose value cannot be read as a whole, and why; None without one.
     """
 
     def __init__(self) -> None:
         self.queue = DigestQueue()
         self.places: list[ProbeKey] = []
+        self.problem: str | None = None
         self._calls: dict[tuple[str, str], int] = {}
 
     def add_leaves(self, kind: str, leaves: Leaves) -> None:
         """Take values, in one launch for each device."""
-        self.queue.add_leaves(leaf for _, leaf in leaves)
+        reasons: dict[int, str] = {}
+        self.queue.add_leaves((leaf for _, leaf in leaves), reasons.setdefault)
+        for number, reason in reasons.items() if self.problem is None else ():
+            self.problem = self.problem or f"{kind} {leaves[number][0]}: {reason}"
         for name, _ in leaves:
             key = (kind, name[:_LONGEST_NAME])
             call = self._calls.get(key, 0)
@@ -172,6 +177,7 @@ class ProbeCollector:
                     batch=moment.batch,
                     layout=self._layouts[sequence],
                     digests=digests[DIGEST_BYTES * start : DIGEST_BYTES * stop],
+                    problem=trace.problem,
                 )
                 self._write(record)
 

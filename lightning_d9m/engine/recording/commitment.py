@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from lightning_d9m.engine.hashing.digest import DenseTensor, flatten_tensor
+from lightning_d9m.engine.hashing.digest import DenseTensor, flatten_tensor, locate
 from lightning_d9m.engine.hashing.files import hash_file
-from lightning_d9m.engine.hashing.nested_values import Piece, encode, list_pytree_leaves
+from lightning_d9m.engine.hashing.nested_values import Note, Piece, encode, list_pytree_leaves
 from lightning_d9m.engine.hashing.threads import map_on_threads
 from lightning_d9m.engine.hashing.training_state import ModelTensors, list_state, plain_name
 from lightning_d9m.engine.ledger.format.records import DIGEST_DIGITS, Sources
@@ -38,20 +38,23 @@ _MOST_BYTES = 2**28
 def chain_batch(before: str, batch: object, unhashed: set[str]) -> str:
     """Return the hash of all batches so far, 64 hex digits, given that of those before.
 
-    ``unhashed`` gets the names of types whose values have no defined bytes.
+    ``unhashed`` gets the names of types of which a value cannot be read.
     """
     # With paths, as an image and a mask that are swapped are other data.
     return hash_values(chain([before], *list_pytree_leaves(batch)), unhashed)
 
 
-def hash_state(training: Training, data: str) -> dict[str, str]:
-    """Return the totals that a record gets: of this rank's data so far, weights and other state."""
+def hash_state(training: Training, data: str, unhashed: set[str]) -> dict[str, str]:
+    """Return the totals that a record gets: of this rank's data so far, weights and other state.
+
+    ``unhashed`` is as of ``chain_batch``.
+    """
     # All that a state dict has, so that nothing in a file of weights is left to chance.
     saved = ModelTensors(training.model).list_saved()
     weights = {plain_name(name): tensor for name, tensor in saved}
     listed = list_state(training.model, training.list_optimizers(), training.list_schedulers())
     state = {(group, name): value for group, name, value in listed if group != "weights"}
-    found = (data or hash_values(()), hash_named(weights), hash_named(state))
+    found = (data or hash_values(()), hash_named(weights, unhashed), hash_named(state, unhashed))
     return {name: text[:DIGEST_DIGITS] for name, text in zip(COMMITTED, found, strict=True)}
 
 
@@ -59,7 +62,7 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
     """Return the files of the program, those that its command names, and what else is loaded.
 
     Files that were edited since the run began count as they were ``before``, and those that the
-    command names if they are the same. ``unhashed`` is what ``chain_batch`` has noted.
+    command names if they are the same. ``unhashed`` is what ``hash_values`` has noted.
     """
     start, script = _find_start()
     # All is below the root, in which containers begin, and packages may be anywhere.
@@ -86,13 +89,16 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
             used.add(_find_package(root, inner) or path.removeprefix(root))
         else:
             gaps[f"module {name}"] = "its code is in no file of a folder of sys.path"
-    gaps |= dict.fromkeys((f"data of type {own}" for own in unhashed), "it has no defined bytes")
+    gaps |= dict.fromkeys((f"value of type {own}" for own in unhashed), "not all of it can be read")
     named = _hash_named_files(start)
     if before is not None:
-        program = {**program, **before.program}
-        changed = {own for own, _ in named.items() ^ before.named.items()}
+        # One that is loaded, too, was in the program.
+        loaded = {own: text for own, text in before.program.items() if own in named}
+        known = {**before.named, **loaded}
+        changed = {own for own, _ in named.items() ^ known.items()}
         gaps |= dict.fromkeys((f"file {own}" for own in changed), "the run has changed it")
-        named = dict(named.items() & before.named.items())
+        program = {**program, **before.program}
+        named = dict(named.items() & known.items())
     return Sources(
         program=program,
         named={own: text for own, text in named.items() if own not in program},
@@ -194,40 +200,46 @@ def list_packages(_path: tuple[str, ...]) -> dict[str, str]:
 # XXH3 finds accidents at the speed of memory, and an attacker can make two tensors with one XXH3.
 # SHA-256 takes about twenty times as long, so it is for runs that are recorded for a proof.
 def hash_values(values: Iterable[object], unhashed: set[str] | None = None) -> str:
-    """Return the SHA-256, as 64 hex digits, of what ``digest_value`` takes, in order.
+    """Return the SHA-256, as 64 hex digits, of what ``encode`` reads of values, in order.
 
     Types, shapes, dtypes and all bytes count. Tensors are copied to the host one after the other;
-    of a sharded one the part of this rank counts, and of an object without defined bytes its type,
-    whose name ``unhashed`` gets.
+    of a sharded one the part of this rank counts. ``unhashed`` gets the name of the type of a value
+    that cannot be read as a whole.
     """
     hasher = sha256()
     # As in digest.py: no subclass of a tensor interferes.
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
         for value in values:
-            try:
-                _update(hasher, encode(value))
-            except DigestError:
-                _update(hasher, encode(type(value)))
-                if unhashed is not None:
-                    unhashed.add(f"{type(value).__module__}.{type(value).__qualname__}")
+            reasons: list[str] = []
+            _update(hasher, encode(value, reasons.append), reasons.append)
+            if reasons and unhashed is not None:
+                unhashed.add(f"{type(value).__module__}.{type(value).__qualname__}")
     return hasher.hexdigest()
 
 
-def hash_named(values: Mapping[Any, object]) -> str:
+def hash_named(values: Mapping[Any, object], unhashed: set[str] | None = None) -> str:
     """Return the SHA-256 of values by name, in any order, on as many threads as torch uses."""
-    found = map_on_threads(lambda own: hash_values([own]), values.values(), torch.get_num_threads())
+    found = map_on_threads(
+        lambda own: hash_values([own], unhashed), values.values(), torch.get_num_threads()
+    )
     return hash_values([dict(zip(values, found, strict=True))])
 
 
-def _update(hasher: Any, pieces: Iterable[Piece]) -> None:
+def _update(hasher: Any, pieces: Iterable[Piece], note: Note) -> None:
     for piece in pieces:
         if isinstance(piece, bytes):
             hasher.update(piece)
             continue
-        flat = flatten_tensor(piece)
+        try:
+            flat = flatten_tensor(piece)
+            if isinstance(flat, DenseTensor):
+                locate(flat.data)  # raises for one without memory
+        except DigestError as error:
+            note(str(error))
+            flat = encode(type(piece))
         if isinstance(flat, DenseTensor):
             hasher.update(flat.header)  # with the shape, so that the size of what follows is known
             data = flat.data.detach().resolve_conj().resolve_neg().cpu().contiguous()
             hasher.update(data.reshape(-1).view(torch.uint8).numpy().data)
         else:
-            _update(hasher, flat)
+            _update(hasher, flat, note)

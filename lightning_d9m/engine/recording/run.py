@@ -6,7 +6,7 @@ Ranks communicate through ``Ranks``, so tests need no processes.
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
@@ -53,7 +53,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Record,
     Resume,
     RunFacts,
-    parse_record,
 )
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.ledger.kinds import EXCEPTION, FINAL, FOLLOWED_STEPS
@@ -146,8 +145,6 @@ class Run:
         probes: The probes of the open ledger.
         loss: The last loss, on its device; None without one.
         data: The hash of all batches so far, if the run commits to them; see ``commitment``.
-        held: Records that wait for the next digests, after which they are written. If both differ,
-            the weights are then reported first: they usually cause the difference.
         digest: The digest of the weights that were digested last; None before the first.
         folder: The folder of the ledger that was opened last; None before.
         stop: The global step at which the run stops, if it is a segment; else None. The states
@@ -163,7 +160,6 @@ class Run:
         self.folder: Path | None = None
         self.stop: int | None = None
         self._reached = (0, 0)  # the epoch and step of the last state, which the end has, too
-        self.held: list[Record] = []
         self._parent: Resume | None = None
         self._report: Callable[[str], None] = warnings.warn
         self._forget()
@@ -187,13 +183,13 @@ class Run:
         self.data = ""
         self._commitment: Any = None  # the module, if the run commits to what it does
         self._sources: Any = None  # the program as the run began
-        self._unhashed = set[str]()  # types in its batches that have no hash
+        self._unhashed = set[str]()  # types of which it has not read all
         self.probes = Probes()
 
     # A callback is copied (by a tuner) and pickled (by a launcher that spawns). A copy has no open
     # ledger: two processes must not write one file.
-    def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions]]:
-        return Run, (self._given,)
+    def __reduce__(self) -> tuple[type["Run"], tuple[RunOptions], dict[str, Any]]:
+        return Run, (self._given,), {"folder": self.folder, "digest": self.digest}
 
     @property
     def is_open(self) -> bool:
@@ -226,8 +222,7 @@ class Run:
             return
         what = "the first value that is not finite" if step is None else f"step {step}"
         where = "--first-nonfinite" if step is None else step
-        path = os.path.relpath(folder)
-        path = quote(str(folder) if path.startswith("..") else path)
+        path = quote(shorten_path(folder))
         _log.warning("To return to %s: d9m goto %s %s -- %s", what, where, path, command)
 
     @property
@@ -251,17 +246,14 @@ class Run:
         parent: Resume,
         loss: str | None,
         report: Callable[[str], None],
-        held: Iterable[Mapping[str, Json]] = (),
         data: str = "",
     ) -> None:
         """Let the ledger that ``begin`` opens next continue another one.
 
-        ``loss``, ``data`` and ``held`` are the ``loss_text``, the ``data`` and the waiting records
-        of that run. ``report`` is called with the difference, the same on all ranks, if this run
-        does not continue it.
+        ``loss`` and ``data`` are the ``loss_text`` and the ``data`` of that run. ``report`` is
+        called with the difference, the same on all ranks, if this run does not continue it.
         """
         self._parent, self._report, self.data = parent, report, data
-        self.held[:] = map(parse_record, held)
         if loss is not None:
             self.loss = torch.tensor(float.fromhex(loss), dtype=torch.float64, device="cpu")
 
@@ -271,13 +263,11 @@ class Run:
         training: Training,
         describe: "Callable[[], tuple[Header, RunFacts, ReplicatedState | None]]",
         make_folder: Callable[[], Path],
-        options: RunOptions | None = None,
     ) -> bool:
         """Open a ledger, write its header and the facts, and accept or refuse the reference.
 
         ``describe`` returns the header, the facts, and what must be equal on all ranks;
-        ``make_folder`` makes the ledger's folder, the same on all ranks. Options take the place of
-        the run's.
+        ``make_folder`` makes the ledger's folder, the same on all ranks.
 
         Returns:
             Whether the ledger is a new one, whose initial state should be recorded, and continues
@@ -289,17 +279,15 @@ class Run:
             StackDifferenceError: If the reference's stack differs, unless the options allow it.
         """
         parent, self._parent = self._parent, None
-        self.digest = None
         self._reached = (0, 0) if parent is None else (parent.epoch, parent.step)
         if parent is None:
             self.loss, self.data = None, ""
-            self.held.clear()
         self.ranks, self._training = ranks, training
         header, facts, replicated = ranks.raise_on_all(describe)
         if self.stop is not None:
             header = replace(header, program={**header.program, SEGMENT: f"until {self.stop}"})
-        self.folder = make_folder()
-        self._header, self._used_options = header, options or self.options
+        self.folder, self.digest = make_folder(), None
+        self._header = header
         if not ranks.is_alone and replicated is not None:
             from lightning_d9m.engine.recording.rank_agreement import RankAgreement
 
@@ -317,17 +305,17 @@ class Run:
         return parent is None
 
     def _open_probes(self) -> None:
-        used, rank = self._used_options, self.ranks.rank
-        if used.kinds:
+        options, rank = self.options, self.ranks.rank
+        if options.kinds:
             # Their 1,300 lines are loaded by runs that take values.
             from lightning_d9m.engine.probes.batch_probes import BatchProbes
 
             assert self.folder is not None, "begin() has made it"
-            self.probes = BatchProbes(used, self._training, self.folder, rank, self.append)
+            self.probes = BatchProbes(options, self._training, self.folder, rank, self.append)
 
     def _open(self, header: Header, facts: RunFacts, parent: Resume | None) -> None:
         assert self.folder is not None, "begin() has made it"
-        options = self._used_options
+        options = self.options
         if options.provable:  # loaded by runs that commit
             self._commitment = import_module("lightning_d9m.engine.recording.commitment")
             # Rank 0 writes them. Its error, as of a file that cannot be read, is raised on all.
@@ -412,20 +400,22 @@ class Run:
             LedgerError: If the ledger cannot be written.
         """
         assert self._header is not None, "begin() comes first"
-        # The ledger is written before anything is raised, so that it has the record that differs,
-        # and the evaluations that wait are written also if the training ends here.
-        digests = self._take(moment, epoch, step, scalars, verify)
-        found: list[DriftError] = []
-        try:
-            self.ranks.raise_on_all(lambda: found.extend(self._write(digests)))
-        finally:
-            self._write_held()
+        if Watched.watch is not None:
+            Watched.watch.mark(moment, epoch, step)
+        # Probes of the batches before come first: readers rely on the order of a training.
+        self.probes.save_state(StatePoint(epoch, step, moment))
+        self.ranks.raise_on_all(self.probes.close if moment == "final" else self.probes.flush)
+        snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
+        complete_snapshot(snapshot, self.ranks)
+        digests = self._describe(moment, epoch, step, snapshot, scalars)
+        # The ledger is written before anything is raised, so that it has the record that differs.
+        found = self.ranks.raise_on_all(lambda: self._write(digests))
         if self._check is not None and moment == "epoch":
             self._tell_ranks(self._problem_since or self._check.compare(digests, digests.groups))
         found += self._compare_ranks(digests, found)
         if not found:
             return 0
-        if self._used_options.on_drift == "raise":
+        if self.options.on_drift == "raise":
             raise found[0]
         for error in found:
             if self._header.rank in (0, error.rank):
@@ -444,26 +434,8 @@ class Run:
         with suppress(Exception):
             self.probes.flush()
             digests = self._describe(EXCEPTION, epoch, step, self._read())
-            self.digest = digests.totals["weights"]
             for error in self._write(digests):
                 warnings.warn(str(error), stacklevel=2)
-
-    def _take(
-        self,
-        moment: str,
-        epoch: int,
-        step: int,
-        scalars: Mapping[str, str],
-        verify: Callable[[], None] | None,
-    ) -> Digests:
-        if Watched.watch is not None:
-            Watched.watch.mark(moment, epoch, step)
-        # Probes of the batches before come first: readers rely on the order of a training.
-        self.probes.save_state(StatePoint(epoch, step, moment))
-        self.ranks.raise_on_all(self.probes.close if moment == "final" else self.probes.flush)
-        snapshot = self.ranks.raise_on_all(lambda: self._read(verify))
-        complete_snapshot(snapshot, self.ranks)
-        return self._describe(moment, epoch, step, snapshot, scalars)
 
     def _describe(
         self,
@@ -506,7 +478,8 @@ class Run:
 
     def _commit(self) -> dict[str, str]:
         commitment = self._commitment
-        return {} if commitment is None else commitment.hash_state(self._training, self.data)
+        given = self._training, self.data, self._unhashed
+        return {} if commitment is None else commitment.hash_state(*given)
 
     def _read(self, verify: Callable[[], None] | None = None, *, whole: bool = True) -> Snapshot:
         """Digest the state; unless ``whole``, this rank's shards are digested as tensors."""
@@ -529,10 +502,10 @@ class Run:
         if self._problem is not None:
             raise self._problem
         self._writer.write(digests)
-        difference = None if self._reference is None else self._reference.check(digests)
-        if difference is None or self._reference is None:
+        reference = self._reference
+        if reference is None or (difference := reference.check(digests)) is None:
             return []
-        return [self._reference.drift_error(difference)]
+        return [reference.drift_error(difference)]
 
     def _compare_ranks(self, digests: Digests, found: list[DriftError]) -> list[DriftError]:
         """Return the errors that all ranks raise, the same on every rank."""
@@ -556,13 +529,6 @@ class Run:
             errors.append(DriftError(text, **place, rank=drifted, count=rows[drifted][0]))
         drift = None if agreement is None else agreement.compare([row[1:] for row in rows], digests)
         return errors if drift is None else [*errors, drift]
-
-    def _write_held(self) -> None:
-        if self.held:
-            self.probes.flush()
-        for record in self.held:
-            self.append(record)
-        self.held.clear()
 
     def end_step(self, epoch: int, step: int) -> None:
         """Digest the state of this rank after a step, if it is one of those that are compared.
@@ -665,8 +631,6 @@ class Run:
             ):
                 self.log_return()
             with suppress(Exception) if failed else nullcontext():
-                if self.is_open:
-                    self._write_held()
                 self.probes.close()
                 if self._commitment is not None and self.ranks.rank == 0:
                     self.append(self._commitment.find_sources(self._sources, self._unhashed))
@@ -686,6 +650,12 @@ class Run:
             reference.close()
         elif reference is not None and (unchecked := reference.finish()) is not None:
             warnings.warn(unchecked, stacklevel=2)
+
+
+def shorten_path(folder: Path) -> str:
+    """Return a path from the working folder, if it is below that."""
+    path = os.path.relpath(folder)
+    return str(folder) if path.startswith("..") else path
 
 
 def share_new_folder(ranks: Ranks, create: Callable[[], Path] | None, advice: str = "") -> Path:

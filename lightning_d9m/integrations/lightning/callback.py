@@ -45,11 +45,7 @@ from lightning_d9m.engine.recording.run import RunOptions
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.lightning.resume.resumable_fit import ResumableFit
 from lightning_d9m.integrations.lightning.saved_state import record_saves
-from lightning_d9m.integrations.lightning.trainer_recorder import (
-    FitSummary,
-    TrainerRecorder,
-    describe_end,
-)
+from lightning_d9m.integrations.lightning.trainer_recorder import TrainerRecorder, describe_end
 from lightning_d9m.integrations.lightning.trainer_session import (
     TrainerSession,
     resolve_settings,
@@ -206,13 +202,12 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
     @property
     def ledger(self) -> Path | None:
         """The folder of the last fit's ledger, or of the last evaluation's if there was no fit."""
-        ledger = self._recorder.summary.ledger
-        return self._recorder.run.folder if ledger is None else Path(ledger)
+        return self._recorder.run.folder or self._recorder.evaluation.folder
 
     @property
     def digest(self) -> str | None:
         """The digest of the weights in that ledger's last record, 32 hex digits; None before."""
-        return self._recorder.summary.digest or self._recorder.run.digest
+        return self._recorder.run.digest or self._recorder.evaluation.digest
 
     # Lightning passes the module and more, of which each hook names what it uses.
 
@@ -293,9 +288,8 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         # After the last record, because rank 0 gathers the state now: other ranks may have exited
         # by the next save.
         self._fit.keep(ended=True)
-        session = self._open_session
         if self._shows_summary:
-            self._recorder.summary.log(trainer, session.fit, session.settings.seed)
+            self._recorder.log_summary(trainer, self._open_session)
 
     def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state that an exact resume needs, even after the fit has ended."""
@@ -377,20 +371,17 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             self._recorder.run.prepare()
 
     def _close(self, end: End) -> None:
-        try:
+        session, self._session = self._session, None
+        with ExitStack() as opened:
+            opened.callback(self.early_variables.restore)
+            # A segment that failed ends, and what saves then must not write either.
+            if self._recorder.run.stop is None or end.status != "failed":
+                opened.callback(self._saves.undo)
+            if session is not None:
+                opened.callback(session.close)
             # The ledger is closed while the session is still open, and its errors do not keep the
             # session from closing.
             self._recorder.end(end)
-        finally:
-            session, self._session = self._session, None
-            try:
-                if session is not None:
-                    session.close()
-            finally:
-                # A segment that failed ends, and what saves then must not write either.
-                if self._recorder.run.stop is None or end.status != "failed":
-                    self._saves.undo()
-                self.early_variables.restore()
 
 
 def _run_launched(
@@ -400,13 +391,13 @@ def _run_launched(
     run: Callable[..., object],
     *args: Any,
     **kwargs: Any,
-) -> tuple[object, int, FitSummary]:
+) -> tuple[object, int, TrainerRecorder]:
     """Run in a process that Lightning forks or spawns, as under ``ddp_spawn``.
 
     The process takes over the session and the number of fits of the one that started it.
 
     Returns:
-        The result, the number of fits, and what the process knows of its last fit.
+        The result, the number of fits, and what the process knows of its ledgers.
     """
     with session_inherited(session):
         try:
@@ -415,7 +406,7 @@ def _run_launched(
             # Lightning calls `on_exception` only in the process that started this one.
             callback.on_exception(trainer, trainer.lightning_module, error)
             raise
-        return result, capture_session().fits, callback._recorder.summary  # noqa: SLF001 - our own class
+        return result, capture_session().fits, callback._recorder  # noqa: SLF001 - our own class
 
 
 def _launch(
@@ -440,7 +431,7 @@ def _launch(
         first.early_variables.set()  # the processes must find them
         try:
             launched = start(partial(_run_launched, trainer, first, session, run))
-            result, fits, first._recorder.summary = launched  # noqa: SLF001 - our own class
+            result, fits, first._recorder = launched  # noqa: SLF001 - our own class
         finally:
             # The number of fits grew in the other processes only, and a second fit must not draw
             # the numbers of the first.

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,12 @@ from lightning_d9m.errors import CheckpointError, SettingError
 from lightning_d9m.integrations.strategies.strategies import is_sharded
 from lightning_d9m.integrations.trainer.lightning_private import wrap_resume_start
 from lightning_d9m.integrations.trainer.trainer_attributes import KEY, Trainer, ranks_of
-from lightning_d9m.text import describe_names, escape
+from lightning_d9m.text import describe_names, escape, quote
 
 CALLBACKS = "callbacks"
 """Lightning's key of the callbacks' states in a checkpoint."""
 
+_OF_TRAINER = "pytorch-lightning_version"  # a key of each checkpoint of a Trainer
 MANIFEST_KEY = "manifest"
 """The key within the state that is added last, when the checkpoint is written."""
 
@@ -131,15 +132,41 @@ def record_saves(trainer: Trainer, run: Run) -> AttributePatches:
     return patches
 
 
-def find_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a Trainer's checkpoint, or those of a file that has nothing else."""
-    weights = checkpoint
-    if not all(isinstance(value, Tensor) for value in checkpoint.values()):
-        # The first is of a sharded checkpoint that was written to one file.
-        keys = ("current_model_state", "state_dict", "model")
-        tables = (checkpoint.get(key) for key in keys)
-        weights = next((table for table in tables if isinstance(table, Mapping) and table), {})
-    return {plain_name(n): value for n, value in weights.items() if isinstance(value, Tensor)}
+def list_weights(checkpoint: Mapping[Any, Any]) -> dict[Any, dict[str, Tensor]]:
+    """Return the tables of tensors in a checkpoint by their keys; one that has nothing else is one.
+
+    A Trainer's checkpoint, or a sharded one that was written to one file, has one with the weights.
+    """
+    is_table = all(isinstance(value, Tensor) for value in checkpoint.values())
+    tables = {"": checkpoint} if is_table else checkpoint
+    named = {key: own.items() for key, own in tables.items() if isinstance(own, Mapping)}
+    found = {
+        key: {plain_name(str(name)): value for name, value in own if isinstance(value, Tensor)}
+        for key, own in named.items()
+    }
+    return {key: own for key, own in found.items() if own}
+
+
+def find_weights(checkpoint: Mapping[Any, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Return the table of a checkpoint that has the most of the names that a ledger records.
+
+    Raises:
+        SettingError: If several have, such as the weights and their average.
+    """
+    tables = list_weights(checkpoint)
+    counts = {key: len(own.keys() & {*names}) for key, own in tables.items()}
+    most = max(counts.values(), default=0)
+    keys = [key for key, count in counts.items() if count == most]
+    if most and len(keys) > 1 and _OF_TRAINER in checkpoint:
+        keys = [key for key in keys if key == "state_dict"] or keys  # which the Trainer loads
+    if most and len(keys) > 1:
+        listed = " and ".join(map(quote, map(str, keys)))
+        raise SettingError(
+            f"The checkpoint has tensors with the names of the weights in {listed}, and nothing "
+            "tells which of them the program loads. Save the one that it loads in a file without "
+            "the others."
+        )
+    return tables[keys[0]] if len(keys) == 1 else {}
 
 
 def load_checkpoint(path: Path, *, allow_objects: bool = False) -> dict[str, Any]:

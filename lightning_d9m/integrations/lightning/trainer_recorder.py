@@ -4,7 +4,6 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,12 @@ from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS, capture_compiler
 from lightning_d9m.engine.probes.training import ProbePoint, Recorded, Training
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.description import describe_training
-from lightning_d9m.engine.recording.run import Run, RunOptions, share_new_folder
+from lightning_d9m.engine.recording.run import (
+    Run,
+    RunOptions,
+    share_new_folder,
+    shorten_path,
+)
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.integrations.lightning.trainer_session import TrainerSession
 from lightning_d9m.integrations.trainer.lightning_private import is_compiled, list_loaders
@@ -59,32 +63,6 @@ _SECOND_FIT = (
 )
 
 
-@dataclass
-class FitSummary:
-    """The last fit in a few words.
-
-    The digest is that of the weights in the last record; the number of epochs that of those
-    recorded.
-    """
-
-    ledger: str | None = None
-    digest: str | None = None
-    epochs: int = 0
-
-    def log(self, trainer: Trainer, fit: int, seed: int) -> None:
-        """Log one line on rank 0."""
-        if self.ledger is None or self.digest is None:
-            return
-        if trainer.is_global_zero:
-            folder = os.path.relpath(self.ledger)
-            folder = self.ledger if folder.startswith("..") else folder
-            rank_zero().rank_zero_info(
-                f"d9m: {pluralize(self.epochs, 'epoch')} recorded, weights "
-                f"{cut_digests([self.digest])[0]}, ledger {escape(folder, _LONGEST)}"
-                + (_SECOND_FIT.format(seed=seed) if fit == 1 else "")
-            )
-
-
 RecordKind = Literal["initial", "epoch", "final"]
 
 
@@ -94,8 +72,8 @@ class TrainerRecorder:
     See ``make_ledger_folder`` for ``spare_cwd``.
 
     Attributes:
-        run: What writes the ledger.
-        summary: The last fit in a few words.
+        run: What writes the ledgers of fits.
+        evaluation: What writes those of evaluations outside a fit.
     """
 
     def __init__(
@@ -106,16 +84,20 @@ class TrainerRecorder:
         *,
         spare_cwd: bool = False,
     ) -> None:
-        self.run = Run(options)
+        self.run, self.evaluation = Run(options), Run(RunOptions())
         self._make_folder = partial(make_ledger_folder, ledger_dir=ledger_dir, spare_cwd=spare_cwd)
         self._ignored_metrics = tuple(ignored_metrics)
         self._outputs: OutputDigest | LogicalOutputDigest | None = None
-        self.summary = FitSummary()
-        self._epoch = 0
+        self._epoch = self._epochs = 0  # the last one, and the number that were recorded
         self._step: int | None = None  # of the batch that began last
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_outputs": None}
+
+    @property
+    def _open_run(self) -> Run:
+        """The evaluation, if it has the open ledger; else the run of fits."""
+        return self.evaluation if self.evaluation.is_open else self.run
 
     def begin(self, trainer: Trainer, session: TrainerSession) -> None:
         """Open the ledger of a fit and record the state that training starts from.
@@ -123,8 +105,7 @@ class TrainerRecorder:
         Raises:
             SettingError: If a switch has been changed since the run began.
         """
-        options, run = self.run.options, self.run
-        self._epoch, self._step = trainer.current_epoch, None
+        self._epoch, self._epochs, self._step = trainer.current_epoch, 0, None
 
         def wrap_steps(stack: ExitStack, recorded: Recorded) -> None:
             # The methods of the strategy: within them, operations are those of the program and not
@@ -140,18 +121,12 @@ class TrainerRecorder:
             wrap_steps,
             is_compiled=is_compiled(trainer.lightning_module),
         )
-        settings = options.as_record()
-
-        def make_folder() -> Path:
-            folder = self._make_folder(trainer, kind="fit")
-            self.summary = FitSummary(str(folder))
-            return folder
-
-        is_new = run.begin(
+        settings = self.run.options.as_record()
+        is_new = self.run.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, settings),
-            make_folder,
+            lambda: self._make_folder(trainer, kind="fit"),
         )
         # A resumed run continues its ledger, in which the state is recorded already.
         if is_new:
@@ -226,18 +201,15 @@ class TrainerRecorder:
             self._epoch = trainer.current_epoch
         self.reduce_loss(trainer)
         run = self.run
-        try:
-            differing = run.record(
-                moment,
-                epoch=self._epoch,
-                step=trainer.global_step,
-                scalars={} if moment == "initial" else self._logged_scalars(trainer),
-                # Other callbacks may have restored their switches at the end.
-                verify=None if moment == "final" else session.verify,
-            )
-        finally:
-            self.summary.digest = run.digest
-        self.summary.epochs += moment == "epoch"
+        differing = run.record(
+            moment,
+            epoch=self._epoch,
+            step=trainer.global_step,
+            scalars={} if moment == "initial" else self._logged_scalars(trainer),
+            # Other callbacks may have restored their switches at the end.
+            verify=None if moment == "final" else session.verify,
+        )
+        self._epochs += moment == "epoch"
         if moment == "final" or not trainer.is_global_zero:  # the loggers are closed by then
             return
         log_digest(trainer.loggers, str(run.digest), trainer.global_step)
@@ -247,8 +219,19 @@ class TrainerRecorder:
 
     def record_exception(self, trainer: Trainer) -> None:
         """Record the state of this rank where an exception ends a run."""
-        self.run.record_exception(epoch=trainer.current_epoch, step=trainer.global_step)
-        self.summary.digest = self.run.digest or self.summary.digest
+        place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._open_run.record_exception(**place)
+
+    def log_summary(self, trainer: Trainer, session: TrainerSession) -> None:
+        """Log one line on rank 0: epochs, digest of the weights, and ledger of the last fit."""
+        folder, digest = self.run.folder, self.run.digest
+        if folder is None or digest is None or not trainer.is_global_zero:
+            return
+        second = _SECOND_FIT.format(seed=session.settings.seed) if session.fit == 1 else ""
+        rank_zero().rank_zero_info(
+            f"d9m: {pluralize(self._epochs, 'epoch')} recorded, weights "
+            f"{cut_digests([digest])[0]}, ledger {escape(shorten_path(folder), _LONGEST)}{second}"
+        )
 
     def log_return(self, trainer: Trainer) -> None:
         """Log the command that returns to the step in which a fit failed, on rank 0."""
@@ -269,26 +252,25 @@ class TrainerRecorder:
         if trainer.state.fn == "fit":
             return
         training = Training(trainer.lightning_module, trainer.model)
-        self.run.begin(
+        self.evaluation.begin(
             ranks_of(trainer),
             training,
             lambda: _describe_run(trainer, training, session, {}, trains=False),
             lambda: self._make_folder(trainer, kind=session.evaluated),
-            RunOptions(),
         )
         # The evaluated weights, to tell different weights from different arithmetic.
-        self.run.record("initial", epoch=trainer.current_epoch, step=trainer.global_step)
+        self.evaluation.record("initial", epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end_evaluation_batch(self, outputs: object, batch: int, loader: int) -> None:
         """Write the probes of a batch of an evaluation, and digest its outputs."""
         self.run.probes.end()
-        if self._outputs is not None and self.run.is_open:
+        if self._outputs is not None and self._open_run.is_open:
             self._outputs.add(outputs, loader=loader, batch=batch)
 
     def end_evaluation(self, trainer: Trainer, stage: str) -> None:
         """Record an evaluation."""
-        outputs, self._outputs = self._outputs, None
-        if outputs is None or not self.run.is_open:
+        outputs, self._outputs, run = self._outputs, None, self._open_run
+        if outputs is None or not run.is_open:
             return
         if isinstance(outputs, LogicalOutputDigest):
             fields = merge_fields(trainer.strategy.gather_values(outputs.as_plain()))
@@ -301,15 +283,14 @@ class TrainerRecorder:
             scalars=self._logged_scalars(trainer),
             **fields,
         )
-        if trainer.state.fn == "fit":
-            self.run.held.append(record)
-        else:
-            self.run.append(record)
-            self.run.record("final", epoch=trainer.current_epoch, step=trainer.global_step)
+        run.probes.flush()  # the probes of the batches before come first
+        run.append(record)
+        if run is self.evaluation:
+            run.record("final", epoch=trainer.current_epoch, step=trainer.global_step)
 
     def end(self, end: End) -> None:
-        """Close the ledger of the fit, if one is open, and remove every hook."""
-        self.run.end(end)
+        """Close the ledger that is open, if there is one, and remove every hook."""
+        self._open_run.end(end)
 
     def _takes(self, metric: str) -> bool:
         return not any(fnmatchcase(metric, pattern) for pattern in self._ignored_metrics)

@@ -13,7 +13,6 @@ names.
 A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
 """
 
-import copyreg
 import inspect
 import os
 import sys
@@ -31,14 +30,14 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_d9m.attribute_patches import AttributePatches
-from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_value
+from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
+from lightning_d9m.engine.hashing.nested_values import read_saved
 from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
 from lightning_d9m.engine.recording.interruption import is_segment
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.parts import CODE
-from lightning_d9m.errors import DigestError
 from lightning_d9m.integrations.loop.recorder import find_ranks, open_alone
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
@@ -159,24 +158,16 @@ def _digest_groups(value: Any) -> dict[str, dict[str, str]]:
         name = path or "value"
         found[f"{name}'{times[name]}" if times[name] else name] = leaf
         times[name] += 1
-    tensors = [leaf for leaf in found.values() if isinstance(leaf, torch.Tensor)]
+    # Bytes may hold tensors, or a time.
+    unread = {n: "" for n, leaf in enumerate(found.values()) if isinstance(leaf, bytearray)}
     queue = DigestQueue()
-    try:  # in one launch on each device
-        queue.add(tensors)
-        digests = dict(zip(map(id, tensors), queue.fetch(), strict=True))
-    except DigestError:
-        digests = {}
+    queue.add_leaves(
+        (bytearray if n in unread else leaf for n, leaf in enumerate(found.values())),
+        unread.setdefault,
+    )
     groups: dict[str, dict[str, str]] = {SAVED: {}, UNREAD: {}}
-    for name, leaf in found.items():
-        try:
-            if isinstance(leaf, torch.Tensor):
-                groups[SAVED][name] = digests.get(id(leaf)) or digest(leaf)
-            elif isinstance(leaf, np.ndarray | list):
-                groups[SAVED][name] = digest_value(leaf)
-        except DigestError:
-            pass
-        if name not in groups[SAVED]:
-            groups[UNREAD][name] = digest_value(type(leaf))
+    for number, (name, found_digest) in enumerate(zip(found, queue.fetch(), strict=True)):
+        groups[UNREAD if number in unread else SAVED][name] = found_digest
     return {group: named for group, named in groups.items() if named}
 
 
@@ -214,7 +205,7 @@ def _find_leaf(value: Any) -> Any:
     """
     leaf: Any = _PARTS
     is_array = isinstance(value, np.ndarray)
-    if isinstance(value, bytes | bytearray):  # it may hold tensors, or a time
+    if isinstance(value, bytes | bytearray):
         leaf = bytearray(value) if len(value) >= _FEW_BYTES else None
     elif isinstance(value, (*_PLAIN, *CODE)):
         leaf = None
@@ -245,11 +236,7 @@ def _list_parts(value: Any) -> list[tuple[str, Any]]:
         return [*zip(map(str, named), value.values(), strict=True), *keys]
     if isinstance(value, np.ndarray):
         return [(str(number), own) for number, own in enumerate(value.flat)]
-    reduce = copyreg.dispatch_table.get(kind)
-    reduced = value.__reduce_ex__(2) if reduce is None else reduce(value)
-    if isinstance(reduced, str):  # the name of a global
-        return []
-    _, arguments, state, items, entries = (*reduced, None, None, None)[:5]
+    _, arguments, state, items, entries = read_saved(value)
     parts = [("state", state)]
     if isinstance(state, dict):
         is_module = isinstance(value, torch.nn.Module)
@@ -257,9 +244,5 @@ def _list_parts(value: Any) -> list[tuple[str, Any]]:
         parts = [
             ("" if is_module and name in _MODULES else name, own) for name, own in state.items()
         ]
-    others = (
-        ("arguments", arguments),
-        ("items", [*(items or ())]),
-        ("entries", [*(entries or ())]),
-    )
+    others = (("arguments", arguments), ("items", items), ("entries", entries))
     return [*((str(name), own) for name, own in parts), *others]

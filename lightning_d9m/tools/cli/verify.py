@@ -148,7 +148,10 @@ def _search(
     from lightning_d9m.integrations.lightning.saved_state import find_weights
 
     # The lowest rank: rank 0 writes the checkpoint, and a single file may be that of another rank.
-    tensors, rank = find_weights(checkpoint), min(ledger.files)
+    rank = min(ledger.files)
+    states = (own for own in ledger.line_records(rank) if isinstance(own, Digests))
+    names = next((own.groups["weights"] for own in states if own.groups.get("weights")), ())
+    tensors = find_weights(checkpoint, names)
     digests = dict(zip(tensors, digest_many(list(tensors.values())), strict=True))
     count, records = 0, list[str]()
     nearest: list[tuple[int, str]] = []

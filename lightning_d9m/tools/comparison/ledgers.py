@@ -181,8 +181,8 @@ class RankComparison:
     def count(self, item: Item, found: Divergence | None) -> None:
         """Count a pair of counterparts, of which one is given, and how they differ."""
         differing = 0 if found is None else found.count
-        if isinstance(item, Digests | Evaluation) and item.undigested and not self.undigested:
-            self.undigested = f"{describe_record(item)}: {item.problem}"
+        if (problem := getattr(item, "problem", None)) and not self.undigested:
+            self.undigested = f"{describe_record(item)}: {problem}"
         if not isinstance(item, Batch):
             self.records += 1
             self.differing += bool(differing)
@@ -675,6 +675,23 @@ def _list_alone(waiting: Mapping[Key, Iterable[tuple[int, Item]]]) -> Iterator[R
         yield (None, item) if side else (item, None)
 
 
+def _delay(records: Iterable[Item]) -> Iterator[Item]:
+    """Yield records, evaluations after the digests that follow them.
+
+    If both differ, the weights are then reported first: they usually cause the difference.
+    """
+    waiting: list[Item] = []
+    for item in records:
+        if isinstance(item, Evaluation):
+            waiting.append(item)
+        elif isinstance(item, Digests | End):
+            yield from (*waiting, item) if isinstance(item, End) else (item, *waiting)
+            waiting.clear()
+        else:
+            yield item
+    yield from waiting
+
+
 def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, Item]]:
     """Yield (place, key, record) of a run, sorted by place; the parts of a batch are joined."""
 
@@ -682,7 +699,7 @@ def _place_records(reader: RankReader) -> Iterator[tuple[LedgerPosition, Key, It
         return (item.epoch, item.batch, item.step) if isinstance(item, Batch) else object()
 
     place = LEDGER_START
-    records = (item for item in reader.records() if not isinstance(item, ProbeLayout))
+    records = (item for item in _delay(reader.records()) if not isinstance(item, ProbeLayout))
     # The key of any other record is a fresh object, equal to no other: only parts of a batch are
     # joined.
     for _, group in groupby(records, key=name):

@@ -193,7 +193,8 @@ def _copy_records(ledger: Ledger, rank: int, path: Path, secrets: SecretFilter) 
         for record in reader.records():
             # A batch that was read has its layout, and a line of a ledger has the number of one.
             if isinstance(record, Batch):
-                fields = {name: getattr(record, name) for name in ("epoch", "step", "batch")}
+                names = ("epoch", "step", "batch", "problem")
+                fields = secrets.clean_values({name: getattr(record, name) for name in names})
                 layout = numbers[record.layouts[0]]
                 writer.write(ProbesRecord(**fields, digests=record.digests, layout=layout))
             elif isinstance(record, ProbeLayout):

@@ -222,8 +222,9 @@ def _check_model(recorded: RecordedRun, model: Path) -> None:
     from lightning_d9m.engine.recording.commitment import hash_named
     from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
 
-    weights, final = find_weights(load_checkpoint(model)), recorded.last_state
+    final = recorded.last_state
     assert isinstance(final, Digests), "the run has finished"
+    weights = find_weights(load_checkpoint(model), final.groups.get("weights", ()))
     # By SHA-256 of the whole, not by the digests of the record: those are XXH3.
     if hash_named(weights)[:DIGEST_DIGITS] != final.totals[WEIGHTS_HASH]:
         raise SettingError(

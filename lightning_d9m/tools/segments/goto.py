@@ -146,10 +146,11 @@ def find_nonfinite(recorded: RecordedRun, runs: Runs) -> tuple[SavedPoint | None
 
 def _holds_finite(path: Path) -> bool:
     """Return whether the weights of a checkpoint are finite; False if it cannot be read."""
-    from lightning_d9m.integrations.lightning.saved_state import find_weights, load_checkpoint
+    from lightning_d9m.integrations.lightning.saved_state import list_weights, load_checkpoint
 
     try:
-        weights = find_weights(load_checkpoint(path)).values()
+        tables = list_weights(load_checkpoint(path)).values()
     except (CheckpointError, SettingError):
         return False
-    return bool(weights) and all(bool(own.isfinite().all()) for own in weights)
+    tensors = [tensor for own in tables for tensor in own.values()]
+    return bool(tensors) and all(bool(own.isfinite().all()) for own in tensors)

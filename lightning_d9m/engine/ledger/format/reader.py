@@ -119,7 +119,8 @@ class RankReader(AbstractContextManager["RankReader"]):
                     record.check_places(len(places))
                 except FieldError as error:
                     raise self._malformed(error) from error
-                yield Batch(record.epoch, record.step, record.batch, (places,), record.digests)
+                batch = (record.epoch, record.step, record.batch, (places,), record.digests)
+                yield Batch(*batch, record.problem)
 
     def line_records(self) -> Iterator[Record]:
         """Yield each record after the header, without probes."""

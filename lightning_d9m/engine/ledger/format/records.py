@@ -9,6 +9,7 @@ A kind or a field that this version does not know is refused: a later version wr
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import cache
 from hashlib import blake2b
 from math import isfinite
@@ -387,13 +388,17 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
         batch: Index of the batch within the epoch.
         layout: Number of the layout that names the places.
         digests: The digests in order of execution.
+        problem: Where the first value of the batch is that counts by its type alone, at least in
+            part, and why it has no digest.
     """
 
+    cut: ClassVar[tuple[str, ...]] = ("problem",)
     epoch: Whole
     step: Whole
     batch: Whole
     layout: Whole
     digests: Annotated[bytes, Meta(min_length=DIGEST_BYTES)]
+    problem: Annotated[Text | None, _NEVER] = None
 
     def check_places(self, places: int) -> None:
         """Raise a ``FieldError`` unless the digests fit the number of places of the layout."""
@@ -524,6 +529,7 @@ class Batch:
         batch: Index within the epoch.
         layouts: The places of each part, in order of execution.
         digests: The digests in order of execution, 16 bytes each.
+        problem: As of ``ProbesRecord``.
     """
 
     epoch: int
@@ -531,6 +537,7 @@ class Batch:
     batch: int
     layouts: tuple[tuple[ProbeKey, ...], ...]
     digests: bytes
+    problem: str | None = dataclass_field(default=None, compare=False)
 
     @property
     def size(self) -> int:

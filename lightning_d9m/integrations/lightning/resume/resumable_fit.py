@@ -480,7 +480,6 @@ class ResumableFit(Fit):
             ),
             pending.get("loss"),
             lambda problem: self.report([problem]),
-            pending.get("evaluations", ()),
             pending.get("data", ""),
         )
 

@@ -69,14 +69,13 @@ class Ledger(Part):
 
 
 class Pending(Part):
-    """Parts of the next record: the last loss, as ``float.hex()``, evaluations, and the data."""
+    """Parts of the next record: the last loss, as ``float.hex()``, and the data."""
 
     name = "pending"
 
     def capture(self, _phase: Phase) -> dict[str, Any]:
         run = self.fit.recorder.run
-        held = [own.as_record() for own in run.held]
-        return {"loss": run.loss_text, "evaluations": held, "data": run.data}
+        return {"loss": run.loss_text, "data": run.data}
 
 
 class Inexact(Part):
