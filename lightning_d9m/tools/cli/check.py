@@ -32,9 +32,11 @@ from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.training import choose_segments, open_proof, write_verdict
 from lightning_d9m.tools.segments.check import (
     CHECK_JSON,
+    COMPILED,
     CheckedSegment,
     CheckReport,
     check_part,
+    compile_again,
     follow_run,
     list_limits,
 )
@@ -230,7 +232,8 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
     """Check each segment in its own process or job, and merge what they report."""
     output, start = Path(report.output), time.monotonic()
-    d9m = [sys.executable, "-m", "lightning_d9m"]
+    shared = f"{COMPILED}={compile_again(output)['PYTHONPYCACHEPREFIX']}"
+    d9m = ["env", shared, sys.executable, "-m", "lightning_d9m"]
     commands = {number: [*d9m, *_make_job(arguments, number, output)] for number in numbers}
 
     def read_result(number: int) -> CheckedSegment | None:

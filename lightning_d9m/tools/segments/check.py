@@ -37,7 +37,8 @@ from lightning_d9m.tools.segments.segment import (
 
 CHECK_JSON = "check.json"
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
-_COMPILED, _COMPILED_FOLDER = "PYTHONPYCACHEPREFIX", "compiled"
+_COMPILED_FOLDER = "compiled"
+COMPILED = "D9M_COMPILED"  # the variable that names it to the jobs of a check
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _STATES = Digests | StepDigests
 _REASONS = {
@@ -241,6 +242,18 @@ def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str
         yield f"An exception ended the run after step {recorded.last_step}: {error}"
 
 
+def compile_again(output: Path) -> dict[str, str]:
+    """Return variables with which the segments of a check run the code that their sources give.
+
+    They share a folder for it below that of the check, or of the check whose job this is.
+    """
+    # Who has published the program may have put other code into __pycache__ beside it, and beside
+    # its packages: one reads their sources, and the segment would run that.
+    folder = os.environ.get(COMPILED) or str(output / _COMPILED_FOLDER)
+    # Images of containers forbid to write it, so that each segment would compile torch again.
+    return {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def check_part(
     recorded: RecordedRun, runs: Runs, segment: Segment, title: str, **options: Any
 ) -> CheckedSegment:
@@ -278,8 +291,7 @@ def check_segment(
     """
     options["variables"] = {**recorded.variables, **options.get("variables", {})}
     if recorded.sources is not None:
-        # Who has published the program may have put other code beside it, into __pycache__.
-        options["variables"][_COMPILED] = str(runs.output / _COMPILED_FOLDER)
+        options["variables"] |= compile_again(runs.output)
 
     def attempt(
         known: CheckedSegment, suffix: str = "", variables: Mapping[str, str] = MappingProxyType({})
