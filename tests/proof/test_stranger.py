@@ -4,6 +4,7 @@ Signatures are verified by the command of another package, too.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -294,6 +295,29 @@ def test_a_program_that_changes_the_file_of_its_proof_changes_no_verdict(prove, 
         check("--segments", "1", "--choose", "7", "--verdict", "verdict")
     said = json.loads(Path("verdict").read_text())
     assert said["subject"] == [{"name": "proof.json", "digest": {"sha256": digest}}]
+
+
+@pytest.mark.parametrize("name", [measured.LEDGER, "run/saved/step=45.ckpt"])
+def test_a_program_that_changes_its_run_while_it_is_checked_is_rejected(
+    prove, check, monkeypatch, name
+):
+    """Also one that puts the former content and time back before the check ends."""
+    prove()
+    known, status = Path(name).read_bytes(), Path(name).stat()
+
+    def swap(*_, **__):
+        Path(name).write_bytes(b"other")
+        Path(name).write_bytes(known)
+        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return CheckedSegment(0, 0, 16)
+
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.check_part", swap)
+    status, found = check("--segments", "1", "--verdict", "verdict")
+    assert status == 1
+    assert found["problems"] == [
+        f"{Path(name).resolve()} was written or replaced while the check ran."
+    ]
+    assert json.loads(Path("verdict").read_text())["predicate"]["properties"] == []
 
 
 def test_a_proof_may_say_more_than_it_must(prove, check):

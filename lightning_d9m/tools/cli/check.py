@@ -136,6 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
             _run_jobs(arguments, [own.number for own in chosen], report)
         else:
             _run_in_turn(chosen, partial(check, recorded), report)
+        for path in recorded.list_changed():  # of a proof; the program runs as the same user
+            report.problems.append(f"{path} was written or replaced while the check ran.")
     return STATUS[report.verdict]
 
 

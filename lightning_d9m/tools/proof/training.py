@@ -297,6 +297,7 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     # Before its program runs, which may change the file.
     said, report = proof.predicate, CheckReport(proof=hash_file(path))
     recorded = RecordedRun(folder / said.ledger)
+    recorded.watch(_list_files(recorded))
     try:
         here = make_proof(recorded, [folder / name for name in said.models], folder)
     except D9mError as error:

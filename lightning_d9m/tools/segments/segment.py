@@ -4,13 +4,14 @@ The user's own command runs it. Variables let its first fit resume from the chec
 the step, and write no checkpoints; see ``engine.recording.interruption``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lightning_d9m.engine.hashing.files import read_sign
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.reader import read_lineage, read_resume
 from lightning_d9m.engine.ledger.format.records import (
@@ -141,6 +142,7 @@ class RecordedRun:
         self.last_state: Digests | StepDigests | None = None
         self.sources: Sources | None = None
         self.gaps: dict[str, str] = {}
+        self._signs: dict[Path, object] = {}
         self._is_saved = False  # whether the state of the last checkpoint is still to come
         # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
         own = self.ledger.files[min(self.ledger.files)]
@@ -255,6 +257,17 @@ class RecordedRun:
         stops.append(self.stop)
         pairs = zip(numbered, stops, strict=True)
         return [Segment(start, stop, number) for (number, start), stop in pairs]
+
+    def watch(self, files: Iterable[Path]) -> None:
+        """Note files that must stay as they are while the run is checked."""
+        self._signs = {path: read_sign(path.stat()) for path in files}
+
+    def list_changed(self) -> Iterator[Path]:
+        """Yield the files that were removed, written or replaced since they are watched."""
+        for path, sign in self._signs.items():
+            # Not by content: a program could put that back after a comparison has read another.
+            if not path.exists() or read_sign(path.stat()) != sign:
+                yield path
 
     def list_other_code(self, ledger: Ledger) -> list[str]:
         """Return the files that a segment, with its ledger, has loaded and the run has not.
