@@ -205,12 +205,11 @@ def test_the_last_segment_of_a_killed_run_is_checked_too(tmp_path):
 
 
 @pytest.mark.parametrize("error", [CommandError, LedgerError])
-def test_what_ends_one_segment_is_its_result(monkeypatch, error):
+def test_what_ends_one_segment_is_its_result(error):
     def fail(*_, **__):
         raise error("No space left on device.")
 
-    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", fail)
-    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={}, sources=None)
+    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(run=fail, sources=None)
     found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
     assert (found.number, found.verdict) == (3, "failed")
     assert found.reason == "No space left on device."
@@ -224,10 +223,9 @@ def test_a_segment_of_a_provable_run_compiles_its_own_code(monkeypatch, tmp_path
         given.append(variables.get("PYTHONPYCACHEPREFIX"))
         raise CommandError("")
 
-    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", run)
     known = CheckedSegment(3, 0, 1)
     for sources in (None, (), ()):
-        recorded = SimpleNamespace(variables={}, sources=sources)
+        recorded = SimpleNamespace(run=run, sources=sources)
         check_segment(recorded, Runs([], tmp_path), Segment(None, 1), known, 1, "segment 3")
         monkeypatch.setenv(COMPILED, "shared" * len(given[1:]))
     assert given == [None, str(tmp_path / "compiled"), "shared"]
@@ -280,7 +278,7 @@ def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, mo
 
     parts = (read_ledger(write(epochs, program={SEGMENT: "until 28"})) for epochs in (1, 2))
     runs = (Run({"fit-000": part}) for part in parts)
-    name = "lightning_d9m.tools.segments.check.run_segment"
+    name = "lightning_d9m.tools.segments.segment.run_segment"
     monkeypatch.setattr(name, lambda *_, **__: next(runs))
     recorded, known = RecordedRun(write(3)), CheckedSegment(0, 0, 27)
     found = check_segment(recorded, None, Segment(None, 28), known, 27, "segment 0")

@@ -32,7 +32,6 @@ from lightning_d9m.tools.segments.segment import (
     Segment,
     find_first_fit,
     find_resume,
-    run_segment,
 )
 
 CHECK_JSON = "check.json"
@@ -261,7 +260,6 @@ def check_part(
     is_last = segment == recorded.list_segments()[-1]
     checked = CheckedSegment.of(segment, recorded.last_step if is_last else segment.stop - 1)
     due = min(segment.stop, recorded.last_step)
-    options["may_fail"] = is_last and recorded.has_failed
     return check_segment(recorded, runs, segment, checked, due, title, **options)
 
 
@@ -289,16 +287,15 @@ def check_segment(
             two runs agree; empty for none.
         **options: Further arguments of ``run_segment``.
     """
-    options["variables"] = {**recorded.variables, **options.get("variables", {})}
-    if recorded.sources is not None:
-        options["variables"] |= compile_again(runs.output)
+    given = dict(options.pop("variables", {}))
+    given |= {} if recorded.sources is None else compile_again(runs.output)
 
     def attempt(
         known: CheckedSegment, suffix: str = "", variables: Mapping[str, str] = MappingProxyType({})
     ) -> _Attempt:
-        words = {**options, "variables": {**options["variables"], **variables}}
+        words = {**options, "variables": {**given, **variables}}
         name, what = f"segment-{known.number:03d}{suffix}", f"{title}{suffix.replace('-', ', ')}"
-        run = run_segment(runs, segment, name, what, **words)
+        run = recorded.run(runs, segment, name, what, **words)
         return _compare(recorded, run, segment, known, due)
 
     try:

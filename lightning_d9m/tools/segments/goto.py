@@ -22,7 +22,6 @@ from lightning_d9m.tools.segments.segment import (
     Segment,
     find_first_fit,
     list_ends,
-    run_segment,
 )
 
 
@@ -104,17 +103,14 @@ def trace_step(
     """
     step = segment.stop - 1
     steps = {"LIGHTNING_D9M_PROBES": probes, "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
-    options: dict[str, Any] = {"variables": {**recorded.variables, **steps}}
-    # The step may be the one that raised an exception.
-    options["may_fail"] = recorded.has_failed
     try:
-        run = run_segment(runs, segment, "trace", f"step {step}", **options)
+        run = recorded.run(runs, segment, "trace", f"step {step}", variables=steps)
     except CommandError as error:
         if probes != "all":
             raise
-        options["variables"]["LIGHTNING_D9M_PROBES"] = ",".join(k for k in PROBE_KINDS if k != "op")
+        steps["LIGHTNING_D9M_PROBES"] = ",".join(k for k in PROBE_KINDS if k != "op")
         try:
-            run = run_segment(runs, segment, "trace-modules", f"step {step}", **options)
+            run = recorded.run(runs, segment, "trace-modules", f"step {step}", variables=steps)
         except CommandError:
             raise error from None
         said = "The command fails while operations are recorded, so the trace has none of them."
@@ -137,9 +133,8 @@ def find_nonfinite(recorded: RecordedRun, runs: Runs) -> tuple[SavedPoint | None
     there = (point for point in reversed(recorded.points) if point.is_there)
     start = next((point for point in there if _holds_finite(point.path)), None)
     stop = NEVER if recorded.end is None else recorded.last_step + 1
-    segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
-    words: dict[str, Any] = {"variables": recorded.variables, "may_fail": recorded.has_failed}
-    run_segment(runs, segment, "nonfinite", title, **words)
+    segment = Segment(start, stop, kind="nonfinite")
+    recorded.run(runs, segment, "nonfinite", "first value not finite")
     found = runs.output / "nonfinite/segment" / NONFINITE
     return start, json.loads(found.read_text()) if found.exists() else {}
 

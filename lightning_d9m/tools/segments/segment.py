@@ -289,6 +289,13 @@ class RecordedRun:
         other = sorted({name for name, text in found if known.get(name) != text})
         return other if sources else ["it has no record of it"]
 
+    def run(self, runs: Runs, segment: Segment, name: str, title: str, **options: Any) -> Run:
+        """Run a segment of it as it ran itself; see ``run_segment``."""
+        options["variables"] = {**self.variables, **options.get("variables", {})}
+        # An exception that has ended the run may come again in its last segment.
+        may_fail = self.has_failed and segment.stop >= self.stop
+        return run_segment(runs, segment, name, title, may_fail=may_fail, **options)
+
     def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
 
