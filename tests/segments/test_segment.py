@@ -155,6 +155,23 @@ def test_the_second_fit_of_a_program_cannot_be_run_in_parts(tmp_path):
 
 
 COPY = """
+def test_a_checkpoint_that_was_replaced_before_a_resume_from_an_earlier_step_is_gone(tmp_path):
+    """Its file has the state of a step that the resumed run has left."""
+
+    def save(number, name):
+        return Checkpoint(path=f"../../{name}.ckpt", epoch=0, step=number, batch=number)
+
+    saves = (save(5, "other"), save(10, "last"), save(20, "last"))
+    first, check = write(tmp_path / "one", make_digests("initial", 0), *saves)
+    begin = Resume(parent="../../one/fit-000", parent_check=check, epoch=0, step=15, batch=15)
+    resumed, _ = write(tmp_path / "two", begin, step(16))
+    for name in ("other", "last"):
+        (tmp_path / f"{name}.ckpt").touch()
+    found = [(own.step, own.is_there) for own in RecordedRun(resumed).points]
+    assert found == [(5, True), (10, False)]
+    assert RecordedRun(first).find_start(30).step == 20
+
+
 import json, os, shutil, sys
 from pathlib import Path
 what = json.loads(sys.argv[1])

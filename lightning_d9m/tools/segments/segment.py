@@ -136,6 +136,7 @@ class RecordedRun:
         self.saved: list[SavedPoint] = []
         self.epoch_ends: list[int] = []
         self.last_step = 0
+        self._last: dict[Path, SavedPoint] = {}  # also of what a resume has left
         self.end: End | None = None
         self._ends_within = True  # whether a run must begin another step to repeat the last record
         self.ends: list[Digests | StepDigests] = []
@@ -149,8 +150,7 @@ class RecordedRun:
         for file, record in read_lineage(own):
             self._note(record, file)
         # A later checkpoint at one path, as `last.ckpt`, has overwritten the earlier one.
-        last = {point.path: point for point in self.saved}
-        self.saved = [replace(own, is_replaced=last[own.path] != own) for own in self.saved]
+        self.saved = [replace(own, is_replaced=self._last[own.path] != own) for own in self.saved]
 
     def _note(self, record: Record, file: Path) -> None:
         """Note what a record says of the run as a whole."""
@@ -160,6 +160,7 @@ class RecordedRun:
             self.saved.append(SavedPoint(path, record.step))
             self._is_saved = True
         elif isinstance(record, Resume):
+            self._last[path] = self.saved[-1]
             # The run has left what the one before did after this step.
             self.end = None
             self.last_step, self._ends_within = record.step, False
