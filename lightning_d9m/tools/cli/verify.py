@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{path} whole.pt`, and give that."
         )
     with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
-        is_statement = file.read(1) == b"{"  # no checkpoint begins with it, whatever their names
+        # No checkpoint begins so, whatever its name: safetensors may, with the size of its header.
+        is_statement = (begin := file.read(2)).startswith(b"{") and begin != b"{\0"
     if is_statement:
         return _verify_verdict(arguments)
     refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
