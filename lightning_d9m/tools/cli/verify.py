@@ -161,6 +161,9 @@ def _search(
         buffers = record.groups.get("buffers", {})
         expected = {**record.groups["weights"]} | {n: buffers[n] for n in buffers if n in digests}
         differing = [name for name in expected if digests.get(name) != expected[name]]
+        # A weight that a module shares with another one has a second name in the file.
+        shared = {*record.groups["weights"].values(), *buffers.values()}
+        differing += [name for name in digests.keys() - expected if digests[name] not in shared]
         where = describe_moment(record.moment, record.epoch, record.step)
         if not differing:
             # An exception may come after a record of the same weights, which says more.
@@ -187,7 +190,7 @@ def _search(
 
 
 def _describe_differing(names: Sequence[str], digests: Mapping[str, Any], where: str) -> str:
-    """Say which tensors of a record differ, and apart from them which ones the file lacks."""
+    """Say which tensors of a file are not those of a record, and apart from them what it lacks."""
     lacking = [name for name in names if name not in digests]
     said = ""
     if differing := [name for name in names if name in digests]:

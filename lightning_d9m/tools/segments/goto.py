@@ -147,4 +147,6 @@ def _holds_finite(path: Path) -> bool:
         weights = find_weights(load_checkpoint(path)).values()
     except (CheckpointError, SettingError):
         return False
-    return bool(weights) and all(bool(own.isfinite().all()) for own in weights)
+    # Some types of 8 bits have no `isfinite`; a sum of any is of a type that has it.
+    wide = (own.double() if own.is_floating_point() else own for own in weights)
+    return bool(weights) and all(bool(own.isfinite().all()) for own in wide)
