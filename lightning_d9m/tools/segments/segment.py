@@ -4,6 +4,7 @@ The user's own command runs it. Variables let its first fit resume from the chec
 the step, and write no checkpoints; see ``engine.recording.interruption``.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_d9m.engine.hashing.files import read_sign
+from lightning_d9m.engine.ledger.command import MAX_COMMAND
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.reader import read_lineage, read_resume
 from lightning_d9m.engine.ledger.format.records import (
@@ -134,9 +136,9 @@ class RecordedRun:
                 "separate program."
             )
         self.saved: list[SavedPoint] = []
+        self._last: dict[Path, SavedPoint] = {}  # also of what a resume has left
         self.epoch_ends: list[int] = []
         self.last_step = 0
-        self._last: dict[Path, SavedPoint] = {}  # also of what a resume has left
         self.end: End | None = None
         self._ends_within = True  # whether a run must begin another step to repeat the last record
         self.ends: list[Digests | StepDigests] = []
@@ -158,9 +160,9 @@ class RecordedRun:
             # The folder of the ledger and of its checkpoints may have been moved.
             path = (file.parent / record.path).resolve()
             self.saved.append(SavedPoint(path, record.step))
+            self._last[path] = self.saved[-1]
             self._is_saved = True
         elif isinstance(record, Resume):
-            self._last[path] = self.saved[-1]
             # The run has left what the one before did after this step.
             self.end = None
             self.last_step, self._ends_within = record.step, False
@@ -397,10 +399,9 @@ def name_other_command(recorded: RecordedRun, command: Sequence[str]) -> str:
 
     It may name another interpreter or path of the same program.
     """
-    known = recorded.command.split()
-    if not known or known[1:] == [*command][1:]:
+    # The ledger has the beginning of a long one.
+    known, given = recorded.command, shlex.join(command)
+    own, other = (text.partition(" ")[2] for text in (known, given))
+    if not known or own == other or (len(known) >= MAX_COMMAND and other.startswith(own)):
         return ""
-    return (
-        f"The ledger names another command: {escape(recorded.command)}. The parts are run with "
-        "yours."
-    )
+    return f"The ledger names another command: {escape(known)}. The parts are run with yours."
