@@ -29,7 +29,12 @@ from lightning_d9m.tools.launch.progress import describe_left
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.training import choose_segments, open_proof, write_verdict
+from lightning_d9m.tools.proof.training import (
+    choose_segments,
+    open_proof,
+    try_to_sign,
+    write_verdict,
+)
 from lightning_d9m.tools.segments.check import (
     CHECK_JSON,
     COMPILED,
@@ -145,9 +150,11 @@ def _show(arguments: argparse.Namespace, report: CheckReport, command: list[str]
     """Write the verdict, if one is wanted, and print the result."""
     # Before it is printed, as the terminal may have been closed. A check that was interrupted has
     # no verdict: it leaves out what its choice demands.
-    if arguments.verdict is not None and not report.interrupted:
-        write_verdict(arguments.verdict, arguments.proof.name, report, arguments.sign)
-    print_check(report, arguments.format, command)
+    try:
+        if arguments.verdict is not None and not report.interrupted:
+            write_verdict(arguments.verdict, arguments.proof.name, report, arguments.sign)
+    finally:
+        print_check(report, arguments.format, command)
 
 
 def _make_folder(chosen: Path | None) -> Path:
@@ -187,6 +194,7 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
         return RecordedRun(path), CheckReport()
     if arguments.verdict is not None:
         check_new_file(arguments.verdict)
+        try_to_sign(arguments.sign)
     recorded, report = open_proof(path, arguments.signer)
     for text in (*report.problems, *report.notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)

@@ -16,12 +16,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from hashlib import sha256
-from importlib.metadata import packages_distributions
 from importlib.machinery import PathFinder, all_suffixes
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
@@ -174,6 +175,18 @@ def _call_signer(verb: str, path: Path, method: Method) -> None:
             f"{said or f'exit status {done.returncode}'}."
             f"{'' if said.startswith('Verification failed') else advice}"
         )
+
+
+def try_to_sign(method: Method) -> None:
+    """Sign what is thrown away, so that a wrong key is told before what takes hours.
+
+    Raises:
+        SettingError: If it cannot be signed.
+    """
+    # That of sigstore would ask for a login twice, and stay in a public log.
+    if method and method[0] != "sigstore":
+        with tempfile.TemporaryDirectory() as folder:
+            write_statement(Path(folder, "trial.json"), _Subject("", {}), method)
 
 
 def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> Proof:
