@@ -1,4 +1,4 @@
-"""What tells whether files are as they were, without torch."""
+"""Digests and signs of files, which tell whether they are as they were, without torch."""
 
 import os
 from hashlib import sha256

@@ -178,7 +178,7 @@ def _call_signer(verb: str, path: Path, method: Method) -> None:
 
 
 def try_to_sign(method: Method) -> None:
-    """Sign what is thrown away, so that a wrong key is told before what takes hours.
+    """Sign what is thrown away, so that a wrong key is an error before what takes hours.
 
     Raises:
         SettingError: If it cannot be signed.
