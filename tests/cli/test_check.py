@@ -185,7 +185,7 @@ def test_the_longest_segments_begin_first_so_that_none_runs_alone(d9m, monkeypat
         for number, (start, stop) in enumerate(zip(starts, (11, 31, 61, 65), strict=True))
     ]
     facts = {"ledger": SimpleNamespace(path=tmp_path, header=make_header()), "last_step": 65}
-    facts |= {"points": [], "end": None, "command": ""}
+    facts |= {"points": [], "end": None, "command": "", "list_changed": lambda _: ()}
     recorded = type("Recorded", (), {"list_segments": lambda _: there, **facts})
     monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
     begun = []

@@ -138,6 +138,31 @@ def test_the_table_of_a_file_with_the_recorded_names_is_searched(saved, verify, 
     assert verify(tmp_path / "one.pt", ledger)[0] == (key == "ema")
 
 
+def test_a_file_whose_header_has_the_length_of_a_brace_is_not_a_verdict(saved, verify, tmp_path):
+    """A file of safetensors begins with the length of its header."""
+    header = json.dumps({"layers.0.bias": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+    content = header.ljust(ord("{")).encode()
+    (tmp_path / "w.safetensors").write_bytes(
+        len(content).to_bytes(8, "little") + content + bytes(4)
+    )
+    status, text = verify(tmp_path / "w.safetensors", saved["epoch"][0])
+    assert status == 1
+    assert "it has no tensor named layers.0.weight" in text
+
+
+def test_a_tensor_that_a_record_lacks_is_not_of_its_weights(saved, verify, tmp_path):
+    """Unless it is a weight by a second name."""
+    ledger, checkpoint = saved["epoch"]
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    torch.save(weights | {"head.weight": weights["layers.0.weight"]}, tmp_path / "shared.pt")
+    assert verify(tmp_path / "shared.pt", ledger)[0] == 0
+    torch.save(weights | {"trigger": torch.zeros(2)}, tmp_path / "more.pt")
+    status, text = verify(tmp_path / "more.pt", ledger)
+    assert status == 1
+    assert text.startswith("not found: ")
+    assert "differ trigger" in text
+
+
 def test_json_holds_the_facts(saved, verify):
     ledger, checkpoint = saved["epoch"]
     found = json.loads(verify("--json", checkpoint)[1])

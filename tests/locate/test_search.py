@@ -279,7 +279,8 @@ def test_modules_are_recorded_if_the_command_fails_while_operations_are():
     found, looks = search(LOSS, CommandError("already associated"), OUTPUT, OUTPUT)
     assert [words["probes"].endswith(",op") for _, words in looks] == [False, True, False, False]
     assert (found.cause.kind, found.divergences[0].kind) == ("module", "output")
-    assert "fails while they are recorded, so only modules are" in found.looks[1]
+    said = "fails while operations are recorded, so only modules are: already associated"
+    assert said in found.looks[1]
 
 
 def test_a_line_that_cannot_be_the_cause_stays_a_suspect(monkeypatch):

@@ -4,6 +4,7 @@ Signatures are verified by the command of another package, too.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -188,6 +189,27 @@ def test_a_proof_of_a_training_with_another_label_is_rejected_by_its_segment(pro
     assert "step 16" in segment["where"]
 
 
+def test_a_key_that_cannot_sign_is_told_before_a_segment_runs(prove, d9m, keys, monkeypatch):
+    """And one that is lost while they run does not lose their result."""
+    prove()
+    words = ("check", "proof.json", "--segments", "1", "--verdict", "verdict", "--sign")
+    command = ("-o", "checked", "--", "python", "train.py")
+    status, _, errors = d9m(*words, "key --private_key no.pem", *command)
+    assert (status, Path("checked").exists()) == (2, False)
+    assert "model_signing does not sign" in " ".join(errors.split())
+
+    def lose(*_, **__):
+        keys["private"].unlink()
+        return CheckedSegment(0, 0, 16)
+
+    known = keys["private"].read_bytes()
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.check_part", lose)
+    status, out, errors = d9m(*words, f"key --private_key {keys['private']}", *command)
+    keys["private"].write_bytes(known)
+    assert (status, out.startswith("equal: 1 of 4")) == (2, True)
+    assert "model_signing does not sign verdict" in " ".join(errors.split())
+
+
 DIFFERS = "is not here as the proof has it"
 MODEL = "step=60.ckpt does not hold the final weights"
 # What is said of each lie; "records, checks and their hash made again" is found by its segment.
@@ -294,6 +316,29 @@ def test_a_program_that_changes_the_file_of_its_proof_changes_no_verdict(prove, 
         check("--segments", "1", "--choose", "7", "--verdict", "verdict")
     said = json.loads(Path("verdict").read_text())
     assert said["subject"] == [{"name": "proof.json", "digest": {"sha256": digest}}]
+
+
+@pytest.mark.parametrize("name", [measured.LEDGER, "run/saved/step=45.ckpt"])
+def test_a_program_that_changes_its_run_while_it_is_checked_is_rejected(
+    prove, check, monkeypatch, name
+):
+    """Also one that puts the former content and time back before the check ends."""
+    prove()
+    known, status = Path(name).read_bytes(), Path(name).stat()
+
+    def swap(*_, **__):
+        Path(name).write_bytes(b"other")
+        Path(name).write_bytes(known)
+        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return CheckedSegment(0, 0, 16)
+
+    monkeypatch.setattr("lightning_d9m.tools.cli.check.check_part", swap)
+    status, found = check("--segments", "1", "--verdict", "verdict")
+    assert status == 1
+    assert found["problems"] == [
+        f"{Path(name).resolve()} was written or replaced while the check ran."
+    ]
+    assert json.loads(Path("verdict").read_text())["predicate"]["properties"] == []
 
 
 def test_a_proof_may_say_more_than_it_must(prove, check):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from importlib import invalidate_caches
 from random import Random
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_d9m.engine.recording.commitment import list_packages
 from lightning_d9m.errors import SettingError
 from lightning_d9m.tools.proof import training
 from lightning_d9m.tools.proof.training import (
+    _find_unit,
     choose_segments,
     hash_tree,
     make_proof,
@@ -151,6 +153,23 @@ def test_what_a_segment_has_loaded_is_compared_with_the_run(tmp_path):
         assert run.list_other_code(part) == other
     assert run.list_other_code(write_run(tmp_path / "fit-020").ledger) == ["it has no record of it"]
     assert write_run(tmp_path / "fit-021").list_other_code(part) == []
+
+
+def test_a_package_is_found_as_python_finds_it(tmp_path, monkeypatch):
+    """A folder without __init__.py hides nothing, and a package hides a module."""
+    for name in ("first/own/log.txt", "first/a/x", "second/own/__init__.py", "second/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "second/space/inner").mkdir(parents=True)
+    (tmp_path / "second/space/inner/__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / own) for own in ("first", "second")])
+    found = {name: _find_unit(name) for name in ("own", "a.py", "space/inner", "space", "..", "")}
+    expected = {"own": "own", "a.py": "a.py", "space/inner": "space/inner"}
+    known = {name: tmp_path / "second" / own for name, own in expected.items()}
+    assert found == known | dict.fromkeys(("space", "..", ""))
+    (tmp_path / "first/a/__init__.py").touch()
+    invalidate_caches()
+    assert _find_unit("a.py") == tmp_path / "first/a"
 
 
 def test_a_package_counts_for_the_platform_that_its_wheel_names(tmp_path, monkeypatch, installed):

@@ -5,10 +5,13 @@ The programs are processes; ``benchmarks/segments/`` has more kinds of wrong run
 
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +29,12 @@ from lightning_d9m.engine.ledger.format.records import (
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.check import (
+    COMPILED,
     CheckedSegment,
     CheckReport,
     _link,
     check_segment,
+    compile_again,
     follow_run,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun, Segment
@@ -200,35 +205,67 @@ def test_the_last_segment_of_a_killed_run_is_checked_too(tmp_path):
 
 
 @pytest.mark.parametrize("error", [CommandError, LedgerError])
-def test_what_ends_one_segment_is_its_result(monkeypatch, error):
+def test_what_ends_one_segment_is_its_result(error):
     def fail(*_, **__):
         raise error("No space left on device.")
 
-    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", fail)
-    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(variables={}, sources=None)
+    known, recorded = CheckedSegment(3, 0, 1), SimpleNamespace(run=fail, sources=None)
     found = check_segment(recorded, None, Segment(None, 1), known, 1, "segment 3")
     assert (found.number, found.verdict) == (3, "failed")
     assert found.reason == "No space left on device."
 
 
 def test_a_segment_of_a_provable_run_compiles_its_own_code(monkeypatch, tmp_path):
-    """Who has published the program may have put other code into __pycache__."""
+    """All segments of a check share it, also those in its jobs."""
     given = []
 
     def run(*_, variables, **__):
         given.append(variables.get("PYTHONPYCACHEPREFIX"))
         raise CommandError("")
 
-    monkeypatch.setattr("lightning_d9m.tools.segments.check.run_segment", run)
     known = CheckedSegment(3, 0, 1)
-    for sources in (None, ()):
-        recorded = SimpleNamespace(variables={}, sources=sources)
+    for sources in (None, (), ()):
+        recorded = SimpleNamespace(run=run, sources=sources)
         check_segment(recorded, Runs([], tmp_path), Segment(None, 1), known, 1, "segment 3")
-    assert given == [None, str(tmp_path / "compiled")]
+        monkeypatch.setenv(COMPILED, "shared" * len(given[1:]))
+    assert given == [None, str(tmp_path / "compiled"), "shared"]
     (tmp_path / "compiled").mkdir()
     with CheckReport(str(tmp_path)).kept(tmp_path / "links", lambda: None):
         pass
     assert not (tmp_path / "compiled").exists()
+
+
+@pytest.mark.parametrize(
+    "mode", [PycInvalidationMode.UNCHECKED_HASH, PycInvalidationMode.TIMESTAMP]
+)
+@pytest.mark.parametrize("name", ["own.py", "site-packages/package/__init__.py"])
+def test_compiled_code_that_a_source_does_not_give_is_not_run(tmp_path, monkeypatch, name, mode):
+    """Neither of the program nor of a package; and what one segment compiles, the next one uses."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), f"{tmp_path}/site-packages"]))
+    source = tmp_path / name
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text("x = 11\n")
+    module = source.parent.name if source.name == "__init__.py" else source.stem
+    other = tmp_path / "other"
+    other.write_text("x = 99\n")
+    os.utime(other, ns=(source.stat().st_mtime_ns,) * 2)
+    py_compile.compile(
+        str(other), cache_from_source(str(source)), str(source), invalidation_mode=mode
+    )
+
+    def run(variables):
+        words = [sys.executable, "-c", f"import {module} as own; print(own.x, own.__cached__)"]
+        environment = {**os.environ, **variables}
+        said = subprocess.check_output(words, env=environment, text=True, cwd=tmp_path)
+        return said.split()
+
+    assert run({})[0] == "99"
+    variables = compile_again(tmp_path)
+    value, compiled = run(variables)
+    assert (value, tmp_path / "compiled" in Path(compiled).parents) == ("11", True)
+    Path(compiled).write_bytes(Path(cache_from_source(str(source))).read_bytes())
+    assert run(variables)[0] == "99"
 
 
 def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, monkeypatch):
@@ -241,7 +278,7 @@ def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, mo
 
     parts = (read_ledger(write(epochs, program={SEGMENT: "until 28"})) for epochs in (1, 2))
     runs = (Run({"fit-000": part}) for part in parts)
-    name = "lightning_d9m.tools.segments.check.run_segment"
+    name = "lightning_d9m.tools.segments.segment.run_segment"
     monkeypatch.setattr(name, lambda *_, **__: next(runs))
     recorded, known = RecordedRun(write(3)), CheckedSegment(0, 0, 27)
     found = check_segment(recorded, None, Segment(None, 28), known, 27, "segment 0")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from scripts import ROOT
 
 from lightning_d9m.engine.ledger.folder import read_ledger
@@ -17,6 +18,7 @@ from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, read_
 from lightning_d9m.engine.recording.step_debugger import StepDebugger
 from lightning_d9m.errors import SettingError
 from lightning_d9m.tools.cli.main import main
+from lightning_d9m.tools.segments.goto import _holds_finite
 
 PROGRAM = str(ROOT / "tests/support/goto_training.py")
 STATE = "p fingerprint(self, batch)"
@@ -166,6 +168,17 @@ def test_a_wrong_request(run, capsys, monkeypatch, words, message):
         == 2
     )
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_weights_of_each_type_are_looked_at(tmp_path):
+    """Some types of 8 bits cannot say whether they are finite."""
+    for value, is_finite in ((1.0, True), (float("nan"), False)):
+        weights = {
+            "a": torch.full((2,), value).to(torch.float8_e4m3fn),
+            "b": torch.ones(2, dtype=int),
+        }
+        torch.save(weights | {"c": torch.full((1,), 1e300, dtype=torch.float64)}, tmp_path / "w.pt")
+        assert _holds_finite(tmp_path / "w.pt") == is_finite
 
 
 def test_a_ledger_that_is_forgotten(capsys):

@@ -1,18 +1,25 @@
 """A part of a run that runs again: where it begins and ends, and what its comparison says."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from ledger_runs import make_digests, make_facts, make_header
 
+from lightning_d9m.engine.ledger.command import MAX_COMMAND
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, StepDigests
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.comparison.ledgers import compare
 from lightning_d9m.tools.launch.run import Runs
-from lightning_d9m.tools.segments.segment import RecordedRun, Segment, run_segment
+from lightning_d9m.tools.segments.segment import (
+    RecordedRun,
+    Segment,
+    name_other_command,
+    run_segment,
+)
 
 TOTALS = {"weights": 32 * "a"}
 
@@ -148,10 +155,43 @@ def test_segments_are_between_the_checkpoints_that_are_there(tmp_path, run):
     assert recorded.find_start(59).step == 20
 
 
+def test_a_checkpoint_that_was_replaced_before_a_resume_from_an_earlier_step_is_gone(tmp_path):
+    """Its file has the state of a step that the resumed run has left."""
+
+    def save(number, name):
+        return Checkpoint(path=f"../../{name}.ckpt", epoch=0, step=number, batch=number)
+
+    saves = (save(5, "other"), save(10, "last"), save(20, "last"))
+    first, check = write(tmp_path / "one", make_digests("initial", 0), *saves)
+    begin = Resume(parent="../../one/fit-000", parent_check=check, epoch=0, step=15, batch=15)
+    resumed, _ = write(tmp_path / "two", begin, step(16))
+    for name in ("other", "last"):
+        (tmp_path / f"{name}.ckpt").touch()
+    found = [(own.step, own.is_there) for own in RecordedRun(resumed).points]
+    assert found == [(5, True), (10, False)]
+    assert RecordedRun(first).find_start(30).step == 20
+
+
 def test_the_second_fit_of_a_program_cannot_be_run_in_parts(tmp_path):
     folder, _ = write(tmp_path / "run", make_digests("initial", 0), fit=1)
     with pytest.raises(SettingError, match="only the first fit can be run in parts"):
         RecordedRun(folder)
+
+
+@pytest.mark.parametrize(
+    ("ran", "given", "is_named"),
+    [
+        (["python", "a b.py", "x"], ["/usr/bin/python3", "a b.py", "x"], False),
+        (["python", "a.py", "--lr", "1"], ["python", "a.py", "--lr", "10"], True),
+        (["python", "a.py", "x" * 2000], ["python", "a.py", "x" * 2000], False),
+        (["python", "a.py", "x" * 2000], ["python", "b.py", "x" * 2000], True),
+    ],
+)
+def test_another_command_than_that_of_the_ledger_is_named(tmp_path, ran, given, is_named):
+    """Its words may hold blanks, and a ledger has the beginning of a long one."""
+    program = {"command": shlex.join(ran)[:MAX_COMMAND]}
+    folder, _ = write(tmp_path / "run", make_digests("initial", 0), program=program)
+    assert bool(name_other_command(RecordedRun(folder), given)) == is_named
 
 
 COPY = """

@@ -9,7 +9,7 @@ from shlex import join
 
 from lightning_d9m.engine.ledger.format.records import Scalar
 
-_MAX_COMMAND = 1024
+MAX_COMMAND = 1024
 # A repository whose files git cannot look through in this time is left out, so that no start waits.
 _GIT_SECONDS = 2.0
 # Without locks, because a status that refreshes the index would make a git of the user fail at the
@@ -41,7 +41,7 @@ def capture_program() -> dict[str, Scalar]:
     words = sys.argv[:1]
     if specification is not None:
         words = ["-m", specification.name.removesuffix(".__main__")]
-    command = join(["python", *words, *sys.argv[1:]])[:_MAX_COMMAND]
+    command = join(["python", *words, *sys.argv[1:]])[:MAX_COMMAND]
     script = Path(getattr(main, "__file__", None) or "")
     prefixes = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
     if script.is_file() and prefixes.isdisjoint(script.absolute().parents):

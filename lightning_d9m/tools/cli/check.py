@@ -29,12 +29,19 @@ from lightning_d9m.tools.launch.progress import describe_left
 from lightning_d9m.tools.launch.run import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
-from lightning_d9m.tools.proof.training import choose_segments, open_proof, write_verdict
+from lightning_d9m.tools.proof.training import (
+    choose_segments,
+    open_proof,
+    try_to_sign,
+    write_verdict,
+)
 from lightning_d9m.tools.segments.check import (
     CHECK_JSON,
+    COMPILED,
     CheckedSegment,
     CheckReport,
     check_part,
+    compile_again,
     follow_run,
     list_limits,
 )
@@ -134,6 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
             _run_jobs(arguments, [own.number for own in chosen], report)
         else:
             _run_in_turn(chosen, partial(check, recorded), report)
+        for path in recorded.list_changed():  # of a proof; the program runs as the same user
+            report.problems.append(f"{path} was written or replaced while the check ran.")
     return STATUS[report.verdict]
 
 
@@ -141,9 +150,11 @@ def _show(arguments: argparse.Namespace, report: CheckReport, command: list[str]
     """Write the verdict, if one is wanted, and print the result."""
     # Before it is printed, as the terminal may have been closed. A check that was interrupted has
     # no verdict: it leaves out what its choice demands.
-    if arguments.verdict is not None and not report.interrupted:
-        write_verdict(arguments.verdict, arguments.proof.name, report, arguments.sign)
-    print_check(report, arguments.format, command)
+    try:
+        if arguments.verdict is not None and not report.interrupted:
+            write_verdict(arguments.verdict, arguments.proof.name, report, arguments.sign)
+    finally:
+        print_check(report, arguments.format, command)
 
 
 def _make_folder(chosen: Path | None) -> Path:
@@ -183,6 +194,7 @@ def _open(arguments: argparse.Namespace) -> tuple[RecordedRun, CheckReport]:
         return RecordedRun(path), CheckReport()
     if arguments.verdict is not None:
         check_new_file(arguments.verdict)
+        try_to_sign(arguments.sign)
     recorded, report = open_proof(path, arguments.signer)
     for text in (*report.problems, *report.notes):
         print("\n".join(wrap(printable(text))), file=sys.stderr)
@@ -230,7 +242,8 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
 def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
     """Check each segment in its own process or job, and merge what they report."""
     output, start = Path(report.output), time.monotonic()
-    d9m = [sys.executable, "-m", "lightning_d9m"]
+    shared = f"{COMPILED}={compile_again(output)['PYTHONPYCACHEPREFIX']}"
+    d9m = ["env", shared, sys.executable, "-m", "lightning_d9m"]
     commands = {number: [*d9m, *_make_job(arguments, number, output)] for number in numbers}
 
     def read_result(number: int) -> CheckedSegment | None:

@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{path} whole.pt`, and give that."
         )
     with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
-        is_statement = file.read(1) == b"{"  # no checkpoint begins with it, whatever their names
+        # No checkpoint begins so, whatever its name: safetensors may, with the size of its header.
+        is_statement = (begin := file.read(2)).startswith(b"{") and begin != b"{\0"
     if is_statement:
         return _verify_verdict(arguments)
     refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
@@ -163,6 +164,9 @@ def _search(
         buffers = record.groups.get("buffers", {})
         expected = {**record.groups["weights"]} | {n: buffers[n] for n in buffers if n in digests}
         differing = [name for name in expected if digests.get(name) != expected[name]]
+        # A weight that a module shares with another one has a second name in the file.
+        shared = {*record.groups["weights"].values(), *buffers.values()}
+        differing += [name for name in digests.keys() - expected if digests[name] not in shared]
         where = describe_moment(record.moment, record.epoch, record.step)
         if not differing:
             # An exception may come after a record of the same weights, which says more.
@@ -189,7 +193,7 @@ def _search(
 
 
 def _describe_differing(names: Sequence[str], digests: Mapping[str, Any], where: str) -> str:
-    """Say which tensors of a record differ, and apart from them which ones the file lacks."""
+    """Say which tensors of a file are not those of a record, and apart from them what it lacks."""
     lacking = [name for name in names if name not in digests]
     said = ""
     if differing := [name for name in names if name in digests]:

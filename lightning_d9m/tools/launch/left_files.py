@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
 
-from lightning_d9m.engine.hashing.files import hash_file
+from lightning_d9m.engine.hashing.files import hash_file, read_sign
 from lightning_d9m.text import printable
 
 # Of a folder's files and folders, the least nested first. The home may be on a slow network.
@@ -153,10 +153,7 @@ class FileWatch:
                     if entry.is_dir(follow_symlinks=False):
                         continue
                     stat = entry.stat(follow_symlinks=False)
-                    # A program can set the time of modification back, as `cp -p` and `tar` do, and
-                    # replace a file by one of the same size; it cannot set ctime.
-                    sign = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-                    found[entry.path] = (sign, stat.st_atime_ns)
+                    found[entry.path] = read_sign(stat), stat.st_atime_ns
         return found
 
     def _walk(self, folder: str) -> Iterator["os.DirEntry[str]"]:

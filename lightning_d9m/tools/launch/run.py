@@ -11,7 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -204,22 +204,15 @@ class Runs:
 
 
 def _read_fits(folder: Path, *, are_whole: bool = True) -> dict[str, Ledger]:
-    """Return the ledgers of a run by name, without those that lack a header unless ``are_whole``.
+    """Return the ledgers of a run by name; those that cannot be read are left out or an error.
 
     An evaluation outside of a fit has a ledger of the same form.
     """
-    paths = (*list_fits(folder), *list_evaluations(folder))
-    return {path.name: read_ledger(path) for path in paths if are_whole or _has_headers(path)}
-
-
-def _has_headers(ledger: Path) -> bool:
-    """Return whether each rank that has begun to write a ledger has written its header."""
-    files = list(ledger.glob("rank-*.jsonl"))
-    for file in files:
-        with file_errors(LedgerError, f"{file} cannot be read"), file.open("rb") as stream:
-            if not stream.readline().endswith(b"\n"):
-                return False
-    return bool(files)
+    fits = dict[str, Ledger]()
+    for path in (*list_fits(folder), *list_evaluations(folder)):
+        with nullcontext() if are_whole else suppress(LedgerError):
+            fits[path.name] = read_ledger(path)
+    return fits
 
 
 def read_runs(output: Path) -> dict[int, Run]:

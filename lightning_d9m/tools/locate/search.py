@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops, name_value
@@ -33,6 +34,7 @@ from lightning_d9m.tools.locate.outside import (
     list_generators,
 )
 from lightning_d9m.tools.locate.runner import KEPT, WHOLE, Runner, RunPair
+from lightning_d9m.tools.segments.goto import record_operations
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
@@ -341,15 +343,10 @@ class Search:
         probed["evidence"] = first.name
         # One look instead of two, modules first: each costs two starts of the program. But a
         # race may not come back while each operation is recorded.
-        try:
-            if self._look(_OPERATIONS, probes=_OP_PROBES, **probed) is not None:
-                return
-        except CommandError:
-            # torch cannot make some tensor subclasses while operations are recorded.
-            self._found.looks.append(
-                f"{_OPERATIONS}: the command fails while they are recorded, so only modules are"
-            )
-        self._look(_MODULES, probes=_MODULE_PROBES, **probed)
+        look = partial(self._look, _OPERATIONS, probes=_OP_PROBES, **probed)
+        looks = self._found.looks
+        if record_operations(look, lambda said: looks.append(f"{_OPERATIONS}: {said}")) is None:
+            self._look(_MODULES, probes=_MODULE_PROBES, **probed)
 
     def _choose_segment(self, first: Divergence, stop: int | None = None) -> Segment | None:
         """Return the part of a run that a look at a place needs; None for the whole run.

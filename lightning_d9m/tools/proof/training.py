@@ -16,10 +16,12 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from hashlib import sha256
+from importlib.machinery import PathFinder, all_suffixes
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from random import Random
@@ -175,6 +177,18 @@ def _call_signer(verb: str, path: Path, method: Method) -> None:
         )
 
 
+def try_to_sign(method: Method) -> None:
+    """Sign what is thrown away, so that a wrong key is an error before what takes hours.
+
+    Raises:
+        SettingError: If it cannot be signed.
+    """
+    # That of sigstore would ask for a login twice, and stay in a public log.
+    if method and method[0] != "sigstore":
+        with tempfile.TemporaryDirectory() as folder:
+            write_statement(Path(folder, "trial.json"), _Subject("", {}), method)
+
+
 def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> Proof:
     """Make the proof of a run; ``models`` hold its final weights, ``folder`` has the proof.
 
@@ -267,16 +281,28 @@ def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
     for unit in sources.used:
         names = {*of_module.get(re.split("[/.]", unit)[0], ())} & sources.packages.keys()
         other = sorted(name for name in names & here.keys() if here[name] != sources.packages[name])
-        # The ledger may be anybody's, and name any folder.
-        is_inner = {"", ".."}.isdisjoint(unit.split("/"))
-        paths = filter(os.path.exists, (Path(entry, unit) for entry in sys.path))
-        # A command may have the name of a package, and its folder is the first one of sys.path.
-        path = next((own for own in paths if own.suffix or own.is_dir()), None)
         if other:
             known = sources.packages[other[0]]
             yield unit, f"the training used {known}, and here is {here[other[0]]}"
         else:
-            yield unit, hash_tree(path) if is_inner and path else "it is not here"
+            path = _find_unit(unit)
+            yield unit, hash_tree(path) if path else "it is not here"
+
+
+def _find_unit(unit: str) -> Path | None:
+    """Return the folder of a package, or the file of a module, that Python would import here."""
+    spec, folders = None, None
+    for part in unit.split("/"):
+        ending = next(filter(part.endswith, all_suffixes()), "")
+        name = part.removesuffix(ending)
+        # The ledger may be anybody's, and name any folder.
+        spec = PathFinder.find_spec(name, folders) if name.strip(".") else None
+        if spec is None:
+            return None
+        # A package hides a module of its name, and a folder without __init__.py hides nothing.
+        folders = spec.submodule_search_locations and [*spec.submodule_search_locations]
+    origin = Path(spec.origin) if spec and spec.origin else None
+    return origin.parent if origin and folders else origin
 
 
 def hash_tree(path: Path) -> str:
@@ -298,6 +324,7 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     # Before its program runs, which may change the file.
     said, report = proof.predicate, CheckReport(proof=hash_file(path))
     recorded = RecordedRun(folder / said.ledger)
+    recorded.watch(_list_files(recorded))
     try:
         here = make_proof(recorded, [folder / name for name in said.models], folder)
     except D9mError as error:

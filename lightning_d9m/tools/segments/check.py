@@ -32,12 +32,12 @@ from lightning_d9m.tools.segments.segment import (
     Segment,
     find_first_fit,
     find_resume,
-    run_segment,
 )
 
 CHECK_JSON = "check.json"
 _HASH_FIELD = f"variable.{HASH_SEED}"  # python.hash_randomized says whether it matters
-_COMPILED, _COMPILED_FOLDER = "PYTHONPYCACHEPREFIX", "compiled"
+_COMPILED_FOLDER = "compiled"
+COMPILED = "D9M_COMPILED"  # the variable that names it to the jobs of a check
 _FOLLOW_SECONDS = 1.0  # a poll reads the whole ledger
 _STATES = Digests | StepDigests
 _REASONS = {
@@ -241,6 +241,18 @@ def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str
         yield f"An exception ended the run after step {recorded.last_step}: {error}"
 
 
+def compile_again(output: Path) -> dict[str, str]:
+    """Return variables with which the segments of a check run the code that their sources give.
+
+    They share a folder for it below that of the check, or of the check whose job this is.
+    """
+    # Who has published the program may have put other code into __pycache__ beside it, and beside
+    # its packages: one reads their sources, and the segment would run that.
+    folder = os.environ.get(COMPILED) or str(output / _COMPILED_FOLDER)
+    # Images of containers forbid to write it, so that each segment would compile torch again.
+    return {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def check_part(
     recorded: RecordedRun, runs: Runs, segment: Segment, title: str, **options: Any
 ) -> CheckedSegment:
@@ -248,7 +260,6 @@ def check_part(
     is_last = segment == recorded.list_segments()[-1]
     checked = CheckedSegment.of(segment, recorded.last_step if is_last else segment.stop - 1)
     due = min(segment.stop, recorded.last_step)
-    options["may_fail"] = is_last and recorded.has_failed
     return check_segment(recorded, runs, segment, checked, due, title, **options)
 
 
@@ -276,17 +287,15 @@ def check_segment(
             two runs agree; empty for none.
         **options: Further arguments of ``run_segment``.
     """
-    options["variables"] = {**recorded.variables, **options.get("variables", {})}
-    if recorded.sources is not None:
-        # Who has published the program may have put other code beside it, into __pycache__.
-        options["variables"][_COMPILED] = str(runs.output / _COMPILED_FOLDER)
+    given = dict(options.pop("variables", {}))
+    given |= {} if recorded.sources is None else compile_again(runs.output)
 
     def attempt(
         known: CheckedSegment, suffix: str = "", variables: Mapping[str, str] = MappingProxyType({})
     ) -> _Attempt:
-        words = {**options, "variables": {**options["variables"], **variables}}
+        words = {**options, "variables": {**given, **variables}}
         name, what = f"segment-{known.number:03d}{suffix}", f"{title}{suffix.replace('-', ', ')}"
-        run = run_segment(runs, segment, name, what, **words)
+        run = recorded.run(runs, segment, name, what, **words)
         return _compare(recorded, run, segment, known, due)
 
     try:

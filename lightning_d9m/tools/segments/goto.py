@@ -5,25 +5,27 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_d9m.engine.ledger.folder import Ledger, list_fits, read_ledger
 from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE, WITHIN
 from lightning_d9m.errors import CheckpointError, CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
-from lightning_d9m.tools.launch.run import Runs
+from lightning_d9m.tools.launch.run import Run, Runs
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
     Segment,
     find_first_fit,
     list_ends,
-    run_segment,
 )
+
+_Result = TypeVar("_Result")
 
 
 def find_segment(recorded: RecordedRun, step: int) -> Segment:
@@ -96,32 +98,38 @@ def trace_step(
 ) -> Ledger:
     """Run a segment and record the probes of its last step, all by default; return the ledger.
 
-    If the command fails so, all but the operations are recorded: torch cannot make some tensor
-    subclasses while operations are.
+    If the command fails so, all but the operations are recorded.
 
     Raises:
         CommandError: As ``run_segment``.
     """
     step = segment.stop - 1
     steps = {"LIGHTNING_D9M_PROBES": probes, "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
-    options: dict[str, Any] = {"variables": {**recorded.variables, **steps}}
-    # The step may be the one that raised an exception.
-    options["may_fail"] = recorded.has_failed
-    try:
-        run = run_segment(runs, segment, "trace", f"step {step}", **options)
-    except CommandError as error:
-        if probes != "all":
-            raise
-        options["variables"]["LIGHTNING_D9M_PROBES"] = ",".join(k for k in PROBE_KINDS if k != "op")
-        try:
-            run = run_segment(runs, segment, "trace-modules", f"step {step}", **options)
-        except CommandError:
-            raise error from None
-        said = "The command fails while operations are recorded, so the trace has none of them."
-        print(said, file=sys.stderr, flush=True)
+
+    def trace(name: str) -> Run:
+        return recorded.run(runs, segment, name, f"step {step}", variables=steps)
+
+    run = None
+    if probes == "all":
+        run = record_operations(partial(trace, "trace"), partial(print, file=sys.stderr))
+        steps["LIGHTNING_D9M_PROBES"] = ",".join(k for k in PROBE_KINDS if k != "op")
+    run = run or trace("trace" if probes != "all" else "trace-modules")
     ledger = find_first_fit(run)
     _list_reasons([ledger], step)
     return ledger
+
+
+def record_operations(run: Callable[[], _Result], note: Callable[[str], object]) -> _Result | None:
+    """Return what a run gives that records operations; None if it fails, which ``note`` gets."""
+    try:
+        return run()
+    except CommandError as error:
+        # torch cannot make some tensor subclasses while operations are recorded. The last line of
+        # a log is most often the error.
+        first, *others = str(error).splitlines()
+        said = " ".join([first, *(line.lstrip(" |") for line in others[-1:])])
+        note(f"the command fails while operations are recorded, so only modules are: {said}")
+        return None
 
 
 def find_nonfinite(recorded: RecordedRun, runs: Runs) -> tuple[SavedPoint | None, dict[str, Any]]:
@@ -137,9 +145,8 @@ def find_nonfinite(recorded: RecordedRun, runs: Runs) -> tuple[SavedPoint | None
     there = (point for point in reversed(recorded.points) if point.is_there)
     start = next((point for point in there if _holds_finite(point.path)), None)
     stop = NEVER if recorded.end is None else recorded.last_step + 1
-    segment, title = Segment(start, stop, kind="nonfinite"), "first value not finite"
-    words: dict[str, Any] = {"variables": recorded.variables, "may_fail": recorded.has_failed}
-    run_segment(runs, segment, "nonfinite", title, **words)
+    segment = Segment(start, stop, kind="nonfinite")
+    recorded.run(runs, segment, "nonfinite", "first value not finite")
     found = runs.output / "nonfinite/segment" / NONFINITE
     return start, json.loads(found.read_text()) if found.exists() else {}
 
@@ -153,4 +160,6 @@ def _holds_finite(path: Path) -> bool:
     except (CheckpointError, SettingError):
         return False
     tensors = [tensor for own in tables for tensor in own.values()]
-    return bool(tensors) and all(bool(own.isfinite().all()) for own in tensors)
+    # Some types of 8 bits have no `isfinite`; all of them fit into float64.
+    wide = (own.double() if own.is_floating_point() else own for own in tensors)
+    return bool(tensors) and all(bool(own.isfinite().all()) for own in wide)

@@ -4,13 +4,16 @@ The user's own command runs it. Variables let its first fit resume from the chec
 the step, and write no checkpoints; see ``engine.recording.interruption``.
 """
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lightning_d9m.engine.hashing.files import read_sign
+from lightning_d9m.engine.ledger.command import MAX_COMMAND
 from lightning_d9m.engine.ledger.folder import Ledger, read_ledger
 from lightning_d9m.engine.ledger.format.reader import read_lineage, read_resume
 from lightning_d9m.engine.ledger.format.records import (
@@ -133,6 +136,7 @@ class RecordedRun:
                 "separate program."
             )
         self.saved: list[SavedPoint] = []
+        self._last: dict[Path, SavedPoint] = {}  # also of what a resume has left
         self.epoch_ends: list[int] = []
         self.last_step = 0
         self.end: End | None = None
@@ -141,14 +145,14 @@ class RecordedRun:
         self.last_state: Digests | StepDigests | None = None
         self.sources: Sources | None = None
         self.gaps: dict[str, str] = {}
+        self._signs: dict[Path, object] = {}
         self._is_saved = False  # whether the state of the last checkpoint is still to come
         # One rank: all save at the same steps. Read once, as a ledger with probes may be long.
         own = self.ledger.files[min(self.ledger.files)]
         for file, record in read_lineage(own):
             self._note(record, file)
         # A later checkpoint at one path, as `last.ckpt`, has overwritten the earlier one.
-        last = {point.path: point for point in self.saved}
-        self.saved = [replace(own, is_replaced=last[own.path] != own) for own in self.saved]
+        self.saved = [replace(own, is_replaced=self._last[own.path] != own) for own in self.saved]
 
     def _note(self, record: Record, file: Path) -> None:
         """Note what a record says of the run as a whole."""
@@ -156,6 +160,7 @@ class RecordedRun:
             # The folder of the ledger and of its checkpoints may have been moved.
             path = (file.parent / record.path).resolve()
             self.saved.append(SavedPoint(path, record.step))
+            self._last[path] = self.saved[-1]
             self._is_saved = True
         elif isinstance(record, Resume):
             # The run has left what the one before did after this step.
@@ -256,6 +261,17 @@ class RecordedRun:
         pairs = zip(numbered, stops, strict=True)
         return [Segment(start, stop, number) for (number, start), stop in pairs]
 
+    def watch(self, files: Iterable[Path]) -> None:
+        """Note files that must stay as they are while the run is checked."""
+        self._signs = {path: read_sign(path.stat()) for path in files}
+
+    def list_changed(self) -> Iterator[Path]:
+        """Yield the files that were removed, written or replaced since they are watched."""
+        for path, sign in self._signs.items():
+            # Not by content: a program could put that back after a comparison has read another.
+            if not path.exists() or read_sign(path.stat()) != sign:
+                yield path
+
     def list_other_code(self, ledger: Ledger) -> list[str]:
         """Return the files that a segment, with its ledger, has loaded and the run has not.
 
@@ -275,6 +291,13 @@ class RecordedRun:
         ]
         other = sorted({name for name, text in found if known.get(name) != text})
         return other if sources else ["it has no record of it"]
+
+    def run(self, runs: Runs, segment: Segment, name: str, title: str, **options: Any) -> Run:
+        """Run a segment of it as it ran itself; see ``run_segment``."""
+        options["variables"] = {**self.variables, **options.get("variables", {})}
+        # An exception that has ended the run may come again in its last segment.
+        may_fail = self.has_failed and segment.stop >= self.stop
+        return run_segment(runs, segment, name, title, may_fail=may_fail, **options)
 
     def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
@@ -376,10 +399,9 @@ def name_other_command(recorded: RecordedRun, command: Sequence[str]) -> str:
 
     It may name another interpreter or path of the same program.
     """
-    known = recorded.command.split()
-    if not known or known[1:] == [*command][1:]:
+    # The ledger has the beginning of a long one.
+    known, given = recorded.command, shlex.join(command)
+    own, other = (text.partition(" ")[2] for text in (known, given))
+    if not known or own == other or (len(known) >= MAX_COMMAND and other.startswith(own)):
         return ""
-    return (
-        f"The ledger names another command: {escape(recorded.command)}. The parts are run with "
-        "yours."
-    )
+    return f"The ledger names another command: {escape(known)}. The parts are run with yours."
