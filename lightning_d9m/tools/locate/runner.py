@@ -63,8 +63,9 @@ class RunPair:
 
     @property
     def differs(self) -> bool:
-        """True if the two runs differ."""
-        return not self.comparison.equal
+        """True if the two runs differ, or one of them goes on."""
+        found = self.comparison
+        return found.one_is_longer or found.verdict not in ("equal", "incomplete")
 
 
 class Runner:
