@@ -61,7 +61,7 @@ def test_a_program_that_always_fails_does_not_run_again(make, capsys):
         next(runner.run_pairs(WHOLE, 1))
     said = capsys.readouterr().err
     assert "one after the other" not in said
-    assert "both runs failed; if each needs a device, a port or memory alone: --one-by-one" in said
+    assert "both runs failed. If each needs a device, a port or memory alone: --one-by-one" in said
 
 
 def test_the_first_two_runs_count_as_made(make):

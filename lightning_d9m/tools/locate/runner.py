@@ -63,7 +63,7 @@ class RunPair:
 
     @property
     def differs(self) -> bool:
-        """True if the two runs differ, or one of them goes on."""
+        """True if the two runs differ, or one of them continues after the other."""
         found = self.comparison
         return found.one_is_longer or found.verdict not in ("equal", "incomplete")
 
@@ -173,7 +173,7 @@ class Runner:
             return runs
         # Where both fail, a third run would most often only show it again.
         if all(failures):
-            hint = "both runs failed; if each needs a device, a port or memory alone: --one-by-one"
+            hint = "both runs failed. If each needs a device, a port or memory alone: --one-by-one"
             print(hint, file=sys.stderr, flush=True)
         # They may need a port, a device or memory that only one of them can have.
         for folder, failure in zip(folders, failures, strict=True):
