@@ -3,11 +3,10 @@
 Where an older release lacks something, this module says what does not work with it.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,18 +21,15 @@ _OLDEST_PATCHED = (2, 11)
 _OLDEST_ACCELERATOR = (2, 7)
 
 
-def describe_unsupported() -> str | None:
-    """Return which package is too old for ``LIGHTNING_D9M=1``; None if none is."""
-    found = {"torch": (str(torch.__version__), OLDEST_TORCH)}
-    # By metadata: this runs while torch is imported, before any package of Lightning may be.
-    for name in ("lightning", "pytorch-lightning"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = (metadata.version(name), OLDEST_LIGHTNING)
-    for name, (version, oldest) in found.items():
-        if parse_release(version) < oldest:
-            needed = ".".join(map(str, oldest))
-            return f"{name} is {version}, and lightning_d9m needs {needed} or later."
-    if not imports_extensions():
+def describe_unsupported(package: str = "torch") -> str | None:
+    """Return why torch, or a package of Lightning that is used, is too old; None if it is not."""
+    name = package.partition(".")[0]
+    oldest = OLDEST_TORCH if name == "torch" else OLDEST_LIGHTNING
+    version = str(getattr(sys.modules.get(name), "__version__", ""))
+    if () < parse_release(version) < oldest:  # one that does not say its version counts as new
+        needed = ".".join(map(str, oldest))
+        return f"{name} is {version}, and lightning_d9m needs {needed} or later."
+    if name == "torch" and not imports_extensions():
         return (
             f"torch {torch.__version__} loads no extensions when it is imported, as 2.5 and later "
             "do, so nothing would be seeded before the program builds its model. Call "

@@ -212,7 +212,8 @@ def check_hooks() -> None:
     """
     # A module that is loaded later is checked by the next session: importing all of them takes
     # seconds, and a training uses few.
-    for module in [name for name in _ROWS if name in sys.modules and name not in _checked]:
+    # None stands for one whose import a program has forbidden.
+    for module in [name for name in _ROWS if sys.modules.get(name) and name not in _checked]:
         for hook in find_missing(_ROWS[module], sys.modules.__getitem__):
             raise_missing(hook)
         _checked.add(module)

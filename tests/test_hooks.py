@@ -68,6 +68,12 @@ def test_a_session_refuses_a_torch_whose_loaders_have_another_method(monkeypatch
     assert "DataLoader._get_iterator" in names.found
 
 
+def test_a_module_whose_import_a_program_forbids_is_not_checked(monkeypatch):
+    monkeypatch.setattr(hooks, "_checked", set())
+    monkeypatch.setitem(sys.modules, "torchmetrics.metric", None)
+    hooks.check_hooks()
+
+
 def test_a_name_that_an_older_release_lacks_is_not_missed_there(monkeypatch):
     hook = hooks.Hook("torch", "", "_a_name_of_2_13", "test", "2.13")
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")

@@ -113,13 +113,18 @@ def test_the_rules_are_listed(d9m):
 def test_settings_of_a_project_and_what_a_fix_mends(read, d9m, monkeypatch):
     assert "1 of them has one right answer: --fix writes it" in " ".join(read().split())
     project = Path("pyproject.toml")
-    project.write_text('[tool.d9m.scan]\nselect = ["D9M204"]\n')
+    only = 'select = ["D9M204"]'
+    for text in (f"[tool]\nx.y = 1\nd9m.scan.{only}", f'[ tool."d9m" ]\nscan = {{ {only} }}'):
+        project.write_text(text)
+        assert [f["rule"] for f in json.loads(read("--json"))["findings"]] == ["D9M204"]
+    project.write_text(f"[tool.d9m.scan]\n{only}\n")
     assert [f["rule"] for f in json.loads(read("--json"))["findings"]] == ["D9M204"]
     assert "D9M101" in read("--select", "D9M101")  # the command line has precedence
     project.write_text("# [tool.d9m.scan]\n")
     assert "D9M101" in read("--json")
     for text, message in (
         ('[tool.d9m.scan]\nselct = ["D9M204"]\n', "selct = ['D9M204'] in [tool.d9m.scan]"),
+        ("[tool.d9m]\nscan = 3\n", "cannot be read: "),
         ("[tool.d9m.scan]\nselect = [\n", "cannot be read: "),
     ):
         project.write_text(text)
@@ -127,3 +132,5 @@ def test_settings_of_a_project_and_what_a_fix_mends(read, d9m, monkeypatch):
         assert (status, message in " ".join(error.split())) == (2, True)
     monkeypatch.setitem(sys.modules, "tomllib", None)
     assert "needs Python 3.11 or later" in " ".join(d9m("scan")[2].split())
+    project.write_text('[project]\ndependencies = ["lightning-d9m"]\n')
+    assert "D9M101" in read("--json")

@@ -148,6 +148,7 @@ def test_a_run_that_goes_on_where_the_other_ends(counts, kind):
     one, other = (RunSide(count) for count in counts)
     rank = SimpleNamespace(divergence=None, expected=one, actual=other)
     runs = SimpleNamespace(ranks=[rank], refusals=(), stack=(), divergences=[], logged=None)
+    runs.one_is_longer = any(counts)
     assert find_cause(runs).kind == kind
 
 

@@ -177,6 +177,70 @@ def test_the_probes_of_a_state_show_more_than_its_record(tmp_path, kind, first):
     assert found.name == ("layers.0.weight" if first == "batch" else "(total)")
 
 
+class TestStatesAfterACheckpoint:
+    """Each run has those of the steps that follow its own checkpoints."""
+
+    @staticmethod
+    def write(tmp_path, weights, steps, ends=True, device="cpu", world_size=1):
+        """Weights and generators of each step; the last step ends the epoch."""
+        records = [make_facts()]
+        for step in steps:
+            totals = {"weights": weights[step] * 32, "generators": device[0] * 32}
+            records.append(StepDigests(epoch=0, step=step, totals=totals, entries={}))
+        last = weights[max(weights)] * 32
+        state = make_weights("epoch", 0, {"w": last}, step=max(weights), totals={"weights": last})
+        records += [state] * ends
+        stack = {"device.kind": device, "world.logical_ranks": 4}
+        folder = create_ledger_folder(tmp_path)
+        return write_rank(folder, records, stack=stack, world_size=world_size, end="finished")
+
+    def test_those_of_both_are_compared(self, tmp_path):
+        same, other = {1: "0", 2: "0", 3: "0"}, {1: "0", 2: "1", 3: "0"}
+        one = self.write(tmp_path, same, [1, 2])
+        found = compare(one, self.write(tmp_path, other, [2, 3]))
+        assert (found.verdict, found.first.where) == (
+            "different",
+            "the state after step 2 (epoch 0)",
+        )
+        found = compare(one, self.write(tmp_path, other, [1, 3]))
+        assert (found.verdict, found.ranks[0].records, found.ranks[0].digests) == ("equal", 4, 2)
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_the_record_of_the_epoch_that_ends_there_shows_more(self, tmp_path, ends):
+        runs = [self.write(tmp_path, {1: "0", 2: value}, [1, 2], ends) for value in "01"]
+        first = compare(*runs).first
+        assert (first.moment, first.step) == ("epoch" if ends else "step", 2)
+
+    def test_generators_of_other_devices_or_processes_are_left_out(self, tmp_path):
+        one = self.write(tmp_path, {1: "0"}, [1])
+        for changes, records in (({"device": "cuda"}, 4), ({"world_size": 2}, 3)):
+            found = compare(one, self.write(tmp_path, {1: "0"}, [1], **changes))
+            assert (found.verdict, found.ranks[0].records) == ("equal", records)
+        other = self.write(tmp_path, {1: "1"}, [1], ends=False, device="cuda")
+        assert (
+            compare(self.write(tmp_path, {1: "0"}, [1], ends=False), other).verdict == "different"
+        )
+
+
+@pytest.mark.parametrize("end", ["", "finished"])
+def test_only_the_last_batch_of_a_killed_run_may_be_torn(tmp_path, end):
+    """A probe that only one run has in an earlier batch is a difference."""
+
+    def write(wide=None):
+        layout, *batches = make_probes([("output", "a")], [(0,)] * 3)
+        records = [make_facts(), layout, *batches]
+        if wide is not None:
+            batches[wide]["digests"] *= 2
+            two = layout | {"places": [*layout["places"], ["output", "b", 0]]}
+            records[2 + wide : 3 + wide] = [two, batches[wide], layout]
+        return write_rank(create_ledger_folder(tmp_path), records, end=end)
+
+    one = write()
+    assert compare(write(0), one).verdict == "different"
+    assert compare(write(0), write(2)).verdict == "different"
+    assert compare(write(2), one).verdict == ("different" if end else "incomplete")
+
+
 @pytest.mark.parametrize("batches", [0, 4])
 @pytest.mark.parametrize("loss", ["0x1.0000000000000p+0", "0x1.0000000000000p+1"])
 def test_a_validation_within_an_epoch_that_a_segment_does_not_end(tmp_path, loss, batches):
@@ -245,7 +309,7 @@ ENDS = {
     "a run that failed": ((3, "finished"), (1, "failed"), "different"),
     "a killed run": ((3, "finished"), (1, ""), "incomplete"),
     "two killed runs": ((3, ""), (1, ""), "incomplete"),
-    "two killed runs of a length": ((1, ""), (1, ""), "equal"),
+    "two killed runs of a length": ((1, ""), (1, ""), "incomplete"),
 }
 
 

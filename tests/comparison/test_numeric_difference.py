@@ -82,6 +82,33 @@ def test_another_shape_or_dtype_is_changed_entirely_and_not_measured(other):
     assert measure_difference(torch.ones(2), other) is None
 
 
+def test_large_whole_numbers_are_told_apart():
+    found = measure_difference(torch.tensor([2**62, 1]), torch.tensor([2**62 + 1, 1]))
+    assert (found.count, found.absolute, found.relative) == (1, 1.0, 2.0**-62)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        lambda: torch.ones(2).to_sparse(),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+    ],
+    ids=["quantized", "sparse", "meta", "bits"],
+)
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_elements_that_are_no_numbers_of_their_own_are_not_measured(make):
+    assert measure_difference(make(), make()) is None
+    assert measure_variation(make(), make()).vc == 1
+
+
+def test_views_that_negate_do_not_matter():
+    negated = torch._neg_view(torch.ones(2))
+    assert measure_difference(negated, torch.tensor([-1.0, -2.0])).count == 1
+    assert measure_difference(negated, -torch.ones(2)).count == 0
+
+
 def test_strides_and_conjugate_views_do_not_matter():
     square = torch.arange(4.0).view(2, 2)
     assert measure_variation(square.t(), square.t().contiguous()).vc == 0

@@ -32,6 +32,7 @@ def pair(
         rank_drift=None,
         comparison=SimpleNamespace(
             verdict="equal" if kind is None else "different",
+            one_is_longer=False,
             ranks=ranks,
             divergences=[] if kind is None else [found],
             refusals=(),
@@ -63,7 +64,7 @@ def search(*pairs, tries=1, varying="", failed=()):
             yield found
 
     ledger = SimpleNamespace(header=SimpleNamespace(settings={"varying_ops": varying}))
-    made = [SimpleNamespace(fits={"fit-000": ledger})]
+    made = [SimpleNamespace(fits={"fit-000": ledger})] * (2 * tries)
     runner = SimpleNamespace(run_pairs=run_pairs, command=["true"], made=made, failed=failed)
     return Search(runner, tries).locate(), looks
 
@@ -100,6 +101,22 @@ def test_a_logged_value_that_differs_before_a_run_ends_is_the_cause(runs):
 
     found = search_between(runs.write(5), runs.write(3, edit=log))
     assert found.cause.text.startswith("A logged value differs first")
+
+
+def test_of_two_equal_runs_that_exist_nothing_is_said_of_tries(runs):
+    found = search_between(runs.write(), runs.write())
+    assert list(describe(found, determinism=True)) == ["equal: the runs do not differ."]
+    assert found.as_json()["runs"] == 0
+
+
+def test_two_equal_runs_that_were_killed_are_incomplete(runs):
+    def cut(_, own):
+        del own[5:]
+
+    found = search_between(runs.write(edit=cut), runs.write(edit=cut))
+    assert (found.verdict, found.cause) == ("incomplete", None)
+    (said,) = [" ".join(describe(found, determinism=True))]
+    assert said.startswith("incomplete: the runs do not differ, as far as they go; a run was ended")
 
 
 def test_a_run_that_was_killed_is_not_called_different(runs):
@@ -308,7 +325,7 @@ def test_records_that_only_one_run_has_are_reported():
     alone = RunSide(9, 9, "epoch 2", end="finished")
     rank = RankComparison(0, expected=RunSide(end="finished"), actual=alone)
     longer.differs, longer.comparison.ranks = True, [rank]
-    longer.comparison.verdict = "different"
+    longer.comparison.verdict, longer.comparison.one_is_longer = "different", True
     longer.comparison.ranks_only_expected = longer.comparison.ranks_only_actual = ()
     found, looks = search(longer)
     assert (found.cause.kind, len(looks)) == ("length", 1)

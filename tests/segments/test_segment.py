@@ -124,7 +124,8 @@ def test_runs_with_different_probes_are_compared_in_what_both_have(tmp_path):
     settings = {"seed": 42, "per_sample_rng": False, "threads": None}
     layout = {"kind": "layout", "id": 0, "places": [["weight", "a", 0]]}
     batch = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"x" * 16}
-    one, _ = write(tmp_path / "a", make_digests("initial", 0), make_digests("final", 0))
+    end = End(status="finished")
+    one, _ = write(tmp_path / "a", make_digests("initial", 0), make_digests("final", 0), end)
     other = tmp_path / "b" / "fit-000"
     other.mkdir(parents=True)
     with LedgerWriter(other / "rank-0.jsonl") as writer:
@@ -135,6 +136,7 @@ def test_runs_with_different_probes_are_compared_in_what_both_have(tmp_path):
             layout,
             batch,
             make_digests("final", 0),
+            end,
         ):
             writer.write(record)
     assert compare(one, other).verdict == compare(other, one).verdict == "equal"

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_d9m.integrations.trainer.packages import PACKAGES
 
@@ -33,7 +33,7 @@ class _AutoloadState:
 
     started = False
     problem: Exception | None = None
-    unsupported: str | None = None  # which package is too old; empty if none is
+    unsupported: ClassVar[dict[str, str]] = {}  # why a package is too old; empty if it is not
 
 
 def load() -> None:
@@ -68,22 +68,25 @@ def _attempt(func: Callable[[], None]) -> None:
         _AutoloadState.problem = error
 
 
-def _say(reason: str) -> None:
+def _say(reason: str, effect: str = "has no effect") -> None:
     value = os.environ.get("LIGHTNING_D9M")
     # Logging is not configured while torch is imported, and a warning could be an error by `-W
     # error`.
-    print(f"lightning_d9m: LIGHTNING_D9M={value} has no effect: {reason}", file=sys.stderr)
+    print(f"lightning_d9m: LIGHTNING_D9M={value} {effect}: {reason}", file=sys.stderr)
 
 
-def _is_unsupported() -> bool:
-    """Warn once if a package is too old; the program then runs without determinism."""
+def _is_unsupported(package: str = "torch") -> bool:
+    """Warn once if a package that the program uses is too old; it then runs without us."""
     from lightning_d9m.compatibility import describe_unsupported
 
-    if _AutoloadState.unsupported is None:
-        _AutoloadState.unsupported = describe_unsupported() or ""
-        if _AutoloadState.unsupported:
-            _say(_AutoloadState.unsupported)
-    return bool(_AutoloadState.unsupported)
+    known = _AutoloadState.unsupported
+    if package not in known:
+        known[package] = describe_unsupported(package) or ""
+        # With torch alone the session is open already: a program may use both.
+        effect = "has no effect" if package == "torch" else "adds no callback to a Trainer"
+        if known[package]:
+            _say(known[package], effect)
+    return bool(known[package])
 
 
 def _start() -> None:
@@ -132,7 +135,9 @@ def _open_session() -> None:
 
 
 def _register(package: str) -> None:
-    """Register our strategies with a Lightning package."""
+    """Register our strategies with a Lightning package, unless it is too old."""
+    if _is_unsupported(package):
+        return
     if not _AutoloadState.started and _AutoloadState.problem is None:
         _open_session()
     from lightning_d9m.integrations.strategies.strategies import register_strategies
@@ -172,7 +177,8 @@ def _find_callbacks(package: str) -> list[Any]:
     from lightning_d9m.errors import TooLateError
 
     started = _AutoloadState.started or active_session() is not None
-    if not read_switch(os.environ) or (not started and _is_unsupported()):
+    is_old = (not started and _is_unsupported()) or _is_unsupported(package)
+    if not read_switch(os.environ) or is_old:
         return []
     if not started:
         raise TooLateError(

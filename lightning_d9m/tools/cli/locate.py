@@ -26,7 +26,7 @@ from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
 from lightning_d9m.tools.locate.runner import Runner, RunPair
 from lightning_d9m.tools.locate.search import Search, SearchResult, describe_place
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
-from lightning_d9m.tools.output.comparison_text import format_field, list_one_sided
+from lightning_d9m.tools.output.comparison_text import CUT, format_field, list_one_sided
 from lightning_d9m.tools.output.repeat_text import describe_power
 from lightning_d9m.tools.output.terminal import print_lines, wrap
 from lightning_d9m.tools.segments.segment import RecordedRun
@@ -118,9 +118,12 @@ def _read_runs(arguments: argparse.Namespace) -> tuple[RecordedRun, RecordedRun]
 def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of the report: the cause, where it is, the evidence, the advice."""
     if found.cause is None:
-        yield "equal: no two runs differ." if found.looks else "equal: the runs do not differ."
-        yield from wrap(describe_power(2 * found.tries, "--tries", 2))
-        if determinism:
+        said = "no two runs differ" if found.runs else "the runs do not differ"
+        cut = f", as far as they go; {CUT}" if found.verdict == "incomplete" else "."
+        yield from wrap(f"{found.verdict}: {said}{cut}")
+        if found.runs:
+            yield from wrap(describe_power(found.runs, "--tries", 2))
+        if found.runs and determinism:
             yield "To see what differs without the determinism settings, add --no-determinism."
     else:
         yield from wrap(f"{found.verdict}: {found.cause.kind}. {found.cause.text}")

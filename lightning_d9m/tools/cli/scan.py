@@ -111,18 +111,20 @@ def _read_project(arguments: argparse.Namespace) -> None:
     folders = [Path.cwd(), *Path.cwd().parents]
     path = next((f / _PROJECT for f in folders if (f / _PROJECT).is_file()), None)
     text = "" if path is None else path.read_text("utf-8")
-    # Before the file is parsed: Python 3.10 has no parser, and a mistake in the table of another
-    # tool is not for this command to report.
-    if f"[{_TABLE}]" not in text:
+    # Without the name there is no such table, and a mistake in that of another tool is not for this
+    # command to report.
+    if "d9m" not in text:
         return
     try:
         import tomllib  # type: ignore[import-not-found, unused-ignore]  # Python 3.11
     except ImportError as error:
+        if re.search(r"\btool\W{1,4}d9m\b", text) is None:  # such as a requirement
+            return
         raise SettingError(f"[{_TABLE}] in {path} needs Python 3.11 or later.") from error
     try:
         tools = tomllib.loads(text).get("tool", {})
-        table = tools.get("d9m", {}).get("scan", {})  # a comment may name it
-    except tomllib.TOMLDecodeError as error:
+        table = dict(tools.get("d9m", {}).get("scan", {}))
+    except (ValueError, TypeError, AttributeError) as error:  # no TOML, or no table
         raise SettingError(f"{path} cannot be read: {error}.") from error
     for name, value in table.items():
         right = isinstance(value, _PROJECT_SETTINGS.get(name, ()))

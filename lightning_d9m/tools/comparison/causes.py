@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_d9m.engine.ledger.differences import KIND_OF_GROUP, Divergence
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT, SAVED, STATE
+from lightning_d9m.engine.ledger.kinds import EXCEPTION, PROBE_KINDS, ROOT, SAVED, STATE, STEP
 from lightning_d9m.text import read_stanzas
 from lightning_d9m.tools.comparison.ledgers import Comparison
 
@@ -49,7 +49,11 @@ _KINDS = {
     **KIND_OF_GROUP,
     **dict.fromkeys(("loss", "scalars"), "scalar"),
     "schedulers": "optimizer settings",
+    "generators": "rng",
 }
+# The moments of a state after its step. A fit that an exception ended has the state there in place
+# of that of the epoch's end.
+AFTER_STEP = ("epoch", EXCEPTION, STEP)
 # What a missing seed changes first: what is drawn before the first step, or in a batch.
 _SEEDED = ("initial weights", "initial gradients", "rng", "batch")
 # What a logged value can change through a callback, such as EarlyStopping or ReduceLROnPlateau.
@@ -129,8 +133,7 @@ def advise(comparison: Comparison) -> str:
 def _find_cause(comparison: Comparison, *, batches_seen: bool) -> Cause:
     found = earliest_divergences(comparison)
     if not found:
-        sides = [side for rank in comparison.ranks for side in (rank.expected, rank.actual)]
-        longer = any(side.records for side in sides)
+        longer = comparison.one_is_longer
         cause = _CAUSES["length" if longer else "unknown"]
         return _add_text(cause, _describe_ends(comparison) if longer else "")
     if found[0].is_end:
@@ -216,8 +219,7 @@ def _cause_of(  # noqa: C901, PLR0911 - one case for each kind of place
         return name if name in _CAUSES else "unknown"
     if first.moment == "final" or first.kind == SAVED:
         return "after training" if first.moment == "final" else SAVED
-    # A fit that an exception ended has the state there in place of that of the epoch's end.
-    ends_epoch = first.moment in ("epoch", EXCEPTION)
+    ends_epoch = first.moment in AFTER_STEP
     if ends_epoch and "step" in first.by_kind:
         return "steps"
     if ends_epoch and batches_seen:

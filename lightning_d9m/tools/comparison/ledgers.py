@@ -64,6 +64,8 @@ EVALUATED = LOGGED | {"evaluation"}
 # Records between two updates of the progress line: rich takes longer to draw it than a comparison
 # takes for many of them.
 _TICK = 2**16
+# What decides which devices have generators.
+_DEVICES = ("device.kind", "device.count")
 _Fields: TypeAlias = dict[str, FieldDifference]
 RecordPair: TypeAlias = tuple[Item | None, Item | None]
 
@@ -79,6 +81,7 @@ class RunSide:
         beyond: Number of those of them that come after the last record of both.
         first_record: Description of the first of them; empty if there is none.
         places: Number of places, in batches of both, that the other run does not have.
+        torn: Number of those of them in the last record of both, which may be torn there.
         first_place: Description of the first of them; empty if there is none.
         end: The status with which it ended; empty for a run that was killed or still trains.
         reason: What ended it; empty if that is not known.
@@ -93,6 +96,7 @@ class RunSide:
     beyond: int = 0
     first_record: str = ""
     places: int = 0
+    torn: int = 0
     first_place: str = ""
     end: str = ""
     reason: str = ""
@@ -204,6 +208,7 @@ class RankComparison:
             if places := [place for place in found.one_sided if getattr(place, run) is None]:
                 name = f"{places[0].kind} {name_call(places[0].name, places[0].call)}"
                 side.places += len(places)
+                side.torn = len(places)
                 side.first_place = side.first_place or f"{escape(name)} in {found.where}"
         # Whatever differs after the training does follows from it.
         if differing and self.trained_alike:
@@ -226,18 +231,15 @@ class RankComparison:
         return EVALUATED.issuperset(self.groups)
 
     @property
-    def is_open(self) -> bool:
-        """True if neither of two whole runs says that it ended."""
-        return not (self.segment or self.expected.end or self.actual.end)
-
-    @property
     def verdict(self) -> Literal["equal", "different", "incomplete"]:
         """That on this rank; see ``Comparison.verdict``."""
         shorter, longer = sorted((self.expected, self.actual), key=lambda side: side.alone)
         # One file may be the beginning of the other, and not say that its run ended.
-        is_cut = longer.alone and longer.records == longer.beyond and not shorter.end
+        is_cut = longer.alone == longer.beyond + longer.torn and not shorter.end
         if self.divergence or shorter.alone or (longer.alone and not is_cut):
             return "different"
+        # A segment is compared as far as it goes.
+        is_cut &= bool(longer.alone) or self.segment is None
         return "incomplete" if is_cut or (self.error and not self.sees_end) else "equal"
 
 
@@ -245,12 +247,14 @@ def _is_earlier(found: Divergence, known: Divergence | None) -> bool:
     """Return whether a difference takes the place of the first one that is known.
 
     The record of the state after a step comes before the probes of the batch that begins with this
-    state, and these show each entry of it, as in a run that has no such record.
+    state, or the digests where an epoch ends with it. These show each entry of it, as in a run that
+    has no such record.
     """
     if known is None:
         return True
     begins = found.moment == "batch" and found.kind in STATE and not found.call
-    return begins and known.moment == STEP and known.step == found.step
+    ends = found.moment != "batch" and known.kind in found.by_kind
+    return (begins or ends) and known.moment == STEP and known.step == found.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +304,9 @@ class Comparison:
     def verdict(self) -> Literal["equal", "different", "incomplete", "not comparable"]:
         """``"equal"`` only if something was compared and no record differs or is missing.
 
-        ``"incomplete"`` if one run was ended early, or an exception ended both at a state that was
-        not recorded, and all that was recorded is equal. A segment ends early on purpose: it is
-        equal to its part of the other run.
+        ``"incomplete"`` if a run does not say that it ended, or an exception ended both at a state
+        that was not recorded, and all that was recorded is equal. A segment ends early on purpose:
+        it is equal to its part of the other run.
         """
         if self.refusals or not self.ranks:
             return "not comparable"
@@ -319,12 +323,16 @@ class Comparison:
     def extent(self) -> Literal["logged values", "evaluations", "training"]:
         """The most that differs: the first two only if the runs have the same records."""
         alone = (self.ranks_only_expected, self.ranks_only_actual)
-        sides = [side for rank in self.ranks for side in (rank.expected, rank.actual)]
-        longer = any(side.records for side in sides)
-        if any(alone) or longer or not all(rank.trained_alike for rank in self.ranks):
+        alike = all(rank.trained_alike for rank in self.ranks)
+        if any(alone) or self.one_is_longer or not alike:
             return "training"
         logged = all(LOGGED.issuperset(rank.groups) for rank in self.ranks)
         return "logged values" if logged else "evaluations"
+
+    @property
+    def one_is_longer(self) -> bool:
+        """True if a run has records that the other does not have."""
+        return any(side.records for rank in self.ranks for side in (rank.expected, rank.actual))
 
     @property
     def equal(self) -> bool:
@@ -502,7 +510,10 @@ class _RankPass:
         self._are_parts = [SEGMENT in run.header.program for run in runs]
         # The micro-batches of a process are those of its logical ranks: on a different number of
         # processes they have no counterparts.
-        self._have_probes = runs[0].header.world_size == runs[1].header.world_size
+        self._same_processes = runs[0].header.world_size == runs[1].header.world_size
+        # The total of the generators covers those of each device.
+        devices = ([own.header.stack.get(name) for name in _DEVICES] for own in runs)
+        self._same_devices = len({*map(tuple, devices)}) == 1
 
     def compare_records(self) -> Iterator[tuple[Item | None, Item | None, Divergence | None]]:
         """Yield each record that counts, its counterpart and their difference."""
@@ -512,7 +523,7 @@ class _RankPass:
             start = max(map(_find_start, (first, second), self._are_parts))
             for item, one, other in self._list_counted(align_records(first, second), start):
                 found = None
-                if isinstance(item, Batch) and not self._have_probes:
+                if isinstance(item, Batch) and not self._same_processes:
                     self.result.uncompared_batches += 1
                     continue
                 if one is None or other is None:
@@ -524,10 +535,10 @@ class _RankPass:
                         break
                 else:
                     found = self._find_difference(one, other)
-                    self.result.count(item, found)
                     # One within an epoch has the place of its end, which a segment need not reach.
                     for side in () if isinstance(item, Evaluation) else self._sides:
-                        side.beyond = 0
+                        side.beyond = side.torn = 0
+                    self.result.count(item, found)
                 yield one, other, found
         files = zip(self._sides, (first, second), self._are_parts, self._sides[::-1], strict=True)
         for side, file, is_part, longer in files:
@@ -553,8 +564,8 @@ class _RankPass:
                 for side, own in zip(self._sides, (one, other), strict=True):
                     side.note(own)
             if isinstance(item, StepDigests):
-                # Runs may save at different steps.
-                counts = is_segment and is_pair and place >= start
+                # Runs may save at different steps. Generators are those of a process.
+                counts = is_pair and self._same_processes and place >= start
             elif isinstance(item, Batch):
                 counts = place >= start and (is_pair or self._selected)
             elif isinstance(item, End):
@@ -569,7 +580,10 @@ class _RankPass:
                 yield item, one, other
 
     def _find_difference(self, one: Item, other: Item) -> Divergence | None:
-        """Return how counterparts differ, without the probes that one run did not select."""
+        """Return how counterparts differ, in what both runs selected and have generators for."""
+        if isinstance(one, StepDigests) and not self._same_devices:
+            assert isinstance(other, StepDigests), "they have one key"
+            one, other = one.leave_out_generators(), other.leave_out_generators()
         found = find_difference(one, other)
         if found is None or self._selected:
             return found

@@ -6,6 +6,7 @@ formulas leave a case open, the rule makes a metric zero exactly if all bits agr
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import fsum
 
 import torch
@@ -30,7 +31,7 @@ class Magnitude:
         ulps: The largest distance in representable numbers, as in ``Variation``; None unless all
             elements are real, finite floating-point numbers.
         absolute: The largest absolute difference of finite elements.
-        relative: The largest difference of finite elements, relative to the larger of the two.
+        relative: The largest relative difference of finite elements, as in ``Variation.vermv``.
         examples: (index, expected, actual) of the first elements that differ.
     """
 
@@ -57,7 +58,7 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     """Measure the difference of two tensors by their bytes.
 
     Returns:
-        None if shape, dtype or layout do not match.
+        None if shapes or dtypes do not match, or elements are not numbers with bytes of their own.
 
     >>> one = torch.ones(3)
     >>> other = one.clone()
@@ -66,22 +67,14 @@ def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:
     >>> found.count, found.ulps, found.examples[0][0]
     (1, 1, (1,))
     """
-    one, other = (value.detach().resolve_conj().cpu() for value in (expected, actual))
-    forms = {(value.shape, value.dtype, value.layout) for value in (one, other)}
-    if forms != {(one.shape, one.dtype, torch.strided)}:
-        return None
     # A complex number has no order, so its parts are measured.
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    differing = (_bits(one) != _bits(other)).any(-1)
+    if (pair := _prepare(expected, actual, by_parts=True)) is None:
+        return None
+    one, other, differing = pair
     places = [tuple(at) for at in differing.nonzero()[:_EXAMPLES].tolist()]
     old, new = one[differing], other[differing]
-    # All but integers of 64 bits fit exactly, and differences of float16 do not overflow.
-    x, y = old.double(), new.double()
-    finite = x.isfinite() & y.isfinite()
-    gap = (x - y)[finite].abs()
-    scale = torch.maximum(x.abs(), y.abs())[finite]
-    relative = torch.where(scale > 0, gap / scale, gap)
+    finite = old.double().isfinite() & new.double().isfinite()
+    gap, relative = (figure[finite] for figure in _measure_gaps(old, new))
     # An infinity is as far from a number as the format allows, which says nothing.
     ordered = one.is_floating_point() and bool(finite.all())
     return Magnitude(
@@ -121,24 +114,22 @@ class Variation:
 def measure_variation(reference: Output, output: Output) -> Variation:
     """Compare an output with a reference. Several tensors count as one long tensor.
 
-    If shapes or dtypes differ, every element counts as changed entirely.
+    If shapes or dtypes differ, or elements are not numbers with bytes of their own, every element
+    counts as changed entirely.
     """
     expected, actual = _as_list(reference), _as_list(output)
     elements = sum(tensor.numel() for tensor in expected)
-    forms = [[(part.shape, part.dtype) for part in tensors] for tensors in (expected, actual)]
-    # Nothing can be compared element by element: the greatest values stand for that.
-    if forms[0] != forms[1]:
-        return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
     changed, relative, ulps = 0, 0.0, 0
-    for pair in zip(expected, actual, strict=True):
-        # Lazy conjugates and negations have the bits of the tensor that they view.
-        left, right = (part.resolve_conj().resolve_neg().cpu() for part in pair)
-        differing = (_bits(left) != _bits(right)).any(-1)
+    for parts in zip_longest(expected, actual):
+        # Nothing can be compared element by element: the greatest values stand for that.
+        if None in parts or (pair := _prepare(*parts)) is None:
+            return Variation(1.0 if elements == 1 else None, 1.0, 1.0, _MOST_ULPS)
+        left, right, differing = pair
         if bool(differing.any()):
             old, new = left[differing], right[differing]
             # Equal elements add nothing, and most elements are equal.
             changed += len(old)
-            relative += float(_relative(old, new).sum())
+            relative += float(_measure_gaps(old, new)[1].sum())
             ulps = max(ulps, _ulps(old, new))
     scale = max(elements, 1)
     vermv = relative / scale
@@ -196,23 +187,49 @@ def _as_list(output: Output) -> list[Tensor]:
     return [output.detach()] if isinstance(output, Tensor) else [t.detach() for t in output]
 
 
+def _prepare(
+    expected: Tensor, actual: Tensor, *, by_parts: bool = False
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return two tensors on the CPU, and where their bits differ; None if these mean nothing.
+
+    With ``by_parts``, a complex number is two real ones.
+    """
+    if (expected.shape, expected.dtype) != (actual.shape, actual.dtype):
+        return None
+    if any(value.layout is not torch.strided or value.is_meta for value in (expected, actual)):
+        return None
+    try:  # quantized numbers depend on a scale, and elements of 4 bits share their bytes
+        torch.zeros(1, dtype=expected.dtype).to(torch.complex128)
+    except RuntimeError:
+        return None
+    # Lazy conjugates and negations have the bits of the tensor that they view.
+    one, other = (own.detach().resolve_conj().resolve_neg().cpu() for own in (expected, actual))
+    if by_parts and one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    return one, other, (_bits(one) != _bits(other)).any(-1)
+
+
 def _bits(values: Tensor) -> Tensor:
     """Return the bits of elements as integers, in a last dimension: two of a complex number."""
     parts = torch.view_as_real(values) if values.is_complex() else values.unsqueeze(-1)
     return parts.contiguous().view(_INTEGERS[parts.element_size()])
 
 
-def _relative(old: Tensor, new: Tensor) -> Tensor:
-    """Return |A - B| / |A| of elements whose bits differ; 1 unless it is positive and finite."""
+def _measure_gaps(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return |A - B| and |A - B| / |A| of elements whose bits differ.
+
+    The second is 1 unless it is positive and finite.
+    """
+    # All but integers of 64 bits fit exactly, and differences of float16 do not overflow.
     wide = torch.complex128 if old.is_complex() else torch.float64
     left = old.to(wide)
-    difference = (left - new.to(wide)).abs()
+    gap = (left - new.to(wide)).abs()
     if old.dtype in (torch.int64, torch.uint64):
         # Neighbors above 2**53 are equal in float64; they are so close that this is exact.
         near = (old.view(torch.int64) - new.view(torch.int64)).to(wide).abs()
-        difference = torch.where(difference == 0, near, difference)
-    quotient = difference / left.abs()
-    return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
+        gap = torch.where(gap == 0, near, gap)
+    quotient = gap / left.abs()
+    return gap, torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
 
 
 def _ulps(old: Tensor, new: Tensor) -> int:

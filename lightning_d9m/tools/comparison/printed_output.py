@@ -10,12 +10,17 @@ _MOST_PRINTED, _MOST_SHOWN, _MOST_COMMON = 2**20, 60, 20
 # The time of SequenceMatcher grows with the square of the number of lines. Of that many lines in
 # which two runs differ, one is enough.
 _MOST_LINES = 2000
-# Times, sizes, addresses, progress, and numbers that a line says are measured.
+# Lines of progress; a percentage that is not beside a bar may be a result.
+_PROGRESS = re.compile(
+    r"it/s|s/it|%\||%\s*\[[=#> .-]{3}|(?:[=#━█╸]{3}|[=#> .-]{3}\])\s*\d+(?:\.\d+)?\s?%"
+)
+# Addresses, but not floats in hexadecimal; numbers of processes; dates, times and sizes.
 _VARIES = re.compile(
-    r"\d+:\d\d|0x[0-9a-f]+|\d\s?(?:[munµ]?s|seconds?|minutes?|[KMG]i?B)\b|it/s|s/it|\b[Pp][Ii][Dd]\b"
-    # A percentage beside a bar is progress, and another one may be a result.
-    r"|%\||%\s*\[[=#> .-]{3}|(?:[=#━█╸]{3}|[=#> .-]{3}\])\s*\d+(?:\.\d+)?\s?%"
-    r"|(?i:\b(?:time|took|elapsed|sec(?:ond)?s?|duration|eta|throughput|speed|latency)\b.*\d)"
+    r"(?i:0x[0-9a-f]+(?![0-9a-f.])|\bpid\b\W*\d+|\d{4}-\d\d-\d\d|\d+:\d\d[\d:.,]*"
+    r"|\d+(?:\.\d+)?(?:e[+-]?\d+)?\s?(?:[munµ]?s|sec(?:ond)?s?|min(?:ute)?s?|[kmg]i?b)\b"
+    # A number beside a word that says it is measured, and perhaps its unit.
+    r"|\b(?:time|took|elapsed|sec(?:ond)?s?|duration|eta|throughput|speed|latency)\b"
+    r"(?:\s?[(\[][\w/]+[)\]])?\W*\d[\w.+-]*)"
 )
 # A library says so of what an earlier run left, such as a folder of checkpoints.
 _EXISTS = re.compile(r"[/\\].*\b(?:exists?|not empty|overwr\w+|already)\b", re.IGNORECASE)
@@ -24,7 +29,7 @@ _EXISTS = re.compile(r"[/\\].*\b(?:exists?|not empty|overwr\w+|already)\b", re.I
 def compare_printed(output: Path) -> str:
     """Return the first line that a run printed and run 1 did not, or otherwise; empty without one.
 
-    Lines with times, sizes, addresses and progress do not count, nor blanks: a progress bar writes
+    Times, sizes and addresses do not count, nor lines of progress and blanks: a progress bar writes
     them over itself. Nor does what only a later run says of files that exist.
 
     Args:
@@ -47,8 +52,8 @@ def _read(log: Path) -> Iterator[str]:
         # A program may print the path of its run, whose folder has the run's number.
         text = file.read(_MOST_PRINTED).replace(log.parent.name, "run")
     for line in map(str.strip, text.splitlines()):
-        if line and not _VARIES.search(line):
-            yield line
+        if line and not _PROGRESS.search(line):
+            yield _VARIES.sub("…", line)
 
 
 def _list_differences(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -63,8 +63,9 @@ class RunPair:
 
     @property
     def differs(self) -> bool:
-        """True if the two runs differ."""
-        return not self.comparison.equal
+        """True if the two runs differ, or one of them continues after the other."""
+        found = self.comparison
+        return found.one_is_longer or found.verdict not in ("equal", "incomplete")
 
 
 class Runner:
@@ -170,19 +171,16 @@ class Runner:
         if not any(failures):
             self.made += runs
             return runs
-        # What both fail with needs no third run to show it, unless each takes what the other needs.
-        own = zip(map(str, failures), map(str, folders), strict=True)
-        if len({text.replace(folder, "") for text, folder in own}) == 1 and failures[0]:
-            # A program that trains nothing is a LedgerError.
-            is_mistake = any(word in str(failures[0]) for word in ("SyntaxError", "ImportError"))
-            if isinstance(failures[0], CommandError) and not is_mistake:
-                hint = "both runs failed alike; if they need a device or a port alone: --one-by-one"
-                print(hint, file=sys.stderr, flush=True)
-            raise failures[0]
+        # Where both fail, a third run would most often only show it again.
+        if all(failures):
+            hint = "both runs failed. If each needs a device, a port or memory alone: --one-by-one"
+            print(hint, file=sys.stderr, flush=True)
         # They may need a port, a device or memory that only one of them can have.
         for folder, failure in zip(folders, failures, strict=True):
             if failure is None:
                 shutil.rmtree(folder, ignore_errors=True)
+            elif all(failures):
+                raise failure
             else:
                 self._keep_failed(folder, failure)
         print("a run failed beside the other: one after the other", file=sys.stderr, flush=True)

@@ -6,10 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, list_varying_ops, name_value
-from lightning_d9m.engine.ledger.kinds import EXCEPTION, STATE, WRITTEN, describe_batch
+from lightning_d9m.engine.ledger.kinds import STATE, STEP, WRITTEN, describe_batch
 from lightning_d9m.errors import CommandError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.comparison.causes import (
+    AFTER_STEP,
     OUTSIDE,
     OUTSIDE_NUMBER,
     UNINITIALIZED,
@@ -85,7 +86,8 @@ class SearchResult:
         agreement: With which of two runs that exist the new runs agree; empty without them.
         writer: What ran when the first place was written; empty if it is not known.
         varying_ops: Ops that some of the runs allowed although they may vary.
-        tries: Most pairs of runs for each look.
+        runs: Number of runs that were made.
+        last: The two runs that were compared last.
     """
 
     cause: Cause | None = None
@@ -103,15 +105,16 @@ class SearchResult:
     agreement: str = ""
     writer: str = ""
     varying_ops: tuple[str, ...] = ()
-    tries: int = 1
+    runs: int = 0
+    last: RunPair | None = None
 
     @property
     def verdict(self) -> str:
         """As ``Comparison.verdict``: ``"incomplete"`` if a run was cut off and nothing differs."""
-        if self.cause is None:
-            return "equal"
-        is_cut = self.pair is not None and self.pair.comparison.verdict == "incomplete"
-        return "incomplete" if is_cut else "different"
+        shown = self.pair or self.last
+        if shown is not None and shown.comparison.verdict == "incomplete":
+            return "incomplete"
+        return "equal" if self.cause is None else "different"
 
     @property
     def explained(self) -> str:
@@ -137,7 +140,7 @@ class SearchResult:
         """Return the result for ``--json``."""
         varying = {"varying_ops": self.varying_ops} if self.varying_ops else {}
         if self.cause is None:
-            return {"verdict": self.verdict, "runs": 2 * self.tries, "looks": self.looks} | varying
+            return {"verdict": self.verdict, "runs": self.runs, "looks": self.looks} | varying
         named = ("moment", "epoch", "step", "batch", "kind", "name", "call", "count")
         place = {name: getattr(first, name) for first in self.divergences[:1] for name in named}
         magnitude = self.magnitude if self.op is None else self.op.magnitude
@@ -201,7 +204,7 @@ class Search:
     def __init__(self, runner: Runner, tries: int) -> None:
         self._runner = runner
         self._tries = tries
-        self._found = SearchResult(tries=tries)
+        self._found = SearchResult()
         self._low = 0  # the step at which a segment begins
         self._first: RunPair | None = None  # the first that differed; its runs keep checkpoints
         # Checkpoints at which the runs were equal; None until they differ in the first fit.
@@ -231,6 +234,7 @@ class Search:
         if found.cause is not None:
             found.lines = find_cause_lines(self._runner.command, found.explained)[:_MOST_LINES]
             self._find_outside()
+        found.runs = len(self._runner.made)
         ledgers = [ledger for run in self._runner.made for ledger in run.fits.values()]
         ledgers += (run.ledger for run in between or ())
         found.varying_ops = list_varying_ops(*(ledger.header for ledger in ledgers))
@@ -274,15 +278,11 @@ class Search:
         # They were equal at the end of the epoch before, and, with probes, before the step.
         ends = (end for end in expected.epoch_ends if end < first.step)
         equal = first.step if first.moment == "batch" else max(ends, default=0)
-        stop = first.step + 1
+        stop = first.step + (first.moment != STEP)
         # Both have recorded the state after the first steps behind a checkpoint: these narrow the
         # part from an epoch to the steps between two of them, without a run.
-        for step, totals in sorted(expected.step_totals.items()):
-            if equal < step < stop and step in actual.step_totals:
-                if totals != actual.step_totals[step]:
-                    stop = step
-                    break
-                equal = step
+        both = expected.step_totals.keys() & actual.step_totals.keys()
+        equal = max(equal, *(step for step in both if step < first.step), 0)
         self._points = [
             point
             for run in (expected, actual)
@@ -338,7 +338,7 @@ class Search:
         # The validation at the end of an epoch belongs to the epoch's last step.
         # What a step that begins late finds written, the operations of the one before wrote.
         late = known.kind == "weights"
-        step = max(0, first.step - (late or first.moment in ("epoch", EXCEPTION)))
+        step = max(0, first.step - (late or first.moment in AFTER_STEP))
         probed = {"probe_steps": f"{step}:{step + 1}", "probe_modules": "*"}
         probed["evidence"] = first.name
         # One look instead of two, modules first: each costs two starts of the program. But a
@@ -478,7 +478,7 @@ class Search:
             return False
         # The probed steps end before it: a difference that began after them is another one, unless
         # the known one was found there, too.
-        if first.moment in ("epoch", EXCEPTION):
+        if first.moment in AFTER_STEP:
             same = (first.moment, first.epoch) == (known[0].moment, known[0].epoch)
             return stage in (_FIRST, _VALUES) or same
         if first.moment != "batch":
@@ -512,7 +512,7 @@ class Search:
         missed = made = 0
         words: dict[str, Any] = {"segment": segment, **settings}
         for pair in self._runner.run_pairs(stage, self._tries, **words):
-            made += 1
+            made, self._found.last = made + 1, pair
             if pair.rank_drift and stage == WHOLE:
                 return pair
             if not pair.differs:

@@ -205,14 +205,14 @@ def _state_verdict(comparison: Comparison) -> str:
         ranks = name_ranks([rank.rank for rank in comparison.ranks])
         return (
             f"equal: {_describe_segment(comparison)}{count_compared(comparison)} bit for bit the "
-            f"same ({digests:,} of digests; {epochs}; {ranks}){describe_missing_end(comparison)}."
+            f"same ({digests:,} of digests; {epochs}; {ranks})."
             f"{describe_exception(comparison, ' Each run')}"
         )
     # The text must not say more than what was compared.
     if comparison.verdict == "incomplete":
         return (
             f"incomplete: {count_compared(comparison)} bit for bit the same, as far as both runs "
-            "go" + (describe_exception(comparison, "; each") or _CUT)
+            f"go; {describe_exception(comparison, 'each') or CUT}"
         )
     if comparison.verdict == "different":
         first = ""
@@ -241,15 +241,10 @@ def _describe_segment(comparison: Comparison) -> str:
     return f"steps {first.segment[0]:,} to {first.segment[1]:,} of 0 to {end:,}, "
 
 
-_PAIR = 2
-_CUT = "; one was ended before it finished its ledger."
-
-
-def describe_missing_end(*comparisons: Comparison, runs: int = 2) -> str:
-    """Return words for a verdict if nothing says that runs ended, as for killed ones; else none."""
-    if not any(rank.is_open for own in comparisons for rank in own.ranks):
-        return ""
-    return f", as far as they go; {'neither' if runs == _PAIR else 'no'} run says that it ended"
+CUT = (
+    "a run was ended before it finished its ledger, as by a signal or os._exit. Let the program "
+    "return, or train within a lightning_d9m.Recorder, whose end finishes the ledger."
+)
 
 
 def describe_exception(comparison: Comparison, subject: str) -> str:

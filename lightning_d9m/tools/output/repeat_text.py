@@ -27,8 +27,8 @@ from lightning_d9m.tools.output.columns import (
     print_result,
 )
 from lightning_d9m.tools.output.comparison_text import (
+    CUT,
     describe_exception,
-    describe_missing_end,
     format_evidence,
     list_limits,
     state_verdict,
@@ -287,9 +287,9 @@ class RepeatReport:
         )
         found = [entry.comparison for entry in self._compared]
         agree = f"the fits of {runs} runs agree bit for bit in {pluralize(records, 'record')} each"
-        agree += describe_missing_end(*found, runs=runs)
         ended = self._describe_exceptions()
-        verdict = f"{self.verdict}: {agree}{'; ' if ended else ''}{ended or '.'}"
+        cut = f", as far as they go; {CUT}" if self._partial else "."
+        verdict = f"{self.verdict}: {agree}" + (f"; {ended}" if ended else cut)
         return " ".join([verdict, *list_limits(*found)])
 
     def _describe_exceptions(self) -> str:

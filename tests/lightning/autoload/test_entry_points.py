@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import lightning.pytorch as lightning
@@ -293,15 +292,14 @@ def test_a_session_that_was_not_opened_refuses_the_trainer(ask):
     ("place", "name", "value", "message"),
     [
         (torch, "__version__", "2.3.1", "torch is 2.3.1, and lightning_d9m needs 2.4 or later"),
-        (metadata, "version", lambda _: "2.1.4", "lightning is 2.1.4, and lightning_d9m needs 2.2"),
         (compatibility, "imports_extensions", lambda: False, "loads no extensions when it is"),
     ],
-    ids=["torch", "lightning", "extensions"],
+    ids=["torch", "extensions"],
 )
 def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
     ask, monkeypatch, capsys, place, name, value, message
 ):
-    ask(started=False, unsupported=None)
+    ask(started=False, unsupported={})
     monkeypatch.setattr(place, name, value)
     autoload.load()
     assert autoload.make_callbacks("lightning.pytorch") == []
@@ -309,6 +307,22 @@ def test_a_stack_that_is_too_old_is_said_once_and_the_program_goes_on(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lightning_d9m: LIGHTNING_D9M=1 has no effect: ")
     assert message in line
+
+
+def test_a_package_of_lightning_that_is_too_old_is_said_once_where_it_is_used(
+    ask, monkeypatch, capsys
+):
+    """An old one that a program does not use takes nothing from it."""
+    ask(started=True, unsupported={})
+    monkeypatch.setattr(sys.modules["lightning"], "__version__", "2.1.4")
+    assert len(autoload.make_callbacks("pytorch_lightning")) == 1
+    for _ in range(2):
+        assert autoload.make_callbacks("lightning.pytorch") == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "lightning_d9m: LIGHTNING_D9M=1 adds no callback to a Trainer: lightning is 2.1.4, and "
+        "lightning_d9m needs 2.2 or later."
+    )
 
 
 @pytest.mark.parametrize("value", ["", "0", "off"])

@@ -415,8 +415,8 @@ class ProbesRecord(Entry, frozen=True, tag="probes", kw_only=True):
 class StepDigests(Entry, frozen=True, tag="step", kw_only=True):
     """The state after one of the first steps that follow a checkpoint.
 
-    A run that resumes from the checkpoint is compared with it. No comparison of two ledgers reads
-    it, because a run may save more often than another one.
+    A run that resumes from the checkpoint is compared with it. Two ledgers are compared in those
+    that both have, because a run may save more often than another one.
 
     Attributes:
         epoch: Counted from 0.
@@ -429,6 +429,11 @@ class StepDigests(Entry, frozen=True, tag="step", kw_only=True):
     step: Annotated[Whole, _PAIRS]
     totals: Digests32
     entries: Annotated[Mapping[Text, bytes], _NEVER]
+
+    def leave_out_generators(self) -> "StepDigests":
+        """Return it without them, for a comparison with a run that has those of other devices."""
+        totals = {name: total for name, total in self.totals.items() if name != "generators"}
+        return structs.replace(self, totals=totals)
 
 
 class Checkpoint(Entry, frozen=True, tag="checkpoint", kw_only=True):
