@@ -127,7 +127,6 @@ class Model(L.LightningModule):
         self.shared = torch.ones(1).share_memory_()
         self.get, self.levels = functools.partial(grow, held=self.held), [1.0]
         self.append = self.levels.append
-        self.register_buffer("seen", torch.zeros(3))
         torch.default_generator.manual_seed(5)  # unlike torch.manual_seed, numbers no fit
         self.net = torch.nn.Sequential(torch.nn.Linear(3, 9), torch.nn.Linear(9, 1))
         self.accumulates = kind == "FSDP2 that accumulates"
@@ -136,7 +135,6 @@ class Model(L.LightningModule):
         self.workers = 0
 
     def training_step(self, batch, index):
-        self.seen += batch.mean(0)
         loss = self.net(batch).square().mean() * KINDS[self.kind].get("factor", lambda _: 1.0)(self)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
@@ -205,11 +203,6 @@ def grow(model, name="level", held=None):
     return held[name]
 
 
-def weigh(model):
-    """Return a factor from a buffer that each rank has of its own data."""
-    return 1 + model.seen.mean()
-
-
 def prioritize(model):
     """Change the weights by which the sampler draws."""
     loader = model.trainer.train_dataloader
@@ -245,7 +238,7 @@ KINDS = {
     "accumulation": {"words": {"accumulate_grad_batches": 2}},
     "find_unused_parameters": {"strategy": "ddp_find_unused_parameters_true"},
     "FSDP2": {"strategy": FSDP2},
-    "FSDP2 that accumulates": {"strategy": FSDP2, "factor": weigh},
+    "FSDP2 that accumulates": {"strategy": FSDP2},
 }
 
 
