@@ -235,7 +235,7 @@ class RandomStreams:
         shared: In shared memory for persistent workers, int64 of shape (2,): the current epoch of
             the main process, and ``starts``. None without such workers.
         report: In shared memory for workers, uint8: the path of what reading samples changes in a
-            worker's dataset. None without workers.
+            worker's dataset. None without workers, and if the loader saves what the dataset says.
     """
 
     seed: int
@@ -248,9 +248,10 @@ class RandomStreams:
     shared: torch.Tensor | None = None
     report: torch.Tensor | None = None
 
-    def share(self, *, persistent: bool) -> None:
+    def share(self, *, persistent: bool, reports: bool = True) -> None:
         """Allocate what workers and the main process tell each other."""
-        self.report = torch.zeros(_PATH_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+        if reports:
+            self.report = torch.zeros(_PATH_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
         if persistent:
             self.shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 

@@ -221,6 +221,11 @@ class Stating(NoisyDigits):
         self.read = state["read"]
 
 
+class StatingStream(Stating, IterableDataset):
+    def __iter__(self):
+        return (self[index] for index in range(96))
+
+
 def level(**words):
     return {"loader": lambda: DataLoader(Level(), 16, **words), "callbacks": lambda: [Setting()]}
 
@@ -301,6 +306,11 @@ REFUSED = {
     "by workers, within": ({"loader": partial(by_index, num_workers=1)}, WITHIN, IN_WORKERS),
     "by workers that live on": ({"loader": BY_INDEX}, AT_END, IN_WORKERS),
     "a stream in such": ({"loader": STREAM}, AT_END, IN_WORKERS),
+    "a stream in such that says its state": (
+        {"loader": partial(stream, StatingStream, **PERSISTENT)},
+        AT_END,
+        IN_WORKERS,
+    ),
     "a validation in such": ({"validate": BY_INDEX}, AT_END, IN_WORKERS),
     "a validated stream in such": ({"validate": STREAM}, AT_END, IN_WORKERS),
     "a reloaded dataset": (

@@ -1,14 +1,17 @@
-"""Gradients of shards that have no form in a checkpoint."""
+"""Gradients and buffers of ranks that have shards."""
 
 from types import SimpleNamespace
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_d9m.integrations.lightning.resume.optimizers import Gradients
+from lightning_d9m.engine.hashing.training_state import ModelTensors
+from lightning_d9m.integrations.lightning.resume.optimizers import Buffers, Gradients
 
 
 def test_a_gradient_that_is_a_partial_sum_is_unknown():
@@ -27,3 +30,18 @@ def test_a_gradient_that_is_a_partial_sum_is_unknown():
     finally:
         distributed.destroy_process_group()
     assert (list(kept), fit.unknown) == (["whole"], ["model.partial.grad"])
+
+
+def test_each_rank_of_a_sharded_model_keeps_its_own_buffers():
+    """Rank 0 too: any rank may be the one whose buffer a sharded checkpoint holds."""
+    module = LightningModule()
+    module.register_buffer("seen", torch.zeros(2))
+    words = {"strategy": ModelParallelStrategy(), "world_size": 2, "is_global_zero": True}
+    trainer = SimpleNamespace(lightning_module=module, **words)
+    part = Buffers(SimpleNamespace(trainer=trainer, tensors=ModelTensors(module), has_begun=True))
+    part.begin()
+    module.seen += 1
+    captured = part.capture("batch")
+    module.seen.zero_()
+    part.restore(captured, "train")
+    assert module.seen.tolist() == [1, 1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import list_controlled
 from lightning_d9m.engine.state.changes import Changes, describe_unsaved
@@ -167,9 +167,7 @@ class WorkerWatch:
     """
 
     def __init__(self, owners: Mapping[str, object], report: Callable[[str], object]) -> None:
-        # A worker does not know whether the loader saves it; a stream that says its state may be.
-        saved = [name for name, own in owners.items() if isinstance(own, IterableDataset)]
-        self._state = DataState(owners, saved=saved)
+        self._state = DataState(owners)
         self._report = report
         self._batches = 0
 

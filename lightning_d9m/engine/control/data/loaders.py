@@ -254,14 +254,16 @@ class ControlledLoader:
         self._keeps_copies = not iterable and loader.num_workers > 0 and loader.persistent_workers
         # Only torchdata's loader saves the state that a dataset says, and that of a map is not
         # loaded, as this class restores the position.
-        saved = (LOADER, "dataset") if iterable and has_state(loader) else (LOADER,)
+        saves = iterable and has_state(loader)
+        saved = (LOADER, "dataset") if saves else (LOADER,)
         earlier = [own.state for own in control.loaders]
         self.state: DataState = DataState(owners, samplers, earlier, saved)
         take_over = control.replacements.replace
         take_over(loader, "generator", self._generator)
         self._keep_in_order(loader)
         if loader.num_workers > 0:
-            stream.share(persistent=loader.persistent_workers and iterable)
+            saves = saves and has_state(loader.dataset)
+            stream.share(persistent=loader.persistent_workers and iterable, reports=not saves)
             if loader.persistent_workers:
                 # Running workers do not have these streams, so torch must start new ones.
                 take_over(loader, "_iterator", None)

@@ -95,19 +95,22 @@ class Gradients(Part):
 
 
 class Buffers(Part):
-    """The buffers that a rank other than 0 has changed.
+    """The buffers that a rank other than 0 has changed, or any rank that has a part of the model.
 
-    Lightning saves those of rank 0. A rank gets these with DDP's next forward pass in training, and
-    a validation, or the end of an epoch, may come before that.
+    A checkpoint has those of one rank. The others get these with DDP's next forward pass in
+    training, and a validation, or the end of an epoch, may come before that; with FSDP never.
     """
 
     name, form, restored, checked = "buffers", dict[str, torch.Tensor], ("train",), "train"
 
     def _read(self) -> dict[str, torch.Tensor]:
         trainer = self.trainer
-        alike = trainer.is_global_zero or get_logical_ranks(trainer) is not None
-        buffers = {} if alike or is_sharded(trainer.strategy) else dict(self.fit.tensors.listed[1])
-        return {name: own for name, own in buffers.items() if not is_lazy(own)}
+        saved = trainer.is_global_zero and not is_sharded(trainer.strategy)
+        if saved or trainer.world_size == 1 or get_logical_ranks(trainer) is not None:
+            return {}
+        # A buffer that is divided itself is saved by all ranks.
+        buffers = ((name, own) for name, own in self.fit.tensors.listed[1] if not is_lazy(own))
+        return {name: own for name, own in buffers if _place(own) is None}
 
     def _digest(self) -> dict[str, str]:
         named = self._read()
