@@ -91,6 +91,32 @@ def test_a_metric_is_computed_of_all_logical_ranks_after_the_run(fit):
     assert model.seen.compute() == 4 * 5 + 16
 
 
+class Growing(BoringModel):
+    """Adds a layer in its second epoch, whose gradient must be the mean of all samples."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.head = nn.Linear(32, 1, bias=False)
+            self.trainer.optimizers[0].add_param_group({"params": self.head.parameters()})
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).sum()
+        return loss + self.head(batch).mean() if self.current_epoch else loss
+
+    def on_after_backward(self):
+        if self.current_epoch:
+            self.gradient = self.head.weight.grad.clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_parameter_that_is_added_during_a_fit_is_trained_on_all_logical_ranks(fit, ranks):
+    model = Growing()
+    loader = DataLoader(DATA, len(DATA) // ranks, sampler=DistributedSampler(DATA, 1, 0))
+    fit(model, loader, ranks=ranks, max_epochs=2)
+    mean = torch.stack(list(DATA)).mean(0, keepdim=True)
+    torch.testing.assert_close(model.gradient, mean)
+
+
 class Evaluated(BoringModel):
     def validation_step(self, batch, batch_idx):
         return batch
