@@ -344,6 +344,8 @@ def train(model):
     trainer.fit(model, data)
     state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if isinstance(model, Keeping):  # after the run, on all processes
+        logged["after"] = float(model.tracker.compute_all().sum())
     own = {name: getattr(model, name, None) for name in ("_calls", "_late")}
     return [state, logged, own, steps, trainer.global_step]
 

@@ -87,7 +87,8 @@ class LogicalSteps:
         self._gather = gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
         metrics = find_metrics(trainer)
-        self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
+        ranks = processes.blocks.logical_ranks
+        self.metrics = MetricStates(metrics, block, ranks, current, processes.gather_bytes)
         self.logged = LoggedValues(trainer, block, current, gather)
         self.hooks = BatchHooks(trainer, gather)
         self.sums: Any = sums
@@ -317,7 +318,7 @@ class LogicalSteps:
 
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
-        self.metrics.close()
+        self.metrics.close(alone=self._trainer.state.status == "interrupted")
         if self.sums is not None:
             self.sums.close()
 
