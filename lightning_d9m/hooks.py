@@ -67,6 +67,7 @@ torch:Tensor
     _is_zerotensor | digest a tensor
 torch
     _mkldnn _debug_has_internal_overlap _ctc_loss _foreach_add_ | patch operations
+    _validate_sparse_coo_tensor_args | run operations again
 torch.random
     _seed_custom_device | note seeds
 torch._C

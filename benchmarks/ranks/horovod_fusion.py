@@ -148,7 +148,7 @@ def distribute(mode, model, optimizer):
         disable_malloc_trim()
     store = connect_store(hvd, timedelta(seconds=600))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    sums = LogicalGradients(model.named_parameters(), Blocks(size, size), rank)
+    sums = LogicalGradients(model.named_parameters, Blocks(size, size), rank)
     return rank, model, optimizer, sums
 
 

@@ -89,7 +89,7 @@ class Logical(Training):
 
     def build(self, blocks, process):
         """Make the engine."""
-        self.sums = LogicalGradients(self.model.named_parameters(), blocks, process)
+        self.sums = LogicalGradients(self.model.named_parameters, blocks, process)
 
     def run_micro_batch(self, rank, batch):
         """Run forward and backward."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_d9m import deterministic
 from lightning_d9m.engine.ledger.stack import capture_stack
-from lightning_d9m.engine.probes.step_tape import StepTape
+from lightning_d9m.engine.probes.step_tape import StepTape, refer
 from lightning_d9m.engine.recording.interruption import STEP_FILE
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.cli import bundle as bundle_module
@@ -202,6 +202,25 @@ def test_only_operations_on_tensors_run(capsule, tmp_path, name):
     assert (outcome.verdict, outcome.ran) == ("incomplete", 0)
     assert f"{name} is not one" in outcome.obstacle
     assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["_sparse_coo_tensor_unsafe", "_sparse_csr_tensor_unsafe"])
+def test_indices_outside_of_a_sparse_tensor_are_refused(capsule, name):
+    """An operation on such a tensor would write outside of its memory."""
+    facts, content = read(capsule("", "--with-data")[0])
+    parts = [torch.tensor([[10**9]]), torch.ones(1)]
+    if "csr" in name:
+        parts = [torch.tensor([0, 1]), torch.tensor([10**9]), torch.ones(1)]
+    size = [1, 4] if "csr" in name else [4]
+    content["values"] = {str(number): part.flatten() for number, part in enumerate(parts)}
+    given = [
+        refer(part) | {"key": str(number), "device": "cpu"} for number, part in enumerate(parts)
+    ]
+    entry = {"op": f"aten.{name}.default", "args": [*given, size], "kwargs": {}, "left": []}
+    content["ops"] = [entry | {"source": None, "backward": False, "digest": ""}]
+    outcome = run_step(facts, content)
+    assert (outcome.verdict, outcome.ran) == ("incomplete", 0)
+    assert "size is inconsistent with indices" in outcome.obstacle or "ncols" in outcome.obstacle
 
 
 @pytest.mark.parametrize(

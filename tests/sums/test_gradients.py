@@ -57,7 +57,7 @@ def sum_on(processes, steps, dtype=torch.float32, **words):
 
     def train(process, group):
         named = make_parameters(dtype)
-        sums = LogicalGradients(named, blocks, process, group, **words)
+        sums = LogicalGradients(lambda: named, blocks, process, group, **words)
         found = [run_step(sums, named, rows, blocks.of(process)) for rows in steps]
         # Vectorized reductions of them have the same bits on every number of processes.
         assert not any(p.grad.data_ptr() % 64 for _, p in named if p.grad is not None and p.numel())
@@ -89,7 +89,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(processes):
 
     def train(process, group):
         named = make_parameters()
-        sums = LogicalGradients(named, blocks, process, group)
+        sums = LogicalGradients(lambda: named, blocks, process, group)
         for frozen in ({0, 3}, {1}, set(), {1}):
             rows = make_gradients(4)
             for number, (_, parameter) in enumerate(named):
@@ -104,7 +104,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(processes):
 
 def test_discard_forgets_what_was_set_aside():
     named, rows = make_parameters(), make_gradients(4)
-    sums = LogicalGradients(named, Blocks(4, 1), 0)
+    sums = LogicalGradients(lambda: named, Blocks(4, 1), 0)
     set_gradients(named, rows[3])
     sums.set_aside(0)
     set_gradients(named, rows[2])
@@ -122,7 +122,7 @@ def run_alone(sums, loss):
 def test_gradients_of_the_last_step_are_added():
     """As DDP does: zeroed in place, or added to by a second backward pass."""
     model = nn.Linear(200, 200)
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    sums = LogicalGradients(model.named_parameters, Blocks(1, 1), 0)
     inputs = torch.randn(2, 200)
     for _ in range(2):
         run_alone(sums, model(inputs).sum())
@@ -145,7 +145,7 @@ def test_a_gradient_that_another_hook_takes_away_is_an_error():
     """An optimizer inside a backward hook would train one process alone."""
     model = nn.Linear(200, 200)
     model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    sums = LogicalGradients(model.named_parameters, Blocks(1, 1), 0)
     sums.prepare()
     with pytest.raises(SettingError, match="'weight' was removed"):
         run_alone(sums, model(torch.ones(1, 200)).sum())
@@ -153,7 +153,7 @@ def test_a_gradient_that_another_hook_takes_away_is_an_error():
 
 def test_sparse_gradients_are_made_dense():
     table = nn.Embedding(10, 3, sparse=True)
-    sums = LogicalGradients([("table.weight", table.weight)], Blocks(2, 1), 0, op="sum")
+    sums = LogicalGradients(table.named_parameters, Blocks(2, 1), 0, op="sum")
     for rank, add in enumerate((sums.set_aside, sums.finish)):
         table(torch.tensor([rank, rank, 5])).sum().backward()
         add(rank)
@@ -161,7 +161,7 @@ def test_sparse_gradients_are_made_dense():
 
 
 def test_a_model_without_trained_parameters_has_nothing_to_sum():
-    sums = LogicalGradients([], Blocks(2, 1), 0)
+    sums = LogicalGradients(nn.Identity().named_parameters, Blocks(2, 1), 0)
     sums.set_aside(0)
     sums.finish(1)
 
@@ -170,7 +170,9 @@ def test_a_model_without_trained_parameters_has_nothing_to_sum():
 def test_gradients_with_other_strides_than_their_parameter_are_added(shape):
     weight = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
     plain = nn.Parameter(torch.zeros(shape))
-    sums = LogicalGradients([("weight", weight), ("plain", plain)], Blocks(4, 1), 0)
+    sums = LogicalGradients(
+        nn.ParameterDict({"weight": weight, "plain": plain}).named_parameters, Blocks(4, 1), 0
+    )
     leaves = [torch.randn(shape) for _ in range(4)]
     expected = average_leaves(leaves)
     for rank, leaf in enumerate(leaves):
@@ -184,7 +186,7 @@ def test_gradients_with_other_strides_than_their_parameter_are_added(shape):
 
 def test_conjugated_gradients_are_added():
     named = make_parameters(torch.complex64, shapes=[(30,), (20_000,)])
-    sums = LogicalGradients(named, Blocks(2, 1), 0, op="sum")
+    sums = LogicalGradients(lambda: named, Blocks(2, 1), 0, op="sum")
     for rank, add in enumerate((sums.set_aside, sums.finish)):
         for _, parameter in named:
             parameter.grad = torch.full_like(parameter, complex(rank, 1)).conj()
@@ -217,7 +219,7 @@ def train_model(process, group, processes, bucket_bytes):
         torch.manual_seed(0)
         model = Model()
     words = {"bucket_bytes": bucket_bytes}
-    sums = LogicalGradients(model.named_parameters(), Blocks(6, processes), process, group, **words)
+    sums = LogicalGradients(model.named_parameters, Blocks(6, processes), process, group, **words)
     found = []
     for step in range(2):
         model.zero_grad()
@@ -244,7 +246,7 @@ def test_the_overlap_with_the_backward_pass_changes_no_bit():
 
 def test_a_bucket_leaves_before_the_backward_pass_ends():
     model = nn.Sequential(*[nn.Linear(600, 600, bias=False) for _ in range(4)])
-    sums = LogicalGradients(model.named_parameters(), Blocks(2, 1), 0, bucket_bytes=2**20)
+    sums = LogicalGradients(model.named_parameters, Blocks(2, 1), 0, bucket_bytes=2**20)
     launched = []
     model[0].weight.register_hook(lambda _: launched.append(sums._launched))
     for _ in range(2):
@@ -259,7 +261,7 @@ def test_a_bucket_leaves_before_the_backward_pass_ends():
 
 def test_a_second_gradient_in_one_backward_pass_is_refused():
     model = nn.Linear(300, 300)
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0)
+    sums = LogicalGradients(model.named_parameters, Blocks(1, 1), 0)
     model(torch.ones(1, 300)).sum().backward()
     sums.finish(0)
     model.zero_grad()
@@ -273,7 +275,7 @@ def test_processes_that_train_other_parameters_are_reported():
     def train(process, group):
         model = nn.Linear(2, 2)
         model.bias.requires_grad_(process == 0)
-        sums = LogicalGradients(model.named_parameters(), Blocks(2, 2), process, group)
+        sums = LogicalGradients(model.named_parameters, Blocks(2, 2), process, group)
         words = r"rank 0: .* of 2 parameters with bias .*\n  rank 1: .* of 1 parameters"
         with pytest.raises(RanksDisagreeError, match=words):
             sums.finish(process)
@@ -283,7 +285,7 @@ def test_processes_that_train_other_parameters_are_reported():
 
 def test_a_parameter_that_is_frozen_after_the_forward_pass_gets_no_gradient():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    sums = LogicalGradients(model.named_parameters(), Blocks(1, 1), 0, on_stray=pytest.fail)
+    sums = LogicalGradients(model.named_parameters, Blocks(1, 1), 0, on_stray=pytest.fail)
     sums.prepare()
     loss = model(torch.ones(2, 4)).mean()
     model[1].requires_grad_(False)

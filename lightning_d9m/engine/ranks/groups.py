@@ -100,7 +100,8 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
         # As bytes, because Gloo and NCCL each lack some dtypes, and in one message, because each
         # message costs a round trip. Tensors of inference mode cannot be viewed.
         normal = [tensor.clone() if tensor.is_inference() else tensor for tensor in group]
-        flat = torch.cat([each.contiguous().reshape(-1).view(torch.uint8) for each in normal])
+        normal = [tensor.resolve_conj().contiguous().reshape(-1) for tensor in normal]
+        flat = torch.cat([each.view(torch.uint8) for each in normal])
         distributed.broadcast(flat, src=0)
         for tensor, part in zip(group, flat.split([each.nbytes for each in group]), strict=True):
             # A slice at an odd offset cannot be viewed as a wider dtype: clone aligns it.

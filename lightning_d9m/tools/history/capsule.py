@@ -274,11 +274,23 @@ def _run_op(entry: Mapping[str, Any], values: Mapping[str, Tensor], outcome: Ste
         return None
     try:
         _check_op(str(entry["op"]))
-        _, *left = run_op(look_up(given, values))
+        with torch.sparse.check_sparse_tensor_invariants():
+            _, *left = run_op(look_up(given, values))
+        for own in tree_leaves(left):
+            if isinstance(own, Tensor) and own.layout is torch.sparse_coo:
+                _check_indices(own)
     except Exception as error:  # noqa: BLE001 - an operation may raise anything; it is reported
         outcome.obstacle = outcome.obstacle or f"{entry['op']}: {error}"
         return None
     return keep(left)
+
+
+def _check_indices(sparse: Tensor) -> None:
+    """Raise if indices lie outside of the tensor, where an operation on it would write.
+
+    Backward passes make sparse gradients by an operation that does not check that.
+    """
+    torch._validate_sparse_coo_tensor_args(sparse._indices(), sparse._values(), sparse.shape)  # noqa: SLF001 - as torch.load does
 
 
 def _check_op(name: str) -> None:

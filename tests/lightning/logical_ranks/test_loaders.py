@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.steps.loaders import BlockBatchSampler, group_loader
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 
@@ -89,3 +90,47 @@ def test_a_sampler_for_any_number_of_processes_keeps_drop_last(replicas, drop_la
     loader = DataLoader(range(10), batch_size=1, sampler=sampler)
     grouped = group_loader(loader, Blocks(4, replicas), 0, padded=True)
     assert len(grouped.batch_sampler) == (2 if drop_last else 3)
+
+
+class Inner(BatchSampler):
+    """Sorts the batches of another batch sampler, which has the sampler, too."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        super().__init__(sampler, batch_size, drop_last)
+        self.inner = BatchSampler(sampler, batch_size, drop_last)
+
+    def __iter__(self):
+        return map(sorted, self.inner)
+
+    def __len__(self):
+        return len(self.inner)
+
+
+class Early(BatchSampler):
+    """Reads its sampler once."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        super().__init__(sampler, batch_size, drop_last)
+        self.order = list(sampler)
+
+    def __iter__(self):
+        return iter(BatchSampler(self.order, self.batch_size, self.drop_last))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sampler_is_replaced_under_all_its_names(replicas):
+    sampler = DistributedSampler(range(16), replicas, 0)
+    loader = DataLoader(range(16), batch_sampler=Inner(sampler, 2, drop_last=False))
+    grouped = group_loader(loader, Blocks(4, 1), 0, padded=True).batch_sampler
+    groups = list(grouped)
+    assert len(groups) == len(grouped) == 2
+    assert sorted(each for group in groups for batch in group for each in batch) == [*range(16)]
+    assert loader.batch_sampler.inner.sampler is sampler
+
+
+def test_a_batch_sampler_that_does_not_split_its_samples_is_refused():
+    loader = DataLoader(
+        range(16), batch_sampler=Early(DistributedSampler(range(16), 1, 0), 2, False)
+    )
+    with pytest.raises(SettingError, match=r"Early puts sample .* does not have it"):
+        list(group_loader(loader, Blocks(4, 1), 0, padded=True).batch_sampler)

@@ -32,4 +32,8 @@ def test_neither_partial_sums_nor_their_sum_are_rounded_before_the_end(values):
     ],
 )
 def test_a_sum_of_large_values_is_what_the_exact_one_rounds_to(values, expected):
-    assert sum_exactly(values) == pytest.approx(expected, rel=0, nan_ok=True)
+    partials = []
+    for value in values:
+        partials = add_exactly(partials, value)
+    for found in (sum_exactly(values), sum_exactly(partials)):
+        assert found == pytest.approx(expected, rel=0, nan_ok=True)

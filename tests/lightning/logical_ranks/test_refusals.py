@@ -198,6 +198,9 @@ REFUSALS = {
         on_train_batch_end=lambda model, *_: model.log("seen", 1.0, sync_dist=True)
     ),
     "The backward pass changes the parameter 'layer.weight'": optimize(step_in_backward),
+    "An optimizer holds a parameter of shape \\(3,\\) that is not in the LightningModule": optimize(
+        lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=0.1)
+    ),
     "MeanMetric is computed over all processes in the step": lambda: {
         "model": make_model(compute_metric, mean=MeanMetric())
     },

@@ -312,6 +312,17 @@ class Halt(L.Callback):
             trainer.should_stop = True
 
 
+class Leaving(Base):
+    """Ends the training in a hook of the last process alone, within a step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_after_backward(self):
+        if RANK == PROCESSES - 1 and self.global_step == 1:
+            self.trainer.should_stop = True
+
+
 class Failing(Base):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and RANK == PROCESSES - 1:
@@ -344,6 +355,8 @@ def train(model):
     trainer.fit(model, data)
     state = {name: value.to_dense().tolist() for name, value in model.state_dict().items()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if isinstance(model, Keeping):  # after the run, on all processes
+        logged["after"] = float(model.tracker.compute_all().sum())
     own = {name: getattr(model, name, None) for name in ("_calls", "_late")}
     return [state, logged, own, steps, trainer.global_step]
 
@@ -361,7 +374,9 @@ def train_all():
     if PROCESSES == 4:  # each process of plain DDP would train another
         return {"Keeping": train(Keeping())}
     error = find_error()
-    programs = {kind.__name__: train(kind()) for kind in (Steered, Keeping, Stopping, Halting)}
+    programs = {
+        kind.__name__: train(kind()) for kind in (Steered, Keeping, Stopping, Halting, Leaving)
+    }
     return {"error": error, **programs}
 
 
@@ -371,7 +386,7 @@ def found():
     return {(count, rank): own for count in ranks for rank, own in enumerate(ranks[count])}
 
 
-@pytest.mark.parametrize("program", ["Keeping", "Steered", "Stopping", "Halting"])
+@pytest.mark.parametrize("program", ["Keeping", "Steered", "Stopping", "Halting", "Leaving"])
 def test_every_number_of_processes_has_the_same_bits(found, program):
     for rank in range(3):
         state, logged, *rest = found[3, rank][program]

@@ -1,7 +1,9 @@
 """A single logical rank, and batches of several loaders."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import SumMetric
+from torchmetrics import (
+    CatMetric,
+    ClasswiseWrapper,
+    MaxMetric,
+    MeanMetric,
+    PearsonCorrCoef,
+    SumMetric,
+)
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_d9m import DeterminismCallback
 
@@ -74,21 +84,112 @@ def test_a_batch_of_several_loaders_has_a_part_of_each_for_every_logical_rank(fi
             assert part is one is None or torch.equal(part, one)
 
 
-def test_a_metric_is_computed_of_all_logical_ranks_after_the_run(fit):
+def make_counting_model():
+    """Return a model with metrics whose states are numbers, lists, and rows for each rank."""
+
     def count(model, batch):
         model.seen.update(len(batch))
+        model.rows.update(batch[:, 0])
+        model.largest.update(batch[:, 0])
+        model.mean.update(batch[:, 0])
+        model.both.update(batch[:, 0], batch[:, 1])
         return model(batch).sum()
 
-    model = make_model(count, seen=SumMetric())
+    kinds = {"seen": SumMetric, "rows": CatMetric, "largest": MaxMetric, "mean": MeanMetric}
+    return make_model(count, both=PearsonCorrCoef(), **{name: own() for name, own in kinds.items()})
+
+
+def compute_all(model):
+    found = {name: float(getattr(model, name).compute()) for name in ("seen", "largest", "mean")}
+    found |= {"rows": sorted(model.rows.compute().tolist()), "both": float(model.both.compute())}
+    return found
+
+
+def test_a_metric_has_the_state_of_all_logical_ranks_after_the_run(fit):
+    """A copy has it, and another fit continues from it, as in one run over all samples."""
+    model = make_counting_model()
+    rows = torch.stack(list(DATA))[:, :2]
+    for times in (1, 2):
+        fit(model, load(DATA))
+        seen = rows.repeat(times, 1)
+        expected = {
+            "seen": len(seen),
+            "largest": float(seen[:, 0].max()),
+            "mean": pytest.approx(float(seen[:, 0].mean()), rel=1e-5),
+            "rows": sorted(seen[:, 0].tolist()),
+            "both": pytest.approx(float(torch.corrcoef(seen.T)[0, 1]), rel=1e-4),
+        }
+        for each in (model, copy.deepcopy(model), model._apply(lambda value: value.clone())):
+            assert compute_all(each) == expected
+    model.seen.update(5)
     fit(model, load(DATA))
-    assert model.seen.compute() == model.seen.compute() == 16
-    fit(model, load(DATA))
-    assert model.seen.compute() == 32
+    assert model.seen.compute() == 3 * 16 + 5
     model.seen.reset()
     model.seen.update(5)
     assert model.seen.compute() == 5
     fit(model, load(DATA))
-    assert model.seen.compute() == 4 * 5 + 16
+    assert model.seen.compute() == 5 + 16
+
+
+def test_a_metric_does_not_keep_the_trainer(fit):
+    model = make_counting_model()
+    trainer = weakref.ref(fit(model, load(DATA)))
+    model.trainer = None
+    gc.collect()
+    assert trainer() is None
+    assert all(
+        type(own).__module__ != "lightning_d9m.attribute_patches"
+        for own in vars(model.seen).values()
+    )
+
+
+class Wrapping(BoringModel):
+    """Updates a metric that wraps another one in a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_class = ClasswiseWrapper(MulticlassAccuracy(2, average=None))
+        self.plain, self.found = SumMetric(), []
+
+    def on_train_epoch_end(self):
+        self.plain.update(1)
+        known = self.plain.compute()
+        self.by_class.update(torch.tensor([0, 1, 1, 1]), torch.tensor([0, 1, 0, 1]))
+        assert self.plain.compute() is known  # what it has computed stays valid
+        self.found.append([float(own) for own in self.by_class.compute().values()])
+        self.by_class.reset()
+
+
+def test_a_metric_that_wraps_another_is_updated_in_a_hook(fit):
+    model = Wrapping()
+    fit(model, load(DATA), max_epochs=2)
+    assert model.found == [[0.5, 1.0]] * 2
+
+
+class Growing(BoringModel):
+    """Adds a layer in its second epoch, whose gradient must be the mean of all samples."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.head = nn.Linear(32, 1, bias=False)
+            self.trainer.optimizers[0].add_param_group({"params": self.head.parameters()})
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).sum()
+        return loss + self.head(batch).mean() if self.current_epoch else loss
+
+    def on_after_backward(self):
+        if self.current_epoch:
+            self.gradient = self.head.weight.grad.clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_parameter_that_is_added_during_a_fit_is_trained_on_all_logical_ranks(fit, ranks):
+    model = Growing()
+    loader = DataLoader(DATA, len(DATA) // ranks, sampler=DistributedSampler(DATA, 1, 0))
+    fit(model, loader, ranks=ranks, max_epochs=2)
+    mean = torch.stack(list(DATA)).mean(0, keepdim=True)
+    torch.testing.assert_close(model.gradient, mean)
 
 
 class Evaluated(BoringModel):

@@ -293,19 +293,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         finally:
             self._is_blocked = False
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Check that the gradients of all parameters are reduced, and run Lightning's step."""
-        sums = self._sums or self.gradient_sums
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if sums is not None and parameter.requires_grad and not sums.holds(parameter):
-                    raise SettingError(
-                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that "
-                        "was not in the LightningModule at setup, so its gradient is not reduced: "
-                        "create it in __init__ or configure_model."
-                    )
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
     def _refuse_stray(self, name: str) -> None:
         if self.lightning_module.trainer.training and not self._is_blocked:
             raise SettingError(

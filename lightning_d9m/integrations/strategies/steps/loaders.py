@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9m.engine.control.data.resumable_sampler import MicroBatchIndices
@@ -40,8 +40,7 @@ def group_loader(loader: object, blocks: Blocks, process: int, *, padded: bool) 
 
     def group(batch_sampler: Any) -> BlockBatchSampler:
         # A copy, as the program may iterate its loader elsewhere, too.
-        whole = copy.copy(batch_sampler)
-        whole.sampler = sampler
+        whole = _replace_sampler(batch_sampler, batch_sampler.sampler, sampler)
         block = blocks.of(process)
         return BlockBatchSampler(
             whole, block, blocks.logical_ranks, padded=padded, drop_last=drop_last
@@ -161,7 +160,7 @@ class BlockBatchSampler:
         # batches that it makes. So every process makes those of all logical ranks: it finds the
         # same draws, and the same error at the same step.
         ranks = range(self._logical_ranks)
-        batches = [iter(self._batch(order[rank : total : self._logical_ranks])) for rank in ranks]
+        batches = [self._make(order[rank : total : self._logical_ranks]) for rank in ranks]
         for parts in zip_longest(*batches, fillvalue=_END):
             made = [part for part in parts if part is not _END]
             # Without padding the first ranks have one batch more.
@@ -185,6 +184,43 @@ class BlockBatchSampler:
     def _batch(self, samples: Sequence[Any]) -> Any:
         # A class of the program is kept, whatever its rules, and only its sampler is replaced by
         # the samples of one logical rank.
-        batch_sampler = copy.copy(self.batch_sampler)
-        batch_sampler.sampler = samples
-        return batch_sampler
+        return _replace_sampler(self.batch_sampler, self.sampler, samples)
+
+    def _make(self, samples: Sequence[Any]) -> Iterator[Any]:
+        """Yield the batches of a logical rank.
+
+        Raises:
+            SettingError: If one has a sample of another logical rank.
+        """
+        # torch's own batch sampler reads no other samples.
+        known = None if type(self.batch_sampler) is BatchSampler else frozenset(samples)
+        for batch in self._batch(samples):
+            if known is not None and isinstance(batch, list | tuple):
+                for sample in batch:
+                    if isinstance(sample, int) and sample not in known:
+                        raise SettingError(
+                            f"{type(self.batch_sampler).__name__} puts sample {sample} into a "
+                            "batch of a logical rank that does not have it: read the samples from "
+                            "the argument sampler in __iter__, not in __init__, so that logical "
+                            "ranks can split them."
+                        )
+            yield batch
+
+
+def _replace_sampler(holder: Any, sampler: Any, samples: Any) -> Any:
+    """Return a copy of a batch sampler that has samples wherever it holds a sampler.
+
+    It may hold it under several names, and in other samplers. All else is shared with the copy.
+    """
+    replaced = {}
+    for name, value in vars(holder).items():
+        made = samples if value is sampler else value
+        if isinstance(made, Sampler) and made is value:
+            made = _replace_sampler(value, sampler, samples)
+        if made is not value:
+            replaced[name] = made
+    if not replaced:
+        return holder
+    duplicate = copy.copy(holder)
+    vars(duplicate).update(replaced)
+    return duplicate

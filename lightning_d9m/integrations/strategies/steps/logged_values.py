@@ -36,7 +36,7 @@ def sum_exactly(values: Sequence[float]) -> float:
 
 
 def add_exactly(partials: list[float], number: float) -> list[float]:
-    """Return partial sums that do not overlap, and whose sum is not rounded.
+    """Return partial sums whose sum is not rounded; they do not overlap, unless that is too large.
 
     As in Shewchuk (1997), "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
     Predicates". So merging the sums of two processes gives the bits that one would have got.
@@ -46,6 +46,10 @@ def add_exactly(partials: list[float], number: float) -> list[float]:
         return [*partials, number]  # no sum of it is finite
     kept = []
     for each in partials:
+        # Partial sums need not be apart: their sum is exact in any case.
+        if math.isinf(number + each):
+            kept.append(each)
+            continue
         large, small = (number, each) if abs(number) > abs(each) else (each, number)
         number = large + small
         if error := small - (number - large):

@@ -1,7 +1,7 @@
 """The steps of a Trainer: each runs the micro-batches of all logical ranks of the process."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,6 @@ _EVALUATED = ("on_validation_batch_end", "on_test_batch_end")
 # The draws between two steps, such as those of callbacks, are of no logical rank.
 _BETWEEN_STEPS = -1
 _TRAINED = ("on_train_batch_start", "on_train_batch_end")
-_AFTER_STEPS = ("on_before_optimizer_step", "optimizer_step", "on_train_batch_end")
 
 
 class LogicalSteps:
@@ -87,7 +86,8 @@ class LogicalSteps:
         self._gather = gather = processes.gather_values
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
         metrics = find_metrics(trainer)
-        self.metrics = MetricStates(metrics, block, current, processes.gather_bytes)
+        ranks = processes.blocks.logical_ranks
+        self.metrics = MetricStates(metrics, block, ranks, current, processes.gather_bytes)
         self.logged = LoggedValues(trainer, block, current, gather)
         self.hooks = BatchHooks(trainer, gather)
         self.sums: Any = sums
@@ -107,6 +107,8 @@ class LogicalSteps:
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
         self._ran = self._ends_steps = False
+        # Whether all processes stop, as of the last exchange, and whether this one wants to.
+        self._stops = self._waits = False
         self._place = ("train", 0, 0)
         self.losses: list[Tensor] = []
         self._output: Any = None
@@ -157,9 +159,7 @@ class LogicalSteps:
         patches.replace(self._module, BEFORE_BATCH_TRANSFER, later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
-        owners = (self._module, *self._trainer.callbacks)
-        hooks = [getattr(owner, name, None) for owner in owners for name in _AFTER_STEPS]
-        self._ends_steps = any(hook and not is_of_lightning(hook) for hook in hooks)
+        self._ends_steps = any(map(_may_stop, (self._module, *self._trainer.callbacks)))
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
         for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
@@ -174,13 +174,24 @@ class LogicalSteps:
         # An exchange takes about a millisecond, which most programs need not spend on each batch.
         if self._ends_steps:
             self._agree_to_stop()
+        # Without one, what other hooks of this process, a logger or the handler of a signal have
+        # set since the step waits for the exchange of the next step.
+        elif self._trainer.should_stop and not self._stops:
+            self._waits, self._trainer.should_stop = True, False
         is_rare = loop is self._trainer.fit_loop or is_validation_due(self._trainer)
         end(*args)
         if is_rare:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
-        self._trainer.should_stop = any(self._gather(bool(self._trainer.should_stop)))
+        self._stop_if(self._gather(self._wants_to_stop()))
+
+    def _wants_to_stop(self) -> bool:
+        return self._waits or bool(self._trainer.should_stop)
+
+    def _stop_if(self, wishes: Iterable[bool]) -> None:
+        self._trainer.should_stop = self._stops = any(wishes)
+        self._waits = False
 
     def _before_transfer_later(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Run the module's hook, for micro-batches later, when each is seeded."""
@@ -317,7 +328,7 @@ class LogicalSteps:
 
     def close(self) -> None:
         """Release the sums of gradients; those that are in ``grad`` stay."""
-        self.metrics.close()
+        self.metrics.close(alone=self._trainer.state.status == "interrupted")
         if self.sums is not None:
             self.sums.close()
 
@@ -359,9 +370,9 @@ class LogicalSteps:
         self._leave()
         # The logged values travel with the changes, so that a step needs one exchange of values.
         # If a step ends the training, such as at a NaN, all processes must leave the loop together.
-        extra = self.logged.take(), bool(self._trainer.should_stop)
-        logged, stops = zip(*self._sandbox.finish(stage, extra), strict=True)
-        self._trainer.should_stop = any(stops)
+        extra = self.logged.take(), self._wants_to_stop()
+        logged, wishes = zip(*self._sandbox.finish(stage, extra), strict=True)
+        self._stop_if(wishes)
         self.logged.add(list(logged))
         # Otherwise a hook would continue the stream of the last logical rank of this process, which
         # depends on the number of processes.
@@ -424,6 +435,15 @@ class BatchHooks:
         parts = self._gather(plain) if self._trainer.world_size > 1 else [plain]
         moved = move_tensors(parts, self._trainer.lightning_module)
         return [MicroBatches(own for part in moved for own in part[place]) for place in (0, 1)]
+
+
+def _may_stop(owner: object) -> bool:
+    """Return whether the hook after a batch may set ``should_stop``, besides Lightning's timer."""
+    hook: Any = getattr(owner, "on_train_batch_end", None)
+    if hook is None or not is_of_lightning(hook):
+        return hook is not None
+    # The search for a learning rate does so, and would take another step without an exchange.
+    return "should_stop" in hook.__code__.co_names
 
 
 def holds_micro_batches(batch: Any) -> bool:

@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partialmethod
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.environment import read_threads
@@ -168,12 +170,26 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
         """Return sums over the default process group."""
         return LogicalGradients(
-            self.lightning_module.named_parameters(),
-            blocks,
-            self.global_rank,
-            **self._sum_options,
-            **options,
+            self._list_parameters, blocks, self.global_rank, **self._sum_options, **options
         )
+
+    def _list_parameters(self) -> list[tuple[str, Parameter]]:
+        """Return the parameters of the module, whose gradients are summed.
+
+        Raises:
+            SettingError: If an optimizer trains another one.
+        """
+        named = list(self.lightning_module.named_parameters())
+        known = {parameter for _, parameter in named}
+        for group in chain.from_iterable(each.param_groups for each in self.optimizers):
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in known:
+                    raise SettingError(
+                        f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
+                        "not in the LightningModule, so its gradient is not reduced: make it an "
+                        "attribute of the module, in __init__ or configure_model."
+                    )
+        return named
 
     def gather_values(self, values: Any) -> list[Any]:
         """Return what each process passes, plain data (see `encode_plain`)."""

@@ -288,8 +288,9 @@ class LogicalGradients:
     dense ones.
 
     Args:
-        named_parameters: All parameters in their order of registration. Which of them take part is
-            decided in each step, by ``requires_grad``. Once trained, they keep their place.
+        list_parameters: Returns all parameters in their order of registration, with names. Which of
+            them take part is decided in each step, by ``requires_grad``. Once trained, they keep
+            their place.
         blocks: The logical ranks of all processes.
         process: This process.
         group: The process group whose ranks are the processes; None is torch's default group.
@@ -302,7 +303,7 @@ class LogicalGradients:
 
     def __init__(
         self,
-        named_parameters: Iterable[Named],
+        list_parameters: Callable[[], Iterable[Named]],
         blocks: Blocks,
         process: int,
         group: Any = None,
@@ -323,20 +324,14 @@ class LogicalGradients:
         self._sent_as = SENT_AS[compression]
         self._bucket_bytes = bucket_bytes
         self._on_stray = on_stray
-        # A shared parameter has one gradient, and the first of its names.
-        self._parameters: dict[int, Named] = {}
-        for name, parameter in named_parameters:
-            self._parameters.setdefault(id(parameter), (name, parameter))
+        # Not the parameters of now: a program may add some between two steps.
+        self._list_parameters = list_parameters
         self._buckets: list[_Bucket] = []
         self._slots: dict[int, _Slot] = {}
         self._hooks: list[Any] = []
         self._launched = 0  # buckets whose exchange has started
         self._is_inside = False  # whether a backward pass runs inside `backward`
         self._is_prepared = False  # whether the buckets are known to fit this step
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Return whether the gradients of this parameter are summed."""
-        return id(parameter) in self._parameters
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -401,10 +396,10 @@ class LogicalGradients:
         On Gloo, call `close_connections` before: messages use the buffers, and other processes wait
         for this one. Then a new group is needed.
         """
+        for slot in self._slots.values():
+            slot.parameter.grad = None
         self.close()
         self._end_step()
-        for _, parameter in self._parameters.values():
-            parameter.grad = None
 
     def close(self) -> None:
         """Remove the hooks and release the buffers; gradients that are views keep theirs."""
@@ -437,8 +432,8 @@ class LogicalGradients:
         # otherwise lay out the buckets in each step.
         trained = [
             named
-            for key, named in self._parameters.items()
-            if named[1].requires_grad or key in self._slots
+            for named in self._list_parameters()
+            if named[1].requires_grad or id(named[1]) in self._slots
         ]
         self._forget()
         members = _lay_out(trained, self._bucket_bytes)
@@ -467,8 +462,8 @@ class LogicalGradients:
     def _matches(self) -> bool:
         """Return whether the buckets hold the parameters that are trained now."""
         self._is_prepared = bool(self._buckets) and all(
-            key in self._slots
-            for key, (_, parameter) in self._parameters.items()
+            id(parameter) in self._slots
+            for _, parameter in self._list_parameters()
             if parameter.requires_grad
         )
         return self._is_prepared

@@ -1,13 +1,15 @@
 """States of torchmetrics metrics by logical rank."""
 
+import operator
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_sum
 
 from lightning_d9m.attribute_patches import AttributePatches, Replacement
 from lightning_d9m.engine.state.plain_data import (
@@ -20,8 +22,6 @@ from lightning_d9m.errors import SettingError
 
 # torchmetrics keeps it beside the states: `compute` warns, and some reductions divide, by it.
 _COUNT = "_update_count"
-# The attribute of a metric that has its states by logical rank between two runs of a Trainer.
-_KEPT = "_d9m_states"
 
 
 class MetricStates:
@@ -29,7 +29,8 @@ class MetricStates:
 
     Float sums then add in an order that the number of processes does not decide.
 
-    ``found`` has the metrics and collections by path. ``current`` returns the logical rank whose
+    ``found`` has the metrics and collections by path, ``block`` is the logical ranks of this
+    process, and ``ranks`` the number of all. ``current`` returns the logical rank whose
     micro-batch is computed now, or None, and ``gather`` the bytes of every process.
     """
 
@@ -37,6 +38,7 @@ class MetricStates:
         self,
         found: dict[str, Any],
         block: range,
+        ranks: int,
         current: Callable[[], int | None],
         gather: Callable[[bytes], list[bytes]],
     ) -> None:
@@ -47,6 +49,7 @@ class MetricStates:
             if not isinstance(metric, MetricCollection)
         ]
         self._block = block
+        self._ranks = ranks
         self._current = current
         self._gather = gather
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
@@ -68,49 +71,31 @@ class MetricStates:
                 ):
                     patches.replace(collection, name, value)
 
-    def close(self) -> None:
-        """Keep the states with the metrics, for the next run."""
-        for metric in self._metrics:
-            states = {rank: self._get(metric, rank) for rank in self._block}
-            # By `vars`, because a metric is a module whose `__setattr__` looks at every value.
-            vars(metric)[_KEPT] = (_read(metric), states)
-            call = partial(self._compute_kept, metric, metric.compute)
-            vars(metric)["compute"] = Replacement(metric.compute, call)
+    def close(self, *, alone: bool) -> None:
+        """Leave the state of all logical ranks in each metric, on every process.
 
-    def _compute_kept(
-        self, metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Compute after the run: of all logical ranks, until the program updates the metric."""
-        live, syncs = _read(metric), metric._to_sync  # noqa: SLF001 - of torchmetrics
-        before = vars(metric).get(_KEPT, ({}, {}))[0]
-        # It is called on all processes, as torchmetrics needs it in DDP, or has the result already.
-        if metric._computed is not None or not syncs or _differs(live, before):  # noqa: SLF001
-            return compute(*args, **kwargs)
-        try:
-            self._synchronize(metric)
-            metric._to_sync = False  # noqa: SLF001
-            return compute(*args, **kwargs)
-        finally:
-            for name, value in {**live, "_to_sync": syncs}.items():
-                setattr(metric, name, value)
+        After an error ``alone`` leaves out what other processes have, as they may not be here.
+        """
+        data = encode_plain(self.capture())
+        parts = [decode_plain(part) for part in ([data] if alone else self._gather(data))]
+        for path, metric in self._found.items():
+            found = {rank: own for part in parts for rank, own in part.get(path, {}).items()}
+            if not found:
+                continue
+            states = [_decode(metric, found[rank]) for rank in sorted(found)]
+            _join(metric, states, keeps_lists=True)
+            setattr(metric, _COUNT, count := sum(state[_COUNT] for state in states))
+            available = metric.distributed_available_fn
+            otherwise = available.otherwise if isinstance(available, _Whole) else available
+            metric.distributed_available_fn = _Whole(metric, count, otherwise)
 
     def _get(self, metric: Any, rank: int) -> dict[str, Any]:
         return self._states.get((id(metric), rank)) or _make_default(metric)
 
     def _attach(self, metric: Any) -> None:
-        # It continues from the states of the last run, or from that which it has now.
         live = _read(metric)
-        before, states = vars(metric).pop(_KEPT, ({}, {}))
-        # The program has reset or updated the metric between the runs, so what was kept is stale.
-        if _differs(live, before):
-            states = {}
-        if isinstance(metric.compute, Replacement):
-            metric.compute = metric.compute.replaced
         for rank in self._block if live[_COUNT] else ():
-            self._states[id(metric), rank] = states.get(rank) or {
-                name: value.clone() if isinstance(value, Tensor) else copy(value)
-                for name, value in live.items()
-            }
+            self._states[id(metric), rank] = _divide(metric, live, rank, self._ranks)
         for name, call in (
             ("reset", partial(self._reset, metric, metric.reset)),
             ("_sync_dist", partial(self._synchronize, metric)),
@@ -139,11 +124,11 @@ class MetricStates:
         for rank in self._block:
             self._updated = rank
             try:
-                # The metric itself is left in the state of the last rank; `compute` synchronizes
-                # all of them.
-                self.enter(rank, [metric])
+                # All metrics, since one that wraps others updates these. They are left in the state
+                # of the last rank; `compute` synchronizes all of them.
+                self._set(rank)
                 result = update(*args, **kwargs)
-                self.leave(rank, [metric])
+                self.leave(rank)
             finally:
                 self._updated = None
         return result
@@ -153,17 +138,21 @@ class MetricStates:
         rank = self._current()
         return self._updated if rank is None else rank
 
-    def enter(self, logical_rank: int, metrics: list[Any] | None = None) -> None:
-        """Set metrics, by default all, to the states of a logical rank."""
-        for metric in self._metrics if metrics is None else metrics:
-            for name, value in self._get(metric, logical_rank).items():
-                setattr(metric, name, value)
+    def enter(self, logical_rank: int) -> None:
+        """Set all metrics to the states of a logical rank."""
+        self._set(logical_rank)
+        for metric in self._metrics:
             # `compute` would return what it has kept of another logical rank.
             metric._computed = None  # noqa: SLF001 - of torchmetrics, which has no setter
 
-    def leave(self, logical_rank: int, metrics: list[Any] | None = None) -> None:
-        """Keep the states of metrics of a logical rank."""
-        for metric in self._metrics if metrics is None else metrics:
+    def _set(self, logical_rank: int) -> None:
+        for metric in self._metrics:
+            for name, value in self._get(metric, logical_rank).items():
+                setattr(metric, name, value)
+
+    def leave(self, logical_rank: int) -> None:
+        """Keep the states of all metrics of a logical rank."""
+        for metric in self._metrics:
             self._states[id(metric), logical_rank] = _read(metric)
 
     def capture(self) -> dict[str, dict[int, Any]]:
@@ -183,9 +172,7 @@ class MetricStates:
             metric = self._found.get(path)
             for rank in self._block:
                 if metric is not None and rank in by_rank:
-                    state = decode_plain(unpack_bytes(by_rank[rank]), metric.device)
-                    names = _make_default(metric).keys()  # no other attribute is set
-                    self._states[id(metric), rank] = {name: state[name] for name in names}
+                    self._states[id(metric), rank] = _decode(metric, by_rank[rank])
 
     def _reset(self, metric: Any, reset: Callable[[], None]) -> None:
         if self._active() is None:
@@ -210,19 +197,33 @@ class MetricStates:
             by_rank |= decode_plain(part, metric.device)
         # In the order of ranks, so that a float sum has one order of additions on any number of
         # processes.
-        states = [by_rank[rank] for rank in sorted(by_rank)]
-        for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
-            setattr(metric, name, _reduce([state[name] for state in states], reduction))
+        _join(metric, [by_rank[rank] for rank in sorted(by_rank)])
+
+
+class _Whole:
+    """Tells torchmetrics that a metric has the state of all processes, until it is reset.
+
+    A copy of the metric has it, too; a file of it has what torchmetrics calls otherwise.
+    """
+
+    def __init__(self, metric: Any, count: int, otherwise: Callable[[], bool]) -> None:
+        self.otherwise = otherwise
+        self._metric, self._count = metric, count
+
+    def __call__(self) -> bool:
+        """Return whether the states of other processes are needed."""
+        return getattr(self._metric, _COUNT) < self._count and bool(self.otherwise())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Whole":
+        return _Whole(deepcopy(self._metric, memo), self._count, self.otherwise)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self.otherwise,),)
 
 
 def _read(metric: Any) -> dict[str, Any]:
     names = [*metric._defaults, _COUNT]  # noqa: SLF001 - of torchmetrics
     return {name: getattr(metric, name) for name in names}
-
-
-def _differs(live: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Return whether the program has reset or updated a metric; an update counts."""
-    return any(live[name] is not before.get(name) for name in live)
 
 
 def _make_default(metric: Any) -> dict[str, Any]:
@@ -234,11 +235,39 @@ def _make_default(metric: Any) -> dict[str, Any]:
     return {**state, _COUNT: 0}
 
 
-def _reduce(values: list[Any], reduction: Callable[..., Any] | None) -> Any:
-    if isinstance(values[0], Tensor):
-        gathered: Any = torch.stack(values)
-    else:
-        gathered = [part for value in values for part in value]
-        if not gathered:
-            return []
-    return gathered if reduction is None else reduction(gathered)
+def _decode(metric: Any, packed: Tensor) -> dict[str, Any]:
+    state = decode_plain(unpack_bytes(packed), metric.device)
+    return {name: state[name] for name in _make_default(metric)}  # no other attribute is set
+
+
+def _join(metric: Any, states: list[dict[str, Any]], *, keeps_lists: bool = False) -> None:
+    """Set a metric to the state of several ranks, as torchmetrics does for processes."""
+    for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
+        values = [state[name] for state in states]
+        if isinstance(values[0], Tensor):
+            gathered: Any = torch.stack(values)
+        else:
+            gathered = [part for value in values for part in value]
+        # An update appends to a list.
+        is_kept = reduction is None or (
+            isinstance(gathered, list) and (keeps_lists or not gathered)
+        )
+        setattr(metric, name, gathered if is_kept else reduction(gathered))
+
+
+def _divide(metric: Any, state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Return the part of a logical rank in a state of all: together, the parts give that state."""
+    divided = _make_default(metric)
+    for name, reduction in metric._reductions.items():  # noqa: SLF001 - of torchmetrics
+        value, default = state[name], divided[name]
+        if isinstance(value, list) or reduction is dim_zero_sum:
+            # The first one has all, so that each sample counts once.
+            divided[name] = copy(value) if rank == 0 else default
+        else:
+            # A state without a reduction has a row for each logical rank. The largest, the smallest
+            # and the mean of equal values are these.
+            is_stacked = reduction is None and value.shape == (ranks, *default.shape)
+            divided[name] = value[rank] if is_stacked else value
+        if isinstance(divided[name], Tensor):
+            divided[name] = divided[name].clone()
+    return {**divided, _COUNT: state[_COUNT] if rank == 0 else 1}
