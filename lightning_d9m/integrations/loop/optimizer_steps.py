@@ -13,17 +13,14 @@ Ranks do not communicate for it, because a program need not step on every rank.
 import gc
 import os
 import sys
-import threading
-import traceback
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
-from multiprocessing.util import Finalize
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,6 +57,7 @@ from lightning_d9m.engine.recording.interruption import (
 )
 from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.integrations.loop.process_hooks import ProcessHooks
 from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, unwrap_model
 
 
@@ -267,7 +265,7 @@ class StepRecorder(Recorder):
             session.switch_again()
 
 
-class OptimizerSteps:
+class OptimizerSteps(ProcessHooks):
     """The hooks of a process, and the ledger that they write now.
 
     Attributes:
@@ -277,8 +275,7 @@ class OptimizerSteps:
     installed: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+        super().__init__()
         self._made: list[weakref.ref[Optimizer]] = []
         self._run: StepRecorder | None = None
         self._ledgers = self._first = 0
@@ -289,7 +286,6 @@ class OptimizerSteps:
         self._unknown: UnknownOptimizer | None = None
         self._exit: SystemExit | None = None  # what the program called `sys.exit` with
         self._known: set[int] = set()  # the errors, by `id`, that were there at the last step
-        self._hooks = ExitStack()
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
@@ -331,21 +327,14 @@ class OptimizerSteps:
             self._hooks.callback(register(self._before_forward).remove)
         self._finish_at_exit()
 
-    def _finish_at_exit(self) -> None:
-        # multiprocessing calls only those finalizers at exit that have a priority.
-        # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
-        self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
-
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""
         self.installed.discard(self)
-        with self._hooks:
-            self.finish()
+        super().remove()
 
-    def finish(self) -> None:
-        """Finish the ledger that is open, if this process opened it."""
+    def _end_ledger(self) -> None:
         run, self._run = self._run, None
-        if run is not None and self._process == os.getpid():
+        if run is not None:
             error = self._find_error()
             self._attempt(lambda: run.__exit__(None, error, None))
 
@@ -378,17 +367,6 @@ class OptimizerSteps:
             if error.code:  # a program may report an error so, as torch's spawned processes do
                 return error.__context__ or error
         return None
-
-    def _finish_process(self) -> None:
-        """Finish the ledger at the end of the process; a difference there is its exit status."""
-        try:
-            self.finish()
-        except D9mError:
-            # Python ignores the errors of functions that it calls at exit.
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
         if self._run is None and torch.is_grad_enabled() and module.training:
@@ -428,13 +406,10 @@ class OptimizerSteps:
 
     def _open_or_continue(self, optimizer: Optimizer) -> None:
         with self._lock:
-            if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-                self._process, self._run, self._ledgers, self._first = os.getpid(), None, 0, 0
-                self._finish_at_exit()  # multiprocessing forgets the finalizers of the parent
+            if self._is_forked():
+                self._run, self._ledgers, self._first = None, 0, 0
             # Another model is trained now, and has a ledger to itself.
-            if self._run is not None and not self._run.covers(optimizer):
-                self.finish()
-            if self._run is None:
+            if self._run is None or not self._run.covers(optimizer):
                 self._attempt(lambda: self._open(optimizer))
 
     def _after_step(self, *_: object) -> None:
@@ -465,9 +440,13 @@ class OptimizerSteps:
         if optimizer not in optimizers:  # it was unpickled
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
-        self._run = StepRecorder(session, optimizers, number, number - self._first)
-        self._run.begin()
-        self._run.start_batch()
+        following = StepRecorder(session, optimizers, number, number - self._first)
+        # Only now: an error above ends the ledger before, which would otherwise seem complete.
+        self.finish()
+        if not self._stopped:
+            self._run = following
+            self._run.begin()
+            self._run.start_batch()
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""

@@ -17,12 +17,10 @@ import copyreg
 import inspect
 import os
 import sys
-import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial, wraps
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from lightning_d9m.engine.recording.interruption import is_segment
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.parts import CODE
 from lightning_d9m.errors import DigestError
+from lightning_d9m.integrations.loop.process_hooks import ProcessHooks
 from lightning_d9m.integrations.loop.recorder import find_ranks, open_alone
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
@@ -49,18 +48,16 @@ _PARTS = object()
 _MODULES = ("_parameters", "_buffers", "_modules")
 
 
-class SavedFiles:
+class SavedFiles(ProcessHooks):
     """The wrapped functions that save, and the ledger of what they saved."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+        super().__init__()
         self._is_segment = is_segment()
         self._run: Run | None = None
         self._numbers: Counter[str] = Counter()
         # The last file, until its name is known: what is saved atomically is renamed afterwards.
         self._last: tuple[Path, dict[str, dict[str, str]]] | None = None
-        self._hooks = ExitStack()
 
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
         """Wrap what saves, in modules that are imported later, too; ``remove`` restores it."""
@@ -78,15 +75,6 @@ class SavedFiles:
         for name in _SAFETENSORS:
             call_after_import(name, partial(wrap_later, name))
         self._finish_at_exit()
-
-    def _finish_at_exit(self) -> None:
-        # As for the ledger of optimizer steps, also at the end of a process of multiprocessing.
-        self._hooks.callback(Finalize(None, self._finish, exitpriority=0).cancel)
-
-    def remove(self) -> None:
-        """Finish the ledger and restore what was wrapped."""
-        with self._hooks:
-            self._finish()
 
     def _wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
         # A second installation in a process would record each file twice.
@@ -115,12 +103,10 @@ class SavedFiles:
         # The variable tells before a process group exists.
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
-        if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-            if get_worker_info() is not None:  # a loader's worker, which may write a cache
-                return
-            self._process, self._run, self._numbers = os.getpid(), None, Counter()
-            self._last = None
-            self._finish_at_exit()
+        if get_worker_info() is not None:  # a loader's worker, which may write a cache
+            return
+        if self._is_forked():
+            self._run, self._numbers, self._last = None, Counter(), None
         self._write_last()
         try:
             groups = _digest_groups(value)
@@ -142,14 +128,12 @@ class SavedFiles:
         self._numbers[moment] += 1
         self._run.append(Digests(moment=moment, epoch=number, step=0, totals=totals, groups=groups))
 
-    def _finish(self) -> None:
-        if self._process != os.getpid():
-            return
+    def _end_ledger(self) -> None:
         with self._lock, suppress(Exception):  # as where the program saves
             self._write_last()
-        run, self._run = self._run, None
-        if run is not None:
-            run.end(End(status="finished"))
+            run, self._run = self._run, None
+            if run is not None:
+                run.end(End(status="finished"))
 
 
 def _digest_groups(value: Any) -> dict[str, dict[str, str]]:
