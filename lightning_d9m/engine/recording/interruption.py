@@ -6,11 +6,11 @@ change:
 - ``LIGHTNING_D9M_INTERRUPT``: what to do, see ``_REQUESTS``. ``keep`` saves checkpoints as often as
   costs little, and ``keep:FOLDER`` keeps the pace of the run with its ledgers there, too;
   ``points`` saves at each kind of point of a fit. The others make the run a segment: it
-  ends before the program does, and the checkpoints that the program saves are not written, because
-  those of the earlier run have the same names. ``stop:320`` ends after this global step, and
-  ``epoch:2`` after this epoch; ``nonfinite:320`` ends as soon as a loss, gradient or weight is not
-  finite, ``tape:320`` records the operations of the last step, and ``debug:0:pdb:320:LEDGER`` lets
-  rank 0 run it in a debugger;
+  ends before the program does, and the checkpoints that the program saves are written elsewhere,
+  because those of the earlier run have the same names. ``stop:320`` ends after this global step,
+  and ``epoch:2`` after this epoch; ``nonfinite:320`` ends as soon as a loss, gradient or weight is
+  not finite, ``tape:320`` records the operations of the last step, and ``debug:0:pdb:320:LEDGER``
+  lets rank 0 run it in a debugger;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for checkpoints and a file that marks the end;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
 
@@ -20,8 +20,10 @@ Nothing here imports torch.
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -104,6 +106,11 @@ def is_segment(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the variables make this process a segment of an earlier run."""
     kind = environment.get(INTERRUPT, "").partition(":")[0]
     return kind in _REQUESTS and kind not in (KEEP, POINTS)
+
+
+def segment_folder() -> Path:
+    """Return where this process saves the files of the program, if it is a segment."""
+    return Path(os.environ.get(FOLDER) or tempfile.gettempdir(), f"saved-{os.getpid()}")
 
 
 # Variables reach every fit of a program, and only the first is the one that a command means.
@@ -301,6 +308,7 @@ class Interruption:
 
     def _end(self, status: int) -> None:
         """End this process; one that runs on a terminal is not killed, as the shell would say."""
+        shutil.rmtree(segment_folder(), ignore_errors=True)
         # Not by an exception or `sys.exit`: the program could catch it, and its exit handlers and
         # `finally` blocks would write files.
         for stream in filter(None, (sys.stdout, sys.stderr)):

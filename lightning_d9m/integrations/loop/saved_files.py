@@ -7,15 +7,18 @@ call of ``torch.save`` and ``safetensors`` with a path adds a record to a ledger
 whose digits do not count: runs number and date their files. Only tensors and arrays count: a zip
 file's bytes vary with its time, and a program's numbers with the clock.
 
-A segment of an earlier run writes nothing to a path, because that run has written files of the same
-names.
+A segment of an earlier run saves to a place of its own, because that run has written files of the
+same names, and finds its files there.
 
 A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
 """
 
+import builtins
 import copyreg
 import inspect
+import io
 import os
+import shutil
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -33,7 +36,7 @@ from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_valu
 from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
-from lightning_d9m.engine.recording.interruption import is_segment
+from lightning_d9m.engine.recording.interruption import is_segment, segment_folder
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.parts import CODE
 from lightning_d9m.errors import DigestError
@@ -46,6 +49,56 @@ _FEW_BYTES = 1024  # of names, keys and other texts
 _CONTAINERS, _MAPPINGS = (list, tuple, deque, torch.Size), (dict, OrderedDict, defaultdict)
 _PARTS = object()
 _MODULES = ("_parameters", "_buffers", "_modules")
+# Most of what is saved beside tensors, such as a vocabulary; none of it counts.
+_UNCOUNTED = frozenset((str, int, float, complex, bool, type(None)))
+# What a program does with files that it has saved, and how many of the first arguments are paths.
+_USES = (
+    (builtins, "open", 1),
+    (io, "open", 1),
+    *((os, name, 1) for name in ("remove", "unlink", "stat")),
+    *((os, name, 2) for name in ("rename", "replace")),
+    *((shutil, name, 2) for name in ("copy", "copy2", "copyfile", "move")),
+)
+
+
+class SegmentFiles:
+    """The files that a segment has saved, and the place where they are."""
+
+    def __init__(self) -> None:
+        self._folder = segment_folder()
+        self._places = dict[str, Path]()
+
+    def place(self, path: str | os.PathLike[str], source: Any = None) -> Path:
+        """Return where the file of a path is saved; ``source`` is moved or copied there."""
+        if source is not None and os.path.isdir(path):  # noqa: PTH112 - `os.stat` may be wrapped
+            path = Path(path, Path(source).name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._places.setdefault(_absolute(path), self._folder / f"{len(self._places)}")
+
+    def has(self, path: object) -> bool:
+        """Return whether the segment has saved a file of this path."""
+        if not self._places or not isinstance(path, str | os.PathLike):
+            return False
+        place = self._places.get(_absolute(path))
+        return place is not None and os.path.lexists(place)
+
+    def wrap(self, call: Callable[..., Any], count: int) -> Callable[..., Any]:
+        """Return a function that finds the files of the segment by their paths."""
+
+        @wraps(call)
+        def call_in_place(*args: Any, **words: Any) -> Any:
+            own = [self.has(path) for path in args[:count]]
+            if not any(own):
+                return call(*args, **words)
+            first = self.place(args[0]) if own[0] else args[0]
+            others = [self.place(path, args[0]) for path in args[1:count]]
+            return call(first, *others, *args[count:], **words)
+
+        return call_in_place
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(path)  # noqa: PTH100 - of a path also if the file does not exist
 
 
 class SavedFiles(ProcessHooks):
@@ -53,7 +106,7 @@ class SavedFiles(ProcessHooks):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_segment = is_segment()
+        self._segment = SegmentFiles() if is_segment() else None
         self._run: Run | None = None
         self._numbers: Counter[str] = Counter()
         # The last file, until its name is known: what is saved atomically is renamed afterwards.
@@ -71,6 +124,12 @@ class SavedFiles(ProcessHooks):
         def wrap_later(name: str) -> None:
             module = sys.modules[name]
             patches.replace(module, "save_file", self._wrap(module.save_file))
+            if self._segment is not None:
+                patches.replace(module, "load_file", self._segment.wrap(module.load_file, 1))
+
+        if self._segment is not None:
+            for owner, name, count in _USES:
+                patches.replace(owner, name, self._segment.wrap(getattr(owner, name), count))
 
         for name in _SAFETENSORS:
             call_after_import(name, partial(wrap_later, name))
@@ -86,12 +145,15 @@ class SavedFiles(ProcessHooks):
         @wraps(save)
         def save_and_record(*args: Any, **words: Any) -> Any:
             # What is saved, and where: the first two, by their order or by their names.
-            value, file = [*signature.bind(*args, **words).arguments.values()][:2]
-            if self._is_segment and isinstance(file, str | os.PathLike):
-                return None
+            bound = signature.bind(*args, **words)
+            (_, value), (second, file) = [*bound.arguments.items()][:2]
+            if self._segment is not None:
+                if isinstance(file, str | os.PathLike):
+                    bound.arguments[second] = self._segment.place(file)
+                return save(*bound.args, **bound.kwargs)
             result = save(*args, **words)
             name = getattr(file, "name", file)  # of an open file
-            if not self._is_segment and isinstance(name, str | os.PathLike):
+            if isinstance(name, str | os.PathLike):
                 with self._lock, suppress(Exception):  # the program did not ask for a ledger
                     self._record(value, Path(os.fspath(name)).absolute())
             return result
@@ -188,7 +250,8 @@ def _list_data(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[st
         yield path, value
         return
     for name, own in parts:
-        yield from _list_data(own, ".".join(filter(None, (path, name))), seen)
+        if type(own) not in _UNCOUNTED:
+            yield from _list_data(own, ".".join(filter(None, (path, name))), seen)
 
 
 def _find_leaf(value: Any) -> Any:
