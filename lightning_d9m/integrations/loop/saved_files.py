@@ -250,8 +250,7 @@ def _list_data(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[st
         yield path, value
         return
     for name, own in parts:
-        if type(own) not in _UNCOUNTED:
-            yield from _list_data(own, ".".join(filter(None, (path, name))), seen)
+        yield from _list_data(own, ".".join(filter(None, (path, name))), seen)
 
 
 def _find_leaf(value: Any) -> Any:
@@ -278,18 +277,23 @@ def _find_leaf(value: Any) -> Any:
     return leaf
 
 
+def _counts(value: object) -> bool:
+    return type(value) not in _UNCOUNTED
+
+
 def _list_parts(value: Any) -> list[tuple[str, Any]]:
     """Return what pickle stores of an object or a container, with its place."""
     kind = type(value)
     if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return [(str(number), own) for number, own in enumerate(value)]
+        return [(str(n), own) for n, own in enumerate(value) if _counts(own)]
     if kind in _MAPPINGS:
         # Of another key the text may have an address.
         named = [
-            key if isinstance(key, str | int | float) else f"#{n}" for n, key in enumerate(value)
+            (str(key) if isinstance(key, str | int | float) else f"#{n}", own)
+            for n, (key, own) in enumerate(value.items())
+            if _counts(own)
         ]
-        keys = [(f"#{n}", key) for n, key in enumerate(value)]
-        return [*zip(map(str, named), value.values(), strict=True), *keys]
+        return [*named, *((f"#{n}", key) for n, key in enumerate(value) if _counts(key))]
     if isinstance(value, np.ndarray):
         return [(str(number), own) for number, own in enumerate(value.flat)]
     reduce = copyreg.dispatch_table.get(kind)
