@@ -23,7 +23,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,11 +44,13 @@ POINTS = "points"
 TAPE = "tape"
 # Files in FOLDER: the mark that the end was reached; that a process has begun its first fit, and
 # that a second one has; the first value that is not finite, as JSON; and the operations of a step.
+# SAVED_FILES is the folder of what the program has saved in a segment.
 MARK = "killed"
 _BEGUN = "begun"
 SEVERAL = "several"
 NONFINITE = "nonfinite"
 STEP_FILE = "step.pt"
+SAVED_FILES = "saved"
 SEVERAL_FITS = (
     "Two processes of the command begin a first fit, and variables reach both, so no part of one "
     "can be run. Give a command that trains this one alone."
@@ -106,11 +107,6 @@ def is_segment(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the variables make this process a segment of an earlier run."""
     kind = environment.get(INTERRUPT, "").partition(":")[0]
     return kind in _REQUESTS and kind not in (KEEP, POINTS)
-
-
-def segment_folder() -> Path:
-    """Return where this process saves the files of the program, if it is a segment."""
-    return Path(os.environ.get(FOLDER) or tempfile.gettempdir(), f"saved-{os.getpid()}")
 
 
 # Variables reach every fit of a program, and only the first is the one that a command means.
@@ -308,7 +304,7 @@ class Interruption:
 
     def _end(self, status: int) -> None:
         """End this process; one that runs on a terminal is not killed, as the shell would say."""
-        shutil.rmtree(segment_folder(), ignore_errors=True)
+        shutil.rmtree(self._file(SAVED_FILES), ignore_errors=True)
         # Not by an exception or `sys.exit`: the program could catch it, and its exit handlers and
         # `finally` blocks would write files.
         for stream in filter(None, (sys.stdout, sys.stderr)):

@@ -20,10 +20,12 @@ import io
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, wraps
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from lightning_d9m.engine.hashing.digest import DigestQueue, digest, digest_valu
 from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
-from lightning_d9m.engine.recording.interruption import is_segment, segment_folder
+from lightning_d9m.engine.recording.interruption import FOLDER, SAVED_FILES, is_segment
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.parts import CODE
 from lightning_d9m.errors import DigestError
@@ -62,25 +64,22 @@ _USES = (
 
 
 class SegmentFiles:
-    """The files that a segment has saved, and the place where they are."""
+    """The files that a segment has saved, all its ranks and workers, and the place of each."""
 
     def __init__(self) -> None:
-        self._folder = segment_folder()
-        self._places = dict[str, Path]()
+        self._folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(), SAVED_FILES)
 
-    def place(self, path: str | os.PathLike[str], source: Any = None) -> Path:
-        """Return where the file of a path is saved; ``source`` is moved or copied there."""
-        if source is not None and os.path.isdir(path):  # noqa: PTH112 - `os.stat` may be wrapped
-            path = Path(path, Path(source).name)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return self._places.setdefault(_absolute(path), self._folder / f"{len(self._places)}")
+    def place(self, path: str | os.PathLike[str]) -> Path:
+        """Return where the file of a path is saved."""
+        full = os.path.abspath(path)  # noqa: PTH100 - of a file that may not exist
+        name = blake2b(os.fsencode(full), digest_size=16).hexdigest()
+        return self._folder / name
 
     def has(self, path: object) -> bool:
         """Return whether the segment has saved a file of this path."""
-        if not self._places or not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike) or not os.path.lexists(self._folder):
             return False
-        place = self._places.get(_absolute(path))
-        return place is not None and os.path.lexists(place)
+        return os.path.lexists(self.place(path))
 
     def wrap(self, call: Callable[..., Any], count: int) -> Callable[..., Any]:
         """Return a function that finds the files of the segment by their paths."""
@@ -90,15 +89,14 @@ class SegmentFiles:
             own = [self.has(path) for path in args[:count]]
             if not any(own):
                 return call(*args, **words)
-            first = self.place(args[0]) if own[0] else args[0]
-            others = [self.place(path, args[0]) for path in args[1:count]]
-            return call(first, *others, *args[count:], **words)
+            paths = list(args[:count])
+            if count > 1 and os.path.isdir(paths[1]):  # noqa: PTH112 - of any kind of path
+                paths[1] = Path(paths[1], Path(paths[0]).name)
+            # Another file may take the place of one of the segment, and then is one itself.
+            found = [self.place(each) if n or own[0] else each for n, each in enumerate(paths)]
+            return call(*found, *args[count:], **words)
 
         return call_in_place
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 - of a path also if the file does not exist
 
 
 class SavedFiles(ProcessHooks):
@@ -149,7 +147,8 @@ class SavedFiles(ProcessHooks):
             (_, value), (second, file) = [*bound.arguments.items()][:2]
             if self._segment is not None:
                 if isinstance(file, str | os.PathLike):
-                    bound.arguments[second] = self._segment.place(file)
+                    bound.arguments[second] = place = self._segment.place(file)
+                    place.parent.mkdir(parents=True, exist_ok=True)
                 return save(*bound.args, **bound.kwargs)
             result = save(*args, **words)
             name = getattr(file, "name", file)  # of an open file
