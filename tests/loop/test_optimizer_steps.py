@@ -294,9 +294,10 @@ def test_a_ledger_that_is_the_last_one_does_not_seem_complete(record, monkeypatc
         train()
 
     with pytest.warns(UserWarning, match="has written 1 ledgers, one for each model"):
-        (folder,) = record(program)
-    end = read_ledger(folder).outcome(0).end
+        (first,), (second,) = record(program, "first"), record(program, "second")
+    end = read_ledger(first).outcome(0).end
     assert (end.status, end.error.partition(":")[0]) == ("failed", "D9mError")
+    assert compare(first, second).verdict == "incomplete"
 
 
 def test_sharded_parameters_need_a_recorder(record, monkeypatch):

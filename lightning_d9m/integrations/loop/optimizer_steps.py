@@ -46,6 +46,7 @@ from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.hashing.shards import is_sharded_dtensor
 from lightning_d9m.engine.ledger.command import BEGINS
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
+from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.interruption import (
@@ -462,7 +463,8 @@ class OptimizerSteps(ProcessHooks):
             # Stopped for good: the next step would fail likewise, with another warning.
             self._stopped, run, self._run = True, self._run, None
             if run is not None:
-                run.__exit__(None, error, None)
+                # Without the state: two runs that end so are not equal, as both went on.
+                run.run.end(End.failed(error))
             if isinstance(error, D9mError) and os.environ.get(variable_of("reference")):
                 raise
             cause = str(error) if isinstance(error, D9mError) else repr(error)
