@@ -353,6 +353,7 @@ def run_program(tmp_path, forking_python):
     def run(end="", python=forking_python, **variables):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
         environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
+        environment["PYTHONHASHSEED"] = "0"  # as in forks
         return subprocess.run(
             [python, "-c", PROGRAM + end],
             cwd=tmp_path,

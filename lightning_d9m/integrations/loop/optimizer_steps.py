@@ -208,9 +208,12 @@ class StepRecorder(Recorder):
         # Comparisons read it: a step begins after its forward pass, which may write to weights.
         if any(isinstance(optimizer, UnknownOptimizer) for optimizer in optimizers):
             self._further[BEGINS] = "backward pass"
-        # The flags that the program has changed before its first step are set again.
-        if names := session.switch_again():
+
+    def begin(self, loader: object = None) -> None:
+        """Open the ledger; set flags again that the program has changed before its first step."""
+        if names := self._open_session.switch_again():
             self._further["overridden"] = ", ".join(names)
+        super().begin(loader)
 
     @staticmethod
     def read_request(environment: Mapping[str, str]) -> InterruptRequest:
