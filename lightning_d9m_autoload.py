@@ -7,6 +7,7 @@ program that imports torch.
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 _SWITCHES = ("LIGHTNING_D9M", "LIGHTNING_D9M_PORTABLE")
@@ -16,9 +17,19 @@ _REMEDY = (
 )
 
 
+def load_torch() -> None:
+    """Import torch, which calls ``load``, if a variable asks for a session.
+
+    The package calls this first. If torch were imported by a module of it, such as that of the
+    recorder, ``load`` could import nothing from this module, which would not be complete.
+    """
+    if _is_set(*_SWITCHES) and not _is_command():
+        import torch  # noqa: F401 - nothing else may load it
+
+
 def load() -> None:
     """Open a session if a variable asks for it; torch calls this at the end of its import."""
-    if not _is_set(*_SWITCHES, "LIGHTNING_D9M_WATCH"):
+    if not _is_set(*_SWITCHES, "LIGHTNING_D9M_WATCH") or _is_command():
         return
     try:
         from lightning_d9m.integrations.autoload import entry_points
@@ -52,6 +63,17 @@ def _make_callbacks(package: str) -> list[Any]:
             f"{error}. {_REMEDY}"
         ) from error
     return entry_points.make_callbacks(package)
+
+
+def _is_command() -> bool:
+    """Return whether this process is a command of ours, which trains nothing itself."""
+    # While Python looks for a module of ours that it should run, its name is "-m".
+    names = Path(*sys.argv[:1]).parts[-2:]
+    return names == ("lightning_d9m", "__main__.py") or names[-1:] in (
+        ("-m",),
+        ("d9m",),
+        ("d9m.exe",),
+    )
 
 
 def _is_set(*names: str) -> bool:

@@ -6,6 +6,9 @@ that importing the package loads neither torch nor Lightning, and the command li
 
 import lazy_loader
 
+import lightning_d9m_autoload
 from lightning_d9m.version import __version__ as __version__
+
+lightning_d9m_autoload.load_torch()
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -110,6 +110,24 @@ def test_what_counts_by_its_type_is_named():
     assert not take_state(deque([1.0, object(), date(2026, 1, 1)])).undigested
 
 
+def test_the_extra_state_of_a_module_counts():
+    """As a scale that a module keeps as a number, and saves."""
+
+    class Scaled(nn.Linear):
+        scale = 0.0
+
+        def get_extra_state(self):
+            return self.scale
+
+    model = nn.Sequential(Scaled(1, 1))
+    first, model[0].scale = take_partial_snapshot(model), -0.0
+    second, model[0].scale = take_partial_snapshot(model), object()
+    digests = [taken.groups["buffers"]["0._extra_state"] for taken in (first, second)]
+    assert digests[0] != digests[1]
+    (reason,) = take_partial_snapshot(model).undigested
+    assert reason.startswith("buffers 0._extra_state: value is of type builtins.object")
+
+
 def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     before = take_partial_snapshot(model).groups

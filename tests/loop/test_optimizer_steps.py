@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -28,7 +29,9 @@ from lightning_d9m.integrations.loop.optimizer_steps import (
 from lightning_d9m.tools.comparison.causes import find_cause
 
 PROGRAM = """
+import atexit
 import os
+atexit.register(print, "early")
 import torch
 from torch import nn
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
@@ -282,6 +285,21 @@ def test_a_program_goes_on_where_it_cannot_be_recorded(
         assert record(train, **variables) == []
 
 
+def test_a_ledger_that_is_the_last_one_does_not_seem_complete(record, monkeypatch):
+    """Two runs of a program with too many models would be equal by what was recorded."""
+    monkeypatch.setattr(optimizer_steps, "_MOST_LEDGERS", 1)
+
+    def program():
+        train()
+        train()
+
+    with pytest.warns(UserWarning, match="has written 1 ledgers, one for each model"):
+        (first,), (second,) = record(program, "first"), record(program, "second")
+    end = read_ledger(first).outcome(0).end
+    assert (end.status, end.error.partition(":")[0]) == ("failed", "D9mError")
+    assert compare(first, second).verdict == "incomplete"
+
+
 def test_sharded_parameters_need_a_recorder(record, monkeypatch):
     monkeypatch.setattr(optimizer_steps, "is_sharded_dtensor", lambda _: True)
     with pytest.warns(UserWarning, match=r"are sharded, .*\nAdd a Recorder to the loop"):
@@ -332,11 +350,12 @@ def test_a_store_gives_ranks_one_folder_and_does_not_wait_without_end(tmp_path, 
 def run_program(tmp_path, forking_python):
     """Return a function that runs the program, which does not know us, in a process."""
 
-    def run(end="", **variables):
+    def run(end="", python=forking_python, **variables):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
         environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
+        environment["PYTHONHASHSEED"] = "0"  # as in forks
         return subprocess.run(
-            [forking_python, "-c", PROGRAM + end],
+            [python, "-c", PROGRAM + end],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -345,6 +364,18 @@ def run_program(tmp_path, forking_python):
         )
 
     return run
+
+
+DRIFT = """
+log = open("program.log", "w")
+log.write("written")
+class Deleted:
+    def __del__(self, say=print):
+        say("deleted")
+deleted = Deleted()
+atexit.register(print, "registered")
+with torch.no_grad(): model[0].weight.view(torch.int32)[0, 0] ^= 1
+"""
 
 
 def test_a_program_that_does_not_know_us_leaves_a_ledger(run_program, tmp_path):
@@ -359,10 +390,12 @@ def test_a_program_that_does_not_know_us_leaves_a_ledger(run_program, tmp_path):
     assert f"recorded in {folder}" in done.stderr
     assert [record[2] for record in moments(folder)] == [0, 3, 6, 7]
     variables = {"LIGHTNING_D9M_LEDGER_DIR": str(tmp_path), "LIGHTNING_D9M_REFERENCE": str(folder)}
-    end = "with torch.no_grad(): model[0].weight.view(torch.int32)[0, 0] ^= 1"
-    done = run_program(end, **variables)
+    done = run_program(DRIFT, sys.executable, **variables)  # a fork does not end as Python does
     assert done.returncode == 1
     assert "DriftError" in done.stderr
+    # What the program has written and wanted to do at its end is not lost for that.
+    assert (tmp_path / "program.log").read_text() == "written"
+    assert done.stdout.split() == ["registered", "early", "deleted"]
 
 
 def test_a_child_process_keeps_its_own_ledger_and_a_failure_is_recorded(run_program, tmp_path):

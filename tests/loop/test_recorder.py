@@ -24,13 +24,14 @@ from lightning_d9m import (
 from lightning_d9m.engine.hashing.digest import digest_value
 from lightning_d9m.engine.ledger.kinds import VALIDATION
 from lightning_d9m.engine.probes.evidence import read_evidence
-from lightning_d9m.engine.recording import run
+from lightning_d9m.engine.recording import interruption, run
 from lightning_d9m.errors import (
     CheckpointError,
     InexactResumeError,
     LedgerError,
     ReferenceRefusedError,
 )
+from lightning_d9m.ops.portability import is_portable
 from lightning_d9m.tools.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_torch.py"
@@ -265,6 +266,69 @@ def test_batches_made_once_give_every_epoch(tmp_path):
     assert len(seen) == 2 * len(loader) == 2 * len(set(seen[: len(loader)]))
     with pytest.raises(SettingError, match=r"Epoch 1 ends without a call of step\(\)"):
         iterate("lacks a length", lambda run: run.batches(iter([1, 2])))
+
+
+class Drawing(CountingDataset):
+    def __getitem__(self, index):
+        return torch.rand(2) + index
+
+
+def validate(folder, *, state=None, stop=None, **words):
+    seen = {}
+    with deterministic(seed=3):
+        model = nn.Linear(2, 1)
+        loaders = [DataLoader(CountingDataset(), 4), DataLoader(Drawing(), 4, **words)]
+        before = dict(vars(loaders[1]))
+        with Recorder(folder, model) as run:
+            if state is not None:
+                run.load_state_dict(state)
+            for epoch in range(run.next_epoch, 3):
+                for _ in run.batches(loaders[0]):
+                    run.step()
+                seen[epoch] = [batch.tolist() for batch in run.validation(loaders[1])]
+                run.epoch()
+                if epoch == stop:
+                    return run.state_dict()
+    assert vars(loaders[1]) == before
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["workers", "generator", "neither"])
+def test_a_validation_draws_the_same_numbers_after_a_resume(tmp_path, kind):
+    """Workers that persist, and a generator of the program, continue their own streams."""
+    words = {
+        "workers": {"num_workers": 1, "persistent_workers": True},
+        "generator": {"shuffle": True, "generator": torch.Generator()},
+        "neither": {},
+    }[kind]
+    straight = validate(tmp_path, **words)
+    state = validate(tmp_path, stop=0, **words)
+    resumed = validate(tmp_path, state=state, **words)
+    assert resumed == {epoch: straight[epoch] for epoch in (1, 2)}
+    assert len({str(seen) for seen in straight.values()}) == 3
+
+
+def test_optimizers_are_given_in_any_way_and_nothing_else_is_one(tmp_path):
+    model, optimizer, _ = make_parts()
+    for given in (optimizer, [optimizer], iter([optimizer])):
+        assert Recorder(tmp_path, model, given)._optimizers == (optimizer,)
+    assert Recorder(tmp_path, model, None, None)._optimizers == ()
+    for wrong in ({"one": optimizer}, model.parameters(), 0.1):
+        with pytest.raises(SettingError, match=r"allowed: a torch\.optim\.Optimizer, or a list"):
+            Recorder(tmp_path, model, wrong)
+
+
+def test_a_recorder_that_cannot_load_its_parts_leaves_nothing_on(tmp_path, monkeypatch):
+    torch.save({"other": 1}, tmp_path / "saved.ckpt")
+    monkeypatch.setenv("LIGHTNING_D9M_RESUME", str(tmp_path / "saved.ckpt"))
+    monkeypatch.setattr(interruption._FaultState, "fits", 0)
+    recorder = Recorder(tmp_path, make_parts()[0], portable=True)
+    with deterministic(seed=1):
+        with pytest.raises(KeyError), recorder:
+            pass
+        assert not is_portable()
+    with pytest.raises(SettingError, match="The Recorder is not open"):
+        recorder.state_dict()
 
 
 def test_misuse_is_told(tmp_path):

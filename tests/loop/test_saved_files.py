@@ -1,7 +1,9 @@
 """The files that a program saves are digested by their tensors, and compared by order and name."""
 
+import builtins
 import io
 import os
+import shutil
 import sys
 import tempfile
 from datetime import date
@@ -188,17 +190,41 @@ def test_what_has_no_digest_is_named_and_an_empty_record_is_not_written(save):
     assert list(records[0].groups["unread"]) == [*unread]
 
 
-def test_a_segment_writes_no_file_of_the_earlier_run(tmp_path, monkeypatch):
+def read(path):
+    return torch.load(path)["a"].item()
+
+
+def test_a_segment_leaves_the_files_of_the_earlier_run_and_finds_its_own(tmp_path, monkeypatch):
     """The checkpoints that a loop saves itself have the names of those of that run."""
     monkeypatch.setenv("LIGHTNING_D9M_INTERRUPT", "stop:6")
-    target = tmp_path / "model.pt"
+    monkeypatch.setenv("LIGHTNING_D9M_CHECKPOINT_DIR", str(tmp_path / "segment"))
+    monkeypatch.chdir(tmp_path)
+    target, best = Path("model.pt"), Path("best.pt")
     target.write_bytes(b"of the run")
+    best.write_bytes(b"of the run")
+    before = builtins.open, os.replace, shutil.copyfile
     files = SavedFiles()
-    files.install(lambda *_: None)
+    files.install(call_after_import)
     try:
-        torch.save({"a": torch.ones(1)}, target)
+        for number in range(2):  # as programs save atomically
+            torch.save({"a": torch.full((1,), number)}, "model.pt.tmp")
+            assert Path("model.pt.tmp").exists()
+            os.replace("model.pt.tmp", target)  # noqa: PTH105 - not yet replaced in Python 3.10
+            assert (os.path.exists("model.pt.tmp"), read(target)) == (False, number)  # noqa: PTH110
+        shutil.copyfile(target, best)
+        Path("folder").mkdir()
+        shutil.copy(best, "folder")
+        torch.save({"a": torch.full((1,), 2)}, target)
+        assert [*map(read, (target, best, tmp_path / "folder/best.pt"))] == [2, 1, 1]
+        os.remove(target)  # noqa: PTH107 - as above
+        sys.modules["safetensors.torch"].save_file({"x": torch.ones(2)}, "x.safetensors")
+        assert sys.modules["safetensors.torch"].load_file("x.safetensors")["x"].sum() == 2
         torch.save({"a": torch.ones(1)}, buffer := io.BytesIO())
+        Path("log.txt").write_text("as any other file")
     finally:
         files.remove()
-    assert target.read_bytes() == b"of the run"
+    assert before == (builtins.open, os.replace, shutil.copyfile)
+    assert target.read_bytes() == best.read_bytes() == b"of the run"
+    names = sorted(str(path) for path in Path().rglob("*") if "segment" not in path.parts)
+    assert names == ["best.pt", "folder", "log.txt", "model.pt"]
     assert torch.equal(torch.load(io.BytesIO(buffer.getvalue()))["a"], torch.ones(1))

@@ -24,6 +24,7 @@ from lightning_d9m.engine.hashing.shards import (
 )
 
 Groups = dict[str, dict[str, str]]
+_EXTRA = "_extra_state"  # torch's name for it in a state dict
 _GROUPS = ("weights", "buffers", "optimizers", "schedulers")
 
 
@@ -145,11 +146,13 @@ def take_partial_snapshot(
     """Digest all state that a training carries from step to step, as far as this rank holds it.
 
     An accelerator is synchronized once. An object without defined bytes, in the state of an
-    optimizer or a scheduler, counts by its type, and is named in ``undigested``.
+    optimizer or a scheduler or the extra state of a module, counts by its type, and is named in
+    ``undigested``.
 
     Args:
         model: Its parameters and buffers are digested; non-persistent buffers too, because they
-            take part in the computation.
+            take part in the computation. What ``get_extra_state`` of a module returns counts as a
+            buffer.
         optimizers: Their state by parameter, and the settings of their parameter groups.
         schedulers: Objects with ``state_dict()``.
         layouts: What ``find_flat_layouts`` returns; None to digest shards as if they were tensors.
@@ -198,6 +201,11 @@ def list_state(
     parameters, buffers, names = ModelTensors(model).look()
     for group, named in (("weights", parameters), ("buffers", buffers)):
         yield from ((group, name, tensor) for name, tensor in named.items())
+    for path, module in model.named_modules():
+        # What a module keeps beside its tensors, and saves with them.
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = plain_name(f"{path}.{_EXTRA}" if path else _EXTRA)
+            yield "buffers", name, module.get_extra_state()
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer_state(optimizer, names, f"{number}."):
             yield "optimizers", name, _choose_settings(value, optimizer, switches=switches)

@@ -6,11 +6,11 @@ change:
 - ``LIGHTNING_D9M_INTERRUPT``: what to do, see ``_REQUESTS``. ``keep`` saves checkpoints as often as
   costs little, and ``keep:FOLDER`` keeps the pace of the run with its ledgers there, too;
   ``points`` saves at each kind of point of a fit. The others make the run a segment: it
-  ends before the program does, and the checkpoints that the program saves are not written, because
-  those of the earlier run have the same names. ``stop:320`` ends after this global step, and
-  ``epoch:2`` after this epoch; ``nonfinite:320`` ends as soon as a loss, gradient or weight is not
-  finite, ``tape:320`` records the operations of the last step, and ``debug:0:pdb:320:LEDGER`` lets
-  rank 0 run it in a debugger;
+  ends before the program does, and the checkpoints that the program saves are written elsewhere,
+  because those of the earlier run have the same names. ``stop:320`` ends after this global step,
+  and ``epoch:2`` after this epoch; ``nonfinite:320`` ends as soon as a loss, gradient or weight is
+  not finite, ``tape:320`` records the operations of the last step, and ``debug:0:pdb:320:LEDGER``
+  lets rank 0 run it in a debugger;
 - ``LIGHTNING_D9M_CHECKPOINT_DIR``: the folder for checkpoints and a file that marks the end;
 - ``LIGHTNING_D9M_RESUME``: the checkpoint to resume from.
 
@@ -20,6 +20,7 @@ Nothing here imports torch.
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -43,11 +44,13 @@ POINTS = "points"
 TAPE = "tape"
 # Files in FOLDER: the mark that the end was reached; that a process has begun its first fit, and
 # that a second one has; the first value that is not finite, as JSON; and the operations of a step.
+# SAVED_FILES is the folder of what the program has saved in a segment.
 MARK = "killed"
 _BEGUN = "begun"
 SEVERAL = "several"
 NONFINITE = "nonfinite"
 STEP_FILE = "step.pt"
+SAVED_FILES = "saved"
 SEVERAL_FITS = (
     "Two processes of the command begin a first fit, and variables reach both, so no part of one "
     "can be run. Give a command that trains this one alone."
@@ -301,6 +304,7 @@ class Interruption:
 
     def _end(self, status: int) -> None:
         """End this process; one that runs on a terminal is not killed, as the shell would say."""
+        shutil.rmtree(self._file(SAVED_FILES), ignore_errors=True)
         # Not by an exception or `sys.exit`: the program could catch it, and its exit handlers and
         # `finally` blocks would write files.
         for stream in filter(None, (sys.stdout, sys.stderr)):

@@ -98,19 +98,14 @@ def _start() -> None:
         register = partial(_attempt, partial(_register, package))
         # To import Lightning here would take seconds in programs without it.
         call_after_import(f"{package}.strategies", register)
-    # Nothing can be imported from a module of ours that is importing torch before it is complete.
-    # The session is then opened when Lightning is imported, before a LightningModule can be built.
-    modules = [m for name, m in sys.modules.items() if name.startswith("lightning_d9m")]
-    specs = [getattr(module, "__spec__", None) for module in modules]
-    if not any(getattr(spec, "_initializing", False) for spec in specs):
-        _open_session()
-        from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
+    _open_session()
+    from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
 
-        OptimizerSteps().install()  # for a program without a Trainer, whose callback has precedence
-        if _is_segment() or read_variable(RECORD_SAVES, os.environ, bool):
-            from lightning_d9m.integrations.loop.saved_files import SavedFiles
+    OptimizerSteps().install()  # for a program without a Trainer, whose callback has precedence
+    if _is_segment() or read_variable(RECORD_SAVES, os.environ, bool):
+        from lightning_d9m.integrations.loop.saved_files import SavedFiles
 
-            SavedFiles().install(call_after_import)
+        SavedFiles().install(call_after_import)
 
 
 def _is_segment() -> bool:
@@ -138,8 +133,6 @@ def _register(package: str) -> None:
     """Register our strategies with a Lightning package, unless it is too old."""
     if _is_unsupported(package):
         return
-    if not _AutoloadState.started and _AutoloadState.problem is None:
-        _open_session()
     from lightning_d9m.integrations.strategies.strategies import register_strategies
 
     register_strategies(package)

@@ -13,17 +13,14 @@ Ranks do not communicate for it, because a program need not step on every rank.
 import gc
 import os
 import sys
-import threading
-import traceback
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
-from multiprocessing.util import Finalize
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,6 +46,7 @@ from lightning_d9m.engine.hashing.digest import digest_many
 from lightning_d9m.engine.hashing.shards import is_sharded_dtensor
 from lightning_d9m.engine.ledger.command import BEGINS
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder, state_folder
+from lightning_d9m.engine.ledger.format.records import End
 from lightning_d9m.engine.probes.settings import ProbeSettings
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.interruption import (
@@ -60,6 +58,7 @@ from lightning_d9m.engine.recording.interruption import (
 )
 from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.errors import D9mError, SettingError
+from lightning_d9m.integrations.loop.process_hooks import ProcessHooks
 from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, unwrap_model
 
 
@@ -209,9 +208,12 @@ class StepRecorder(Recorder):
         # Comparisons read it: a step begins after its forward pass, which may write to weights.
         if any(isinstance(optimizer, UnknownOptimizer) for optimizer in optimizers):
             self._further[BEGINS] = "backward pass"
-        # The flags that the program has changed before its first step are set again.
-        if names := session.switch_again():
+
+    def begin(self, loader: object = None) -> None:
+        """Open the ledger; set flags again that the program has changed before its first step."""
+        if names := self._open_session.switch_again():
             self._further["overridden"] = ", ".join(names)
+        super().begin(loader)
 
     @staticmethod
     def read_request(environment: Mapping[str, str]) -> InterruptRequest:
@@ -267,7 +269,7 @@ class StepRecorder(Recorder):
             session.switch_again()
 
 
-class OptimizerSteps:
+class OptimizerSteps(ProcessHooks):
     """The hooks of a process, and the ledger that they write now.
 
     Attributes:
@@ -277,8 +279,7 @@ class OptimizerSteps:
     installed: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+        super().__init__()
         self._made: list[weakref.ref[Optimizer]] = []
         self._run: StepRecorder | None = None
         self._ledgers = self._first = 0
@@ -289,7 +290,6 @@ class OptimizerSteps:
         self._unknown: UnknownOptimizer | None = None
         self._exit: SystemExit | None = None  # what the program called `sys.exit` with
         self._known: set[int] = set()  # the errors, by `id`, that were there at the last step
-        self._hooks = ExitStack()
 
     def install(self) -> None:
         """Install the hooks; ``remove`` removes them."""
@@ -331,21 +331,14 @@ class OptimizerSteps:
             self._hooks.callback(register(self._before_forward).remove)
         self._finish_at_exit()
 
-    def _finish_at_exit(self) -> None:
-        # multiprocessing calls only those finalizers at exit that have a priority.
-        # Unlike `atexit`, called at the end of a process of `multiprocessing`, too.
-        self._hooks.callback(Finalize(None, self._finish_process, exitpriority=0).cancel)
-
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""
         self.installed.discard(self)
-        with self._hooks:
-            self.finish()
+        super().remove()
 
-    def finish(self) -> None:
-        """Finish the ledger that is open, if this process opened it."""
+    def _end_ledger(self) -> None:
         run, self._run = self._run, None
-        if run is not None and self._process == os.getpid():
+        if run is not None:
             error = self._find_error()
             self._attempt(lambda: run.__exit__(None, error, None))
 
@@ -378,17 +371,6 @@ class OptimizerSteps:
             if error.code:  # a program may report an error so, as torch's spawned processes do
                 return error.__context__ or error
         return None
-
-    def _finish_process(self) -> None:
-        """Finish the ledger at the end of the process; a difference there is its exit status."""
-        try:
-            self.finish()
-        except D9mError:
-            # Python ignores the errors of functions that it calls at exit.
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
         if self._run is None and torch.is_grad_enabled() and module.training:
@@ -428,13 +410,10 @@ class OptimizerSteps:
 
     def _open_or_continue(self, optimizer: Optimizer) -> None:
         with self._lock:
-            if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-                self._process, self._run, self._ledgers, self._first = os.getpid(), None, 0, 0
-                self._finish_at_exit()  # multiprocessing forgets the finalizers of the parent
+            if self._is_forked():
+                self._run, self._ledgers, self._first = None, 0, 0
             # Another model is trained now, and has a ledger to itself.
-            if self._run is not None and not self._run.covers(optimizer):
-                self.finish()
-            if self._run is None:
+            if self._run is None or not self._run.covers(optimizer):
                 self._attempt(lambda: self._open(optimizer))
 
     def _after_step(self, *_: object) -> None:
@@ -465,9 +444,13 @@ class OptimizerSteps:
         if optimizer not in optimizers:  # it was unpickled
             optimizers.append(optimizer)
         number, self._ledgers = self._ledgers, self._ledgers + 1
-        self._run = StepRecorder(session, optimizers, number, number - self._first)
-        self._run.begin()
-        self._run.start_batch()
+        following = StepRecorder(session, optimizers, number, number - self._first)
+        # Only now: an error above ends the ledger before, which would otherwise seem complete.
+        self.finish()
+        if not self._stopped:
+            self._run = following
+            self._run.begin()
+            self._run.start_batch()
 
     def _list_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that exist, in the order in which they were made."""
@@ -483,7 +466,8 @@ class OptimizerSteps:
             # Stopped for good: the next step would fail likewise, with another warning.
             self._stopped, run, self._run = True, self._run, None
             if run is not None:
-                run.__exit__(None, error, None)
+                # Without the state: two runs that end so are not equal, as both went on.
+                run.run.end(End.failed(error))
             if isinstance(error, D9mError) and os.environ.get(variable_of("reference")):
                 raise
             cause = str(error) if isinstance(error, D9mError) else repr(error)

@@ -90,8 +90,12 @@ def find_session() -> Session:
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
-    """Return one object or several as a tuple."""
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+    """Return one object, several, or None for none as a tuple."""
+    if given is None:
+        return ()
+    # Of a mapping Python would iterate the keys.
+    several = isinstance(given, Iterable) and not isinstance(given, Mapping)
+    return tuple(given) if several else (given,)
 
 
 def _make_folder(ranks: Ranks, ledger_dir: Path, *, kind: str = "fit") -> Path:
@@ -239,20 +243,23 @@ class Recorder:
         self._loaders = LoaderControl(
             settings.seed, fit=self._fit, rank=rank, per_sample_rng=settings.per_sample_rng
         )
-        self._opened.callback(self._loaders.release)
-        if self._portable:
-            from lightning_d9m.ops.portability.mode import portable
+        with ExitStack() as stack:  # `__exit__` is not called if this method raises
+            stack.callback(setattr, self, "_session", None)
+            stack.callback(self._loaders.release)
+            if self._portable:
+                from lightning_d9m.ops.portability.mode import portable
 
-            self._opened.enter_context(portable())
-        self.interruption = Interruption(request, self._ranks, before_stop=self._run.end)
-        self._run.stop = request.stop
-        if request.resume is not None and not self._is_hosted:
-            # The parts copy what they load to their own devices; a file names the device of the
-            # rank that saved it, which may not exist here.
-            load = partial(torch.load, map_location="cpu", weights_only=True)
-            saved = self._ranks.raise_on_all(partial(load, self._path_of_rank(request.resume)))
-            for name, part in self._name_parts().items():
-                part.load_state_dict(saved[name])
+                stack.enter_context(portable())
+            self.interruption = Interruption(request, self._ranks, before_stop=self._run.end)
+            self._run.stop = request.stop
+            if request.resume is not None and not self._is_hosted:
+                # The parts copy what they load to their own devices; a file names the device of
+                # the rank that saved it, which may not exist here.
+                load = partial(torch.load, map_location="cpu", weights_only=True)
+                saved = self._ranks.raise_on_all(partial(load, self._path_of_rank(request.resume)))
+                for name, part in self._name_parts().items():
+                    part.load_state_dict(saved[name])
+            self._opened = stack.pop_all()
         return self
 
     def _check_setup(self) -> InterruptRequest:
@@ -293,7 +300,6 @@ class Recorder:
                 raise
             finally:
                 self._run.end(end)
-                self._session = None
 
     @property
     def ledger(self) -> Path | None:
@@ -369,7 +375,12 @@ class Recorder:
         self._iterated += 1
         self._batch = 0 if resumed is None else resumed["batch"]
         samplers = None if resumed is None else resumed["samplers"]
-        batches = self._start_loader(loader, inner, samplers)
+        # Also at the start of an epoch: samplers and datasets may have changed in those before it.
+        if inner is not None and samplers is not None:
+            loaders.resume_epoch(
+                _STAGE, epoch, batches=self._batch, cycled=lambda: False, samplers=samplers
+            )
+        batches = self._start_loader(loader, inner, _STAGE, epoch, skipped=self._batch)
         if resumed is not None and self._batch:
             # After the loader has begun, whose start draws in the main process.
             restore_rng(decode_rng(resumed["rng"]))
@@ -388,27 +399,25 @@ class Recorder:
                 self.interruption.pass_step(self.global_step, self._save)
 
     def _start_loader(
-        self, loader: Any, inner: DataLoader[Any] | None, samplers: Mapping[str, Any] | None
+        self, loader: Any, inner: DataLoader[Any] | None, stage: str, epoch: int, skipped: int = 0
     ) -> Any:
         """Return an iterator of an epoch's batches without the first ones.
 
         Of any other iterable than a ``DataLoader`` the first ones are made and discarded.
-        ``samplers`` is what ``capture_samplers`` returned in the run that was interrupted; None in
-        an epoch that does not continue one.
         """
-        loaders, epoch, skipped = self._loaders, self.next_epoch, self._batch
+        loaders = self._loaders
         if inner is None:
             batches = iter(loader)
             for _ in zip(range(skipped), batches, strict=False):
                 pass
             return batches
-        # Also at the start of an epoch: samplers and datasets may have changed in those before it.
-        if samplers is not None:
-            loaders.resume_epoch(
-                _STAGE, epoch, batches=skipped, cycled=lambda: False, samplers=samplers
-            )
-        controlled = loaders.wrap_loader(inner, _STAGE)
-        loaders.start_epoch(_STAGE, epoch)
+        controlled = loaders.wrap_loader(inner, stage)
+        if stage != _STAGE:
+            # Two validations may share an epoch, and which loader is the first to be iterated
+            # depends on where the run was resumed.
+            find_control(controlled).first_epoch = epoch
+            loaders.restart(stage)
+        loaders.start_epoch(stage, epoch)
         if inner is loader:
             # A loader that iterates by itself makes its first batches again.
             return (
@@ -499,7 +508,11 @@ class Recorder:
         return EpochBatches(loader, self._validate)
 
     def _validate(self, loader: Iterable[T]) -> Iterator[T]:
-        settings = self._open_session.settings
+        seed, stage, inner = (
+            self._open_session.settings.seed,
+            "validate",
+            _find_controllable(loader),
+        )
         moment = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         self._validating.close()
         with ExitStack() as self._validating:
@@ -507,8 +520,9 @@ class Recorder:
             is_open = [True]
             self._validating.callback(is_open.clear)
             self._validating.enter_context(rng_restored())
-            seed_all(derive_seed(settings.seed, "validate", **moment))
-            for batch in loader:
+            batches = self._start_loader(loader, inner, stage, self.global_step)
+            seed_all(derive_seed(seed, stage, **moment))
+            for batch in batches:
                 self.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
                 if not is_open:
@@ -782,12 +796,16 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer within the wrappers of Fabric and Accelerate.
 
     Raises:
-        SettingError: For an optimizer of DeepSpeed.
+        SettingError: For an optimizer of DeepSpeed, and what is not an optimizer.
     """
     if _is_of_deepspeed(optimizer):
         raise SettingError(_describe_deepspeed("optimizer", optimizer))
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer):
-        return inner
-    unwrapped: torch.optim.Optimizer = optimizer
-    return unwrapped
+    unwrapped: Any = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    # Not by its class: some libraries have their own.
+    if not hasattr(unwrapped, "param_groups"):
+        raise SettingError(
+            f"An optimizer is {type(unwrapped).__name__}; allowed: a torch.optim.Optimizer, or a "
+            "list of them."
+        )
+    return cast(torch.optim.Optimizer, unwrapped)

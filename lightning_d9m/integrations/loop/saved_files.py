@@ -7,21 +7,24 @@ call of ``torch.save`` and ``safetensors`` with a path adds a record to a ledger
 whose digits do not count: runs number and date their files. Only tensors and arrays count: a zip
 file's bytes vary with its time, and a program's numbers with the clock.
 
-A segment of an earlier run writes nothing to a path, because that run has written files of the same
-names.
+A segment of an earlier run saves to a place of its own, because that run has written files of the
+same names, and finds its files there.
 
 A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
 """
 
+import builtins
 import inspect
+import io
 import os
+import shutil
 import sys
-import threading
+import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial, wraps
-from multiprocessing.util import Finalize
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,10 @@ from lightning_d9m.engine.hashing.nested_values import read_saved
 from lightning_d9m.engine.ledger.folder import state_folder
 from lightning_d9m.engine.ledger.format.records import Digests, End
 from lightning_d9m.engine.ledger.kinds import SAVED, UNREAD, name_saved
-from lightning_d9m.engine.recording.interruption import is_segment
+from lightning_d9m.engine.recording.interruption import FOLDER, SAVED_FILES, is_segment
 from lightning_d9m.engine.recording.run import Run
 from lightning_d9m.engine.state.parts import CODE
+from lightning_d9m.integrations.loop.process_hooks import ProcessHooks
 from lightning_d9m.integrations.loop.recorder import find_ranks, open_alone
 
 _SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
@@ -46,20 +50,64 @@ _FEW_BYTES = 1024  # of names, keys and other texts
 _CONTAINERS, _MAPPINGS = (list, tuple, deque, torch.Size), (dict, OrderedDict, defaultdict)
 _PARTS = object()
 _MODULES = ("_parameters", "_buffers", "_modules")
+# Most of what is saved beside tensors, such as a vocabulary; none of it counts.
+_UNCOUNTED = frozenset((str, int, float, complex, bool, type(None)))
+# What a program does with files that it has saved, and how many of the first arguments are paths.
+_USES = (
+    (builtins, "open", 1),
+    (io, "open", 1),
+    *((os, name, 1) for name in ("remove", "unlink", "stat")),
+    *((os, name, 2) for name in ("rename", "replace")),
+    *((shutil, name, 2) for name in ("copy", "copy2", "copyfile", "move")),
+)
 
 
-class SavedFiles:
+class SegmentFiles:
+    """The files that a segment has saved, all its ranks and workers, and the place of each."""
+
+    def __init__(self) -> None:
+        self._folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(), SAVED_FILES)
+
+    def place(self, path: str | os.PathLike[str]) -> Path:
+        """Return where the file of a path is saved."""
+        full = os.path.abspath(path)  # noqa: PTH100 - of a file that may not exist
+        name = blake2b(os.fsencode(full), digest_size=16).hexdigest()
+        return self._folder / name
+
+    def has(self, path: object) -> bool:
+        """Return whether the segment has saved a file of this path."""
+        if not isinstance(path, str | os.PathLike) or not os.path.lexists(self._folder):
+            return False
+        return os.path.lexists(self.place(path))
+
+    def wrap(self, call: Callable[..., Any], count: int) -> Callable[..., Any]:
+        """Return a function that finds the files of the segment by their paths."""
+
+        @wraps(call)
+        def call_in_place(*args: Any, **words: Any) -> Any:
+            own = [self.has(path) for path in args[:count]]
+            if not any(own):
+                return call(*args, **words)
+            paths = list(args[:count])
+            if count > 1 and os.path.isdir(paths[1]):  # noqa: PTH112 - of any kind of path
+                paths[1] = Path(paths[1], Path(paths[0]).name)
+            # Another file may take the place of one of the segment, and then is one itself.
+            found = [self.place(each) if n or own[0] else each for n, each in enumerate(paths)]
+            return call(*found, *args[count:], **words)
+
+        return call_in_place
+
+
+class SavedFiles(ProcessHooks):
     """The wrapped functions that save, and the ledger of what they saved."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._process = os.getpid()
-        self._is_segment = is_segment()
+        super().__init__()
+        self._segment = SegmentFiles() if is_segment() else None
         self._run: Run | None = None
         self._numbers: Counter[str] = Counter()
         # The last file, until its name is known: what is saved atomically is renamed afterwards.
         self._last: tuple[Path, dict[str, dict[str, str]]] | None = None
-        self._hooks = ExitStack()
 
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
         """Wrap what saves, in modules that are imported later, too; ``remove`` restores it."""
@@ -73,19 +121,16 @@ class SavedFiles:
         def wrap_later(name: str) -> None:
             module = sys.modules[name]
             patches.replace(module, "save_file", self._wrap(module.save_file))
+            if self._segment is not None:
+                patches.replace(module, "load_file", self._segment.wrap(module.load_file, 1))
+
+        if self._segment is not None:
+            for owner, name, count in _USES:
+                patches.replace(owner, name, self._segment.wrap(getattr(owner, name), count))
 
         for name in _SAFETENSORS:
             call_after_import(name, partial(wrap_later, name))
         self._finish_at_exit()
-
-    def _finish_at_exit(self) -> None:
-        # As for the ledger of optimizer steps, also at the end of a process of multiprocessing.
-        self._hooks.callback(Finalize(None, self._finish, exitpriority=0).cancel)
-
-    def remove(self) -> None:
-        """Finish the ledger and restore what was wrapped."""
-        with self._hooks:
-            self._finish()
 
     def _wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
         # A second installation in a process would record each file twice.
@@ -97,12 +142,16 @@ class SavedFiles:
         @wraps(save)
         def save_and_record(*args: Any, **words: Any) -> Any:
             # What is saved, and where: the first two, by their order or by their names.
-            value, file = [*signature.bind(*args, **words).arguments.values()][:2]
-            if self._is_segment and isinstance(file, str | os.PathLike):
-                return None
+            bound = signature.bind(*args, **words)
+            (_, value), (second, file) = [*bound.arguments.items()][:2]
+            if self._segment is not None:
+                if isinstance(file, str | os.PathLike):
+                    bound.arguments[second] = place = self._segment.place(file)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                return save(*bound.args, **bound.kwargs)
             result = save(*args, **words)
             name = getattr(file, "name", file)  # of an open file
-            if not self._is_segment and isinstance(name, str | os.PathLike):
+            if isinstance(name, str | os.PathLike):
                 with self._lock, suppress(Exception):  # the program did not ask for a ledger
                     self._record(value, Path(os.fspath(name)).absolute())
             return result
@@ -114,12 +163,10 @@ class SavedFiles:
         # The variable tells before a process group exists.
         if find_ranks()[0].rank or os.environ.get("RANK", "0") != "0":
             return
-        if self._process != os.getpid():  # forked: the ledger belongs to the parent process
-            if get_worker_info() is not None:  # a loader's worker, which may write a cache
-                return
-            self._process, self._run, self._numbers = os.getpid(), None, Counter()
-            self._last = None
-            self._finish_at_exit()
+        if get_worker_info() is not None:  # a loader's worker, which may write a cache
+            return
+        if self._is_forked():
+            self._run, self._numbers, self._last = None, Counter(), None
         self._write_last()
         try:
             groups = _digest_groups(value)
@@ -141,14 +188,12 @@ class SavedFiles:
         self._numbers[moment] += 1
         self._run.append(Digests(moment=moment, epoch=number, step=0, totals=totals, groups=groups))
 
-    def _finish(self) -> None:
-        if self._process != os.getpid():
-            return
+    def _end_ledger(self) -> None:
         with self._lock, suppress(Exception):  # as where the program saves
             self._write_last()
-        run, self._run = self._run, None
-        if run is not None:
-            run.end(End(status="finished"))
+            run, self._run = self._run, None
+            if run is not None:
+                run.end(End(status="finished"))
 
 
 def _digest_groups(value: Any) -> dict[str, dict[str, str]]:
@@ -222,18 +267,23 @@ def _find_leaf(value: Any) -> Any:
     return leaf
 
 
+def _counts(value: object) -> bool:
+    return type(value) not in _UNCOUNTED
+
+
 def _list_parts(value: Any) -> list[tuple[str, Any]]:
     """Return what pickle stores of an object or a container, with its place."""
     kind = type(value)
     if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return [(str(number), own) for number, own in enumerate(value)]
+        return [(str(n), own) for n, own in enumerate(value) if _counts(own)]
     if kind in _MAPPINGS:
         # Of another key the text may have an address.
         named = [
-            key if isinstance(key, str | int | float) else f"#{n}" for n, key in enumerate(value)
+            (str(key) if isinstance(key, str | int | float) else f"#{n}", own)
+            for n, (key, own) in enumerate(value.items())
+            if _counts(own)
         ]
-        keys = [(f"#{n}", key) for n, key in enumerate(value)]
-        return [*zip(map(str, named), value.values(), strict=True), *keys]
+        return [*named, *((f"#{n}", key) for n, key in enumerate(value) if _counts(key))]
     if isinstance(value, np.ndarray):
         return [(str(number), own) for number, own in enumerate(value.flat)]
     _, arguments, state, items, entries = read_saved(value)

@@ -40,7 +40,7 @@ for _ in range(8):
 # A name is secret by its last word, so that ``HF_TOKEN`` is and ``max_tokens`` is not.
 _NAME = (
     r"(?:(?:[\w-]*[_-])?(?:token|secret|passw(?:or)?d|passphrase|credentials?|auth|signature|sig"
-    r"|key|apikey)|[\w-]+[_-]pwd)"  # not PWD, the working folder
+    r"|key|apikey|(?-i:pwd))|[\w-]+[_-]pwd)"  # not PWD, the working folder
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # A shorter value of a variable occurs in other words.
@@ -52,7 +52,9 @@ _PATTERNS = tuple(
         r"(\b[a-z][\w+.-]*://)([^\s/@'\"]+)(?=@)",  # user:password@host
         rf"([?&;]{_NAME}=)([^\s&#'\"]+)",  # of a URL's query
         rf"(--?{_NAME}(?:=| +))('[^']*'|\"[^\"]*\"|[^\s'\"]+)",  # an option
-        r"(\bauthorization: *(?:bearer|basic) +)([^\s'\"]+)",
+        r"((?<![\w-])(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:\w+ +)?)([^\s'\"]+)",
+        r"(\bbearer +)([^\s'\"]+)",
+        rf"(\b(?:\w+-)+{_NAME}: *)([^\s'\"]+)",  # a header
         # Tokens that common services give out, by the letters that they begin with.
         r"()\b((?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA)[\w-]{12,})",
     )
@@ -80,7 +82,7 @@ class SecretFilter:
 
     def clean(self, text: str) -> str:
         """Return a value or command without secrets; ``token=abc`` is one, as for Hydra."""
-        return self._replace(text, _ASSIGNED)
+        return self._replace(text, _QUOTED, _ASSIGNED)
 
     def clean_code(self, text: str) -> str:
         """Return a line of source without secrets: a text that is given to a secret name is one."""
@@ -96,7 +98,7 @@ class SecretFilter:
             return [self.clean_values(inner) for inner in value]
         return value
 
-    def _replace(self, text: str, further: re.Pattern[str]) -> str:
+    def _replace(self, text: str, *further: re.Pattern[str]) -> str:
         def replace(found: re.Match[str]) -> str:
             # A later pattern finds what an earlier one has replaced, which counts once.
             if REMOVED in found[0]:
@@ -104,7 +106,7 @@ class SecretFilter:
             self.count += 1
             return f"{found[1]}{REMOVED}"
 
-        for pattern in (*self._patterns, further):
+        for pattern in (*self._patterns, *further):
             text = pattern.sub(replace, text)
         return text
 

@@ -182,7 +182,7 @@ def test_an_editable_installation_that_was_moved_breaks_no_import(tmp_path):
 
 
 def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
-    """Its call loads torch from the midst of our own modules; Lightning is a stub."""
+    """Lightning is a stub."""
     code = """
         import lightning_d9m
         session = lightning_d9m.enable(seed=3)
@@ -198,6 +198,29 @@ def test_a_program_that_enables_determinism_itself_keeps_its_session(tmp_path):
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
     done, _ = run("program.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "loaded"),
+    [
+        ("from lightning_d9m import Recorder", "0 True True"),
+        ("from lightning_d9m.testing import assert_bit_exact", "0 True True"),
+        ("import sys; sys.argv = ['d9m']; import lightning_d9m.version", "None None False"),
+    ],
+)
+def test_a_program_may_import_us_before_torch_and_a_command_loads_none(tmp_path, line, loaded):
+    """As isort sorts imports, or as a ``d9m`` command in whose variables it is."""
+    code = f"""
+        {line}
+        import sys
+        torch = sys.modules.get("torch")
+        hooks = sys.modules.get("lightning_d9m.integrations.loop.optimizer_steps")
+        print(torch and torch.initial_seed())
+        print(torch and torch.are_deterministic_algorithms_enabled())
+        print(bool(hooks and hooks.OptimizerSteps.installed))
+    """
+    done, _ = run("-c", textwrap.dedent(code), folder=tmp_path)
+    assert " ".join(done.stdout.split()) == loaded, done.stderr
 
 
 def test_torch_alone_is_seeded_too(tmp_path, forking_python):
