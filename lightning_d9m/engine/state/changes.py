@@ -223,7 +223,6 @@ class Changes:
                 node.content = ()
             elif node.kind in (ATTRIBUTES, DICT):
                 node.content = {key: own for key, own in node.content.items() if _is_kept(own)}
-        self._watch.release()
 
     def ignore(self, values: Iterable[object]) -> None:
         """Look at objects no more, nor at what was found in them."""
@@ -272,10 +271,6 @@ class Changes:
                 found[change.path] = data
                 size += len(data)
         self._shared.clear()
-        self._entered = (None, False)
-        if not self._copies:
-            del changes
-            self._watch.release()
         return found, unsaved
 
     def find_first(self) -> str | None:
@@ -300,6 +295,7 @@ class Changes:
             The paths for which there is no object.
         """
         missing, entries = list[str](), []
+        self._made.clear()
         self.unlike, self._device = [], device
         for path, data in captured.items():
             try:
@@ -321,7 +317,6 @@ class Changes:
                     self._write(node, key, made)
             except _MALFORMED:
                 missing.append(path)
-        self._made.clear()
         return [path.removesuffix(_AT_FIRST) for path in missing]
 
     def _write(self, node: Node, key: list[Any], made: Any) -> None:
@@ -370,19 +365,10 @@ class Changes:
             elif own:
                 node.kind.write(node.owner, node.content)
 
-    def release(self) -> None:
-        """Let go of objects that the program has freed."""
-        self._find_changed()  # first, as others may have taken their places
-        self._watch.release()
-
-    def _find_changed(self) -> list[Node]:
-        while successors := self._find_successors(changed := self._watch.find_changed()):
-            self._watch.replace(successors)
-        return changed
-
     def _find_all(self) -> Iterator[Change]:
         """Yield what has changed, and all generators."""
-        changed = self._find_changed()
+        while successors := self._find_successors(changed := self._watch.find_changed()):
+            self._watch.replace(successors)
         known = set(map(id, changed))
         for node in self._watch.nodes.values():
             if node.kind is GENERATOR and id(node) not in known:
@@ -428,41 +414,27 @@ class Changes:
         )
         return replace(node, kind=ATTRIBUTES) if opens else node
 
-    def _find_successors(self, changed: Iterable[Node]) -> dict[Node, Any]:
+    def _find_successors(self, changed: Iterable[Node]) -> dict[int, Any]:
         """Find the new objects that have taken the places of those that were there at first.
 
         A program that makes an object again in each step has one with other values, and a resumed
         run writes these to its first one. That has the same class, and nothing holds it any more.
-        An object that was let go, and comes back, takes its own place.
         """
-        nodes, found = self._watch.nodes, dict[Node, Any]()
-        for node in changed if not self._copies else ():
-            back = {id(first.owner): first for first in node.list_parts() if type(first) is Node}
-            now = node.list_parts(node.kind.read(node.owner)) if back else ()
-            found |= {back[id(own)]: own for own in now if id(own) in back and own is not None}
+        nodes, found = self._watch.nodes, dict[int, Any]()
         holders = [own for own in changed if isinstance(own.kind, Dict) and not self._copies]
-        for node in holders if not found else ():
+        for node in holders:
             for path, key, first, part in node.find_parts():
-                gone = type(first) is Node
-                held, was = (first, first.type) if gone else (nodes.get(id(first)), type(first))
-                if held is None:
-                    continue
-                kind = find_kind(part)
-                alike = held.kind is kind and type(part) is was
+                held, kind = nodes.get(id(first)), find_kind(part)
+                alike = held is not None and held.kind is kind and type(part) is type(first)
                 own = alike and kind in (ATTRIBUTES, VARIABLES) and id(part) not in nodes
                 saves = isinstance(part, (type, nn.Module, Optimizer, LRScheduler))
                 hidden = key in self._hide(node.owner)
                 if own and not (saves or hidden or self._leave_out(path, part)):
-                    found.setdefault(held, part)
+                    found.setdefault(id(first), part)
         if len({*map(id, found.values())}) < len(found):
             return {}  # one object in the places of two
         reached = self._watch.list_reached() if found else set()
-        pairs = ((node, node.owner, part) for node, part in found.items())
-        return {
-            node: part
-            for node, first, part in pairs
-            if first is None or first is part or id(first) not in reached
-        }
+        return {first: part for first, part in found.items() if first not in reached}
 
     def _is_of_tensor(self, change: Change) -> bool:
         """Return whether an attribute of a tensor holds what has changed."""

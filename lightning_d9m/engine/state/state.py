@@ -2,10 +2,8 @@
 
 import gc
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -29,6 +27,7 @@ from lightning_d9m.engine.state.parts import (
     TABLES,
     TENSOR,
     VARIABLES,
+    Dict,
     Holder,
     Kind,
     are_equal,
@@ -54,31 +53,17 @@ class Node:
 
     Attributes:
         path: The names on the way to it, as a program writes them.
-        held: The object, or a weak reference to one that the owners do not lead to any more.
+        owner: The object.
         kind: How it is read and put back.
-        content: What it held; a copy for data. A node stands for an object that has been let go.
+        content: What it held; a copy for data.
         sign: The sign of its kind when it held that.
-        type: The type of the object.
     """
 
     path: str
-    held: Any
+    owner: Any
     kind: Kind
     content: Any = None
     sign: object = None
-    type: Any = None
-
-    @property
-    def owner(self) -> Any:
-        """The object; None if it has been freed."""
-        return self.held() if type(self.held) is weakref.ref else self.held
-
-    def list_parts(self, content: Any = MISSING) -> Collection[Any]:
-        """Return the parts of what the object held, or of another content."""
-        content = self.content if content is MISSING else content
-        if isinstance(content, dict):
-            return content.values()
-        return content if isinstance(content, tuple) else ()
 
     def set_part(self, key: Any, value: Any) -> None:
         """Set what a dict or an object holds under a key now; ``MISSING`` removes it."""
@@ -391,46 +376,15 @@ class Watch:
         found = walk(self._owners, self._leave_out, enter_owners=True, namespaces=self._namespaces)
         return {id(value) for _, value, _ in found}
 
-    def replace(self, successors: Mapping[Node, Any]) -> None:
-        """Take other objects for those that were there at first, by the nodes of these."""
-        places = dict[int, Any]()
-        for node, owner in successors.items():
-            places[id(node)] = owner
-            if (first := node.owner) is not None:
-                places[id(first)] = owner
-                self.nodes.pop(id(first), None)
-            self.nodes[id(owner)] = self.paths[node.path] = node
-            node.held, node.sign = owner, None
-        self._replace_parts(places)
-
-    def release(self) -> None:
-        """Let go of what the owners do not lead to any more, so that its memory is freed.
-
-        The node of an object then stands for it where it was held.
-        """
-        holders = [own for own in self.nodes.values() if isinstance(own.kind, Holder)]
-        first = {id(part) for own in holders for part in own.list_parts()}
-        now = (map(id, own.list_parts(own.kind.read(own.owner))) for own in holders)
-        if not (first & self.nodes.keys()).difference(*now):
-            return  # the walk takes longer
-        reached = self.list_reached()
-        gone = {place: node for place, node in self.nodes.items() if place not in reached}
-        self._replace_parts(gone)
-        for place, node in gone.items():
-            del self.nodes[place]
-            if self.paths.get(node.path) is node:
-                del self.paths[node.path]
-            node.type, owner, node.held = type(node.owner), node.owner, None
-            with suppress(TypeError):  # such as a list
-                node.held = weakref.ref(owner)
-
-    def _replace_parts(self, places: Mapping[int, Any]) -> None:
-        """Replace parts of what was held at first, by their identities."""
-        for node in self.nodes.values():
-            if not places.keys().isdisjoint(map(id, node.list_parts())):
-                pairs = _list_pairs(node.content)
-                parts = {key: places.get(id(part), part) for key, part in pairs}
-                node.content = parts if isinstance(node.content, dict) else (*parts.values(),)
+    def replace(self, successors: Mapping[int, Any]) -> None:
+        """Take other objects for those that were there at first, by the identities of these."""
+        for node in [*self.nodes.values()]:
+            if (owner := successors.get(id(node.owner))) is not None:
+                self.nodes[id(owner)] = self.nodes.pop(id(node.owner))
+                node.owner, node.sign = owner, None
+            if isinstance(node.kind, Dict):
+                pairs = node.content.items()
+                node.content = {key: successors.get(id(own), own) for key, own in pairs}
 
     def _read(self, node: Node) -> None:
         node.content = node.kind.read(node.owner)

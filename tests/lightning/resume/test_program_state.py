@@ -4,7 +4,6 @@ import copy
 import queue
 import sys
 import threading
-import weakref
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -413,44 +412,3 @@ class Looking(Callback):
 
 def test_a_callback_may_keep_the_dataset_of_a_loader(fits):
     fits.check(*EARLY, callbacks=lambda: [Looking()])
-
-
-class Freeing(Callback):
-    """Drops what it holds, makes it again later, and parks another where no walk leads."""
-
-    def __init__(self):
-        self.kept, self.layer, self.freed = Kept(), nn.Linear(1, 1), []
-
-    def on_train_epoch_start(self, trainer, module):
-        self.freed.append(self.kept is None and PACKAGE.first() is None)
-        if self.kept is not None:
-            PACKAGE.first, self.kept = weakref.ref(self.kept), None
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.current_epoch and batch_idx == 2:
-            self.kept = Kept()
-            self.kept.values += trainer.global_step
-            module.layers[4].bias.data += 1e-3 * self.kept.values.mean()
-        if batch_idx == 1:
-            PACKAGE.parked, self.layer = self.layer, None
-        elif batch_idx == 4:
-            self.layer = PACKAGE.parked
-            self.layer.weight.data += 1
-            module.layers[4].bias.data += 1e-3 * self.layer.weight.item()
-
-
-class Kept:
-    """An object of the program that holds memory."""
-
-    def __init__(self):
-        self.values = torch.zeros(8)
-
-
-def test_memory_that_a_program_frees_after_the_start_is_free_in_the_next_epoch(fits):
-    own = Freeing()
-    fits.fit(callbacks=lambda: [own])
-    assert own.freed[:2] == [False, True]
-
-
-def test_an_object_that_was_let_go_and_comes_back_is_exact(fits):
-    fits.check({"batch": 5}, *PLACES[1:], callbacks=lambda: [Freeing()])

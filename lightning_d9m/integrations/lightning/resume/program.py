@@ -91,10 +91,8 @@ class Program(Part):
         )
 
     def settle(self) -> None:
-        """Take objects that hooks have made since as held at first, and let go of those freed."""
-        if self.changes.has_settled:
-            self.changes.release()
-        else:
+        """Take objects that hooks have made since as held at first; later calls do nothing."""
+        if not self.changes.has_settled:  # each epoch calls this, and the search takes a while
             self.changes.ignore(self._find_left_out())
             self.changes.settle()
 
