@@ -98,6 +98,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
     assert "</html>" in (tmp_path / "page.html").read_text()
 
 
+OWN = {"lightning_d9m", "lightning_d9m_autoload"}
 # Imported only where their owner is installed: by an integration, or for types alone.
 INTEGRATIONS = {
     *("shtab", "submitit"),
@@ -115,7 +116,7 @@ DECLARED = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', _BLOCK))
 
 def test_every_package_that_is_imported_is_a_dependency():
     imported = set().union(*map(list_imports, (ROOT / "lightning_d9m").rglob("*.py")))
-    foreign = imported - sys.stdlib_module_names - {"lightning_d9m"} - INTEGRATIONS
+    foreign = imported - sys.stdlib_module_names - OWN - INTEGRATIONS
     assert foreign == DECLARED.keys()
 
 

@@ -121,11 +121,11 @@ def test_the_extra_state_of_a_module_counts():
 
     model = nn.Sequential(Scaled(1, 1))
     first, model[0].scale = take_partial_snapshot(model), -0.0
-    second, model[0].scale = take_partial_snapshot(model), object()
+    second, model[0].scale = take_partial_snapshot(model), Lock()
     digests = [taken.groups["buffers"]["0._extra_state"] for taken in (first, second)]
     assert digests[0] != digests[1]
     (reason,) = take_partial_snapshot(model).undigested
-    assert reason.startswith("buffers 0._extra_state: value is of type builtins.object")
+    assert reason.startswith("buffers 0._extra_state: value is of type _thread.lock")
 
 
 def test_lazy_parameters_count_by_their_type_until_they_have_a_shape():

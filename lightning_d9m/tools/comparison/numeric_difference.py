@@ -199,7 +199,7 @@ def _prepare(
     if any(value.layout is not torch.strided or value.is_meta for value in (expected, actual)):
         return None
     try:  # quantized numbers depend on a scale, and elements of 4 bits share their bytes
-        torch.zeros(1, dtype=expected.dtype).to(torch.complex128)
+        torch.zeros(1, dtype=expected.dtype, device="cpu").to(torch.complex128)
     except RuntimeError:
         return None
     # Lazy conjugates and negations have the bits of the tensor that they view.
