@@ -8,10 +8,12 @@ PROGRAM = '''
 import json, os, re, signal, sys, time
 from contextlib import contextmanager
 from pathlib import Path
+asked = os.environ.pop("LIGHTNING_D9M", "")  # with it the package imports torch
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path
 from lightning_d9m.engine.ledger.format.records import (
     Checkpoint, Digests, End, Header, Resume, RunFacts)
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
+os.environ["LIGHTNING_D9M"] = asked
 
 ledgers = Path(os.environ["LIGHTNING_D9M_LEDGER_DIR"])
 run = int((re.findall("[0-9]+", ledgers.name) or "0")[0])
