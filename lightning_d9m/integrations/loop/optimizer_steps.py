@@ -59,7 +59,8 @@ from lightning_d9m.engine.recording.interruption import (
 from lightning_d9m.engine.recording.run import Run, RunOptions
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.integrations.loop.process_hooks import ProcessHooks
-from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks, unwrap_model
+from lightning_d9m.integrations.loop.recorder import Recorder, find_ranks
+from lightning_d9m.integrations.loop.wrapping import unwrap_model
 
 
 class _Combined(nn.Module):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import distributed
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_d9m.engine.control.data.data_state import UNKNOWN_DATA, list_paths, list_unsaved
 from lightning_d9m.engine.control.data.loaders import LoaderControl, find_control
@@ -31,7 +31,7 @@ from lightning_d9m.engine.control.seeding import (
 )
 from lightning_d9m.engine.control.session import Session, active_session, next_fit
 from lightning_d9m.engine.control.settings import Settings
-from lightning_d9m.engine.hashing.shards import find_hybrid_sharding, has_base
+from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, Scalar
 from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
@@ -42,10 +42,12 @@ from lightning_d9m.engine.recording.interruption import Interruption, InterruptR
 from lightning_d9m.engine.recording.run import OptionArguments, Run, RunOptions, share_new_folder
 from lightning_d9m.engine.state.changes import describe_unsaved
 from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError, SettingError
-from lightning_d9m.integrations.trainer.lightning_private import (
-    find_fabric_loader,
-    set_fabric_epoch,
+from lightning_d9m.integrations.loop.wrapping import (
+    find_controllable,
+    unwrap_model,
+    unwrap_optimizer,
 )
+from lightning_d9m.integrations.trainer.lightning_private import set_fabric_epoch
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -60,9 +62,6 @@ _STATE = {
 }
 _CALLS = "Use it as `with lightning_d9m.Recorder(...) as run:`, and iterate run.batches(loader)."
 _STAGE = "train"
-# They iterate, move and divide batches in ways of their own.
-_WRAPPING = ("accelerate", "lightning", "lightning_fabric")
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "_FabricModule")
 T = TypeVar("T")
 
 
@@ -358,7 +357,7 @@ class Recorder:
 
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
         self.begin(loader)
-        loaders, epoch, inner = self._loaders, self.next_epoch, _find_controllable(loader)
+        loaders, epoch, inner = self._loaders, self.next_epoch, find_controllable(loader)
         resumed, self._resumed = self._resumed, None
         # Once an epoch: a second loader in it continues the streams, as the program would without a
         # recorder.
@@ -511,7 +510,7 @@ class Recorder:
         seed, stage, inner = (
             self._open_session.settings.seed,
             "validate",
-            _find_controllable(loader),
+            find_controllable(loader),
         )
         moment = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         self._validating.close()
@@ -741,71 +740,3 @@ def _check_state(state: object, **run: int) -> None:
                 "would not end at the same bits. Let each rank load the state that it saved, "
                 "with the same seed and as many ranks."
             )
-
-
-def _find_controllable(loader: object) -> DataLoader[Any] | None:
-    """Return the loader that ``LoaderControl`` can place at any batch; None if there is none.
-
-    Loaders of Fabric and Accelerate move the batches of a loader that they hold.
-    """
-    inner = loader
-    if has_base(loader, "DataLoaderShard"):
-        inner = getattr(loader, "base_dataloader", loader)  # a class of the program has none
-    elif has_base(loader, "_FabricDataLoader"):
-        inner = find_fabric_loader(loader)
-    elif type(loader).__module__.partition(".")[0] in _WRAPPING:
-        return None
-    if not isinstance(inner, DataLoader) or isinstance(inner.dataset, IterableDataset):
-        return None
-    return inner
-
-
-def unwrap_model(model: Any) -> torch.nn.Module:
-    """Return the model within the wrappers of DDP, FSDP and Fabric, whose prefixes names then lack.
-
-    Raises:
-        SettingError: For a model of DeepSpeed, or several models.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise SettingError(
-            f"The model is {type(model).__name__}; allowed: a torch.nn.Module. Pass several "
-            "models as one torch.nn.ModuleList or ModuleDict."
-        )
-    # By name, because importing Fabric takes seconds. Wrappers may be nested: Fabric wraps DDP.
-    while type(model).__name__ in _WRAPPERS:
-        model = model.module
-    inner: torch.nn.Module = model
-    if _is_of_deepspeed(inner) or any(hasattr(weight, "ds_id") for weight in inner.parameters()):
-        raise SettingError(_describe_deepspeed("model", inner))
-    return inner
-
-
-def _is_of_deepspeed(made: object) -> bool:
-    return type(made).__module__.partition(".")[0] == "deepspeed"
-
-
-def _describe_deepspeed(part: str, made: object) -> str:
-    return (
-        f"The {part} is {type(made).__name__} with DeepSpeed, which keeps the states of "
-        "optimizers, and with ZeRO stage 3 the weights, in partitions that the parameters do "
-        "not show: a ledger would not show every difference. Use DDP or FSDP."
-    )
-
-
-def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer within the wrappers of Fabric and Accelerate.
-
-    Raises:
-        SettingError: For an optimizer of DeepSpeed, and what is not an optimizer.
-    """
-    if _is_of_deepspeed(optimizer):
-        raise SettingError(_describe_deepspeed("optimizer", optimizer))
-    inner = getattr(optimizer, "optimizer", None)
-    unwrapped: Any = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-    # Not by its class: some libraries have their own.
-    if not hasattr(unwrapped, "param_groups"):
-        raise SettingError(
-            f"An optimizer is {type(unwrapped).__name__}; allowed: a torch.optim.Optimizer, or a "
-            "list of them."
-        )
-    return cast(torch.optim.Optimizer, unwrapped)

@@ -7,8 +7,8 @@ call of ``torch.save`` and ``safetensors`` with a path adds a record to a ledger
 whose digits do not count: runs number and date their files. Only tensors and arrays count: a zip
 file's bytes vary with its time, and a program's numbers with the clock.
 
-A segment of an earlier run saves to a place of its own, because that run has written files of the
-same names, and finds its files there.
+A segment of an earlier run must not write over the files of that run: it saves to a folder of its
+own, and finds its files there.
 
 A checkpoint of a Trainer goes through memory, has no path here, and is in the ledger of its fit.
 """

@@ -111,8 +111,8 @@ def _read_project(arguments: argparse.Namespace) -> None:
     folders = [Path.cwd(), *Path.cwd().parents]
     path = next((f / _PROJECT for f in folders if (f / _PROJECT).is_file()), None)
     text = "" if path is None else path.read_text("utf-8")
-    # Without the name there is no such table, and a mistake in that of another tool is not for this
-    # command to report.
+    # A file that never names d9m has no settings for this command, which then reports no mistake in
+    # the settings of other tools.
     if "d9m" not in text:
         return
     try:
