@@ -99,22 +99,15 @@ def _start() -> None:
         # To import Lightning here would take seconds in programs without it.
         call_after_import(f"{package}.strategies", register)
     _open_session()
+    from lightning_d9m.engine.recording.interruption import is_segment
     from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
 
     OptimizerSteps().install()  # for a program without a Trainer, whose callback has precedence
-    if _is_segment() or read_variable(RECORD_SAVES, os.environ, bool):
+    # A segment must not write files of the earlier run.
+    if is_segment() or read_variable(RECORD_SAVES, os.environ, bool):
         from lightning_d9m.integrations.loop.saved_files import SavedFiles
 
         SavedFiles().install(call_after_import)
-
-
-def _is_segment() -> bool:
-    """Return whether this process is a segment, which must not write files of the earlier run."""
-    if not os.environ.get("LIGHTNING_D9M_INTERRUPT"):
-        return False
-    from lightning_d9m.engine.recording.interruption import is_segment
-
-    return is_segment()
 
 
 def _open_session() -> None:
