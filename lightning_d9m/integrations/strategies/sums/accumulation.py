@@ -45,12 +45,12 @@ class Part(ABC):
         # held becomes a left operand later, which is added to in place.
         if storages is not None and not merges:
             gradient = separate(gradient, storages)
-        self._held.append(self._add(gradient, merges))
+        self._held.append(merge(self._held, gradient, merges))
         self.is_taken = True
 
     def pack(self, merges: int) -> None:
         """Add the gradient of the last logical rank, and write the roots to their places."""
-        last = self._add(self.take(), merges, self._views[-1])
+        last = merge(self._held, self.take(), merges, self._views[-1])
         for view, value in zip(self._views, [*self._held, last], strict=True):
             # The place is sent in any case, so that all processes send equally much; a missing
             # gradient counts as +0.0.
@@ -61,16 +61,16 @@ class Part(ABC):
         self._held.clear()
         self.is_taken = True
 
-    def _add(self, gradient: Tensor | None, merges: int, out: Tensor | None = None) -> Any:
-        """Return the sum of a gradient and those held sums to which it is added.
 
-        The gradient is not changed unless others lack theirs. The result is written to ``out`` if
-        their dtypes agree.
-        """
-        total = gradient
-        for left in range(merges, 0, -1):
-            total = add_pair(self._held.pop(), total, out if left == 1 else None)
-        return total
+def merge(held: Gradients, total: Tensor | None, merges: int, out: Tensor | None = None) -> Any:
+    """Return the sum of a gradient and the last held sums, which are removed, see `count_merges`.
+
+    The gradient is not changed unless others lack theirs. The result is written to ``out`` if
+    their dtypes agree.
+    """
+    for left in range(merges, 0, -1):
+        total = add_pair(held.pop(), total, out if left == 1 else None)
+    return total
 
 
 def add_pair(left: Tensor | None, right: Tensor | None, out: Tensor | None = None) -> Tensor | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from lightning_d9m.integrations.strategies.sums.accumulation import add_wide, is_half
+from lightning_d9m.integrations.strategies.sums.accumulation import is_half, merge
 from lightning_d9m.integrations.strategies.sums.shared_memory import (
     SharedMemory,
     open_shared_memory,
@@ -127,13 +127,9 @@ class RootExchange:
 
     def fold(self, values: Sequence[Tensor], result: Tensor, divisor: int) -> None:
         """Write the divided sum of all processes' roots to the result; the roots are scratch."""
-        held: list[Tensor] = []
+        held: list[Any] = []
         for place, (value, merges) in enumerate(zip(values, self._merges, strict=True), 1):
-            total = value
-            for left in range(merges, 0, -1):
-                is_last = place == len(values) and left == 1
-                total = add_wide(held.pop(), total, result if is_last else None)
-            held.append(total)
+            held.append(merge(held, value, merges, result if place == len(values) else None))
         # The merges add all roots to one sum, whatever the numbers of logical ranks and of
         # processes.
         (total,) = held
