@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -38,23 +39,16 @@ def sum_exactly(values: Sequence[float]) -> float:
 def add_exactly(partials: list[float], number: float) -> list[float]:
     """Return partial sums whose sum is not rounded; they do not overlap, unless that is too large.
 
-    As in Shewchuk (1997), "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
-    Predicates". So merging the sums of two processes gives the bits that one would have got.
+    So merging the sums of two processes gives the bits that one would have got.
     """
-    # The error terms below would be NaNs that no logged value was.
-    if not all(map(math.isfinite, (number, *partials))):
-        return [*partials, number]  # no sum of it is finite
-    kept = []
-    for each in partials:
-        # Partial sums need not be apart: their sum is exact in any case.
-        if math.isinf(number + each):
-            kept.append(each)
-            continue
-        large, small = (number, each) if abs(number) > abs(each) else (each, number)
-        number = large + small
-        if error := small - (number - large):
-            kept.append(error)
-    return [*kept, number]
+    given, kept = [*partials, number], list[float]()
+    # Of numbers whose sum is not finite all are kept: their sum is exact in any case.
+    with suppress(OverflowError, ValueError):
+        while math.isfinite(rest := math.fsum((*given, *(-each for each in kept)))):
+            if rest == 0:
+                return kept
+            kept.append(rest)  # what the sum of the ones before has been rounded by
+    return given
 
 
 class LoggedValue:
