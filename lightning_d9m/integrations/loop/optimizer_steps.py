@@ -16,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -53,7 +53,6 @@ from lightning_d9m.engine.recording.interruption import (
     INTERRUPT,
     RESUME,
     Interruption,
-    InterruptRequest,
     read_request,
 )
 from lightning_d9m.engine.recording.run import Run, RunOptions
@@ -173,15 +172,19 @@ class StepRecorder(Recorder):
     """Records the optimizers that exist when one of them makes its first step.
 
     Every N-th step ends an epoch. The ranks do not communicate.
-
-    Attributes:
-        run: What writes the ledger.
     """
 
     def __init__(
         self, session: Session, optimizers: list[Optimizer], number: int, fit: int
     ) -> None:
-        request = self.read_request(os.environ)
+        request = read_request()
+        if request.needs_saving:
+            name = INTERRUPT if request.resume is None else RESUME
+            raise SettingError(
+                f"The variable {name} is set, and this training has no Trainer and no "
+                "lightning_d9m.Recorder, so it cannot be saved and resumed.\nAdd a Recorder to the "
+                "loop; see docs/loops.md."
+            )
         if any(map(is_sharded_dtensor, list_parameters(optimizers))):
             raise SettingError(
                 "The optimizer's parameters are sharded, and this training has no "
@@ -191,7 +194,7 @@ class StepRecorder(Recorder):
         super().__init__("", find_trained_module(optimizers), optimizers)
         self._training = replace(self._training, records_gradients=True)
         self.run = Run(build_from_variables(RunOptions, read_settings(RunOptions, os.environ)))
-        self._run, self._session, self._fit = self.run, session, fit
+        self._session, self._fit = session, fit
         every = read_variable(EVERY, os.environ, int)
         self._every = _EVERY if every is None else every
         if self._every < 1:
@@ -216,23 +219,6 @@ class StepRecorder(Recorder):
             self._further["overridden"] = ", ".join(names)
         super().begin(loader)
 
-    @staticmethod
-    def read_request(environment: Mapping[str, str]) -> InterruptRequest:
-        """Return where the training stops, if variables ask for it.
-
-        Raises:
-            SettingError: If they save or resume the training.
-        """
-        request = read_request(environment)
-        if request.needs_saving:
-            name = INTERRUPT if request.resume is None else RESUME
-            raise SettingError(
-                f"The variable {name} is set, and this training has no Trainer and no "
-                "lightning_d9m.Recorder, so it cannot be saved and resumed.\nAdd a Recorder to the "
-                "loop; see docs/loops.md."
-            )
-        return request
-
     def covers(self, optimizer: Optimizer) -> bool:
         """Return whether this ledger records all that an optimizer changes."""
         if _identify(optimizer) in self._covered:
@@ -242,7 +228,7 @@ class StepRecorder(Recorder):
         if optimizer not in self._optimizers:
             self._optimizers = (*self._optimizers, optimizer)
             # The probes of this batch have begun without the new optimizer.
-            self._run.probes.unhook()
+            self.run.probes.unhook()
             self._batch -= 1
             self.start_batch()
         self._covered.add(_identify(optimizer))

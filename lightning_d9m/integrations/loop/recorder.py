@@ -34,7 +34,7 @@ from lightning_d9m.engine.control.settings import Settings
 from lightning_d9m.engine.hashing.shards import find_hybrid_sharding
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE, create_ledger_folder
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, Scalar
-from lightning_d9m.engine.probes.training import ProbePoint, Probes, Training
+from lightning_d9m.engine.probes.training import ProbePoint, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.description import describe_training
@@ -202,10 +202,9 @@ class Recorder:
         global_step: Number of calls of ``step``, including those before a resume.
         epoch_steps: Those in this epoch, since this process began it.
         interruption: What interrupts the loop for ``d9m repeat --interrupt``.
+        run: What writes the ledger, with the probes of a loop that this does not iterate.
+        is_hosted: Whether something else iterates the loop, and saves and resumes it.
     """
-
-    # Whether something else iterates the loop, and saves and resumes it.
-    _is_hosted = False
 
     def __init__(
         self,
@@ -217,7 +216,7 @@ class Recorder:
         portable: bool = False,
         **options: "Unpack[OptionArguments]",
     ) -> None:
-        self._run = Run(RunOptions(**cast(dict[str, Any], options)))
+        self.run, self.is_hosted = Run(RunOptions(**cast(dict[str, Any], options))), False
         inner, self._schedulers = unwrap_model(model), _as_tuple(schedulers)
         self._optimizers = tuple(map(unwrap_optimizer, _as_tuple(optimizers)))
         self._training = Training(inner, model, lambda: self._optimizers, lambda: self._schedulers)
@@ -249,9 +248,9 @@ class Recorder:
                 from lightning_d9m.ops.portability.mode import portable
 
                 stack.enter_context(portable())
-            self.interruption = Interruption(request, self._ranks, before_stop=self._run.end)
-            self._run.stop = request.stop
-            if request.resume is not None and not self._is_hosted:
+            self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
+            self.run.stop = request.stop
+            if request.resume is not None and not self.is_hosted:
                 # The parts copy what they load to their own devices; a file names the device of
                 # the rank that saved it, which may not exist here.
                 load = partial(torch.load, map_location="cpu", weights_only=True)
@@ -264,12 +263,12 @@ class Recorder:
     def _check_setup(self) -> InterruptRequest:
         """Check what the arguments and variables name; return what interrupts the loop."""
         self._session = find_session()
-        if self._run.folder is not None:
+        if self.run.folder is not None:
             raise SettingError(
-                f"This Recorder has written the ledger {self._run.folder}, and the numbers of its "
+                f"This Recorder has written the ledger {self.run.folder}, and the numbers of its "
                 "epochs and steps belong to that. Make a new Recorder for each training."
             )
-        self._run.prepare()
+        self.run.prepare()
         request = read_request()
         if request.debugger is not None:
             request.debugger.check_terminal(self._ranks.rank)
@@ -282,33 +281,33 @@ class Recorder:
         self._validating.close()
         with self._opened:
             try:
-                if error is None and self._run.is_open:
+                if error is None and self.run.is_open:
                     # The epoch that is under way, else the last one that ended.
                     self._record("final", max(0, self.next_epoch - 1 + (self._iterated > 0)))
                     # After the last record, because it ends the process of a segment.
                     self.interruption.stop()
                 elif error is not None:
-                    self._run.record_exception(epoch=self.next_epoch, step=self.global_step)
+                    self.run.record_exception(epoch=self.next_epoch, step=self.global_step)
                     # A difference is found after the step, before the next one begins.
                     step = self.global_step - isinstance(error, DriftError)
                     if isinstance(error, Exception) and step >= 0:  # not Ctrl-C
-                        self._run.log_return(step)
+                        self.run.log_return(step)
             except BaseException as failure:
                 # The final record itself may raise, for example if it differs from the reference.
                 end = End.failed(failure)
                 raise
             finally:
-                self._run.end(end)
+                self.run.end(end)
 
     @property
     def ledger(self) -> Path | None:
         """The folder of the ledger; None before the first batch."""
-        return self._run.folder
+        return self.run.folder
 
     @property
     def digest(self) -> str | None:
         """The digest of the weights in the last record, 32 hex digits; None before the first."""
-        return self._run.digest
+        return self.run.digest
 
     def __repr__(self) -> str:
         return (
@@ -327,9 +326,9 @@ class Recorder:
             StackDifferenceError: If the reference's stack differs, unless the settings allow it.
         """
         settings = self._open_session.settings
-        if self._run.folder is not None:
+        if self.run.folder is not None:
             return
-        is_new = self._run.begin(
+        is_new = self.run.begin(
             self._ranks,
             self._training,
             lambda: describe_training(
@@ -338,7 +337,7 @@ class Recorder:
                 {"world.size": self._world_size},
                 self._training,
                 fit=self._fit,
-                further={**self._run.options.as_record(), **self._further},
+                further={**self.run.options.as_record(), **self._further},
                 loaders=[] if loader is None else [loader],
             ),
             self._make_folder,
@@ -452,7 +451,7 @@ class Recorder:
         """Record that a checkpoint is complete, on every rank."""
         step, batch = self.global_step, self._batch
         checkpoint = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
-        self._run.note_checkpoint(checkpoint)
+        self.run.note_checkpoint(checkpoint)
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""
@@ -478,22 +477,13 @@ class Recorder:
         self._batch = self._batch if resumed is None else resumed["batch"]
         point = ProbePoint(self.next_epoch, self.global_step, self._batch)
         if batch is not None:
-            self.take_data(batch)
-        self._run.probes.start(point, batch)
+            self.run.take_data(batch)
+        self.run.probes.start(point, batch)
         self._batch += 1
 
-    def take_data(self, batch: object) -> None:
-        """Take a batch that is trained, for a proof; ``start_batch`` with a batch does it."""
-        self._run.take_data(batch)
-
     def _check_begun(self, call: str) -> None:
-        if not self._run.is_open:
+        if not self.run.is_open:
             raise SettingError(f"{call}() was called before the training began. {_CALLS}")
-
-    @property
-    def probes(self) -> Probes:
-        """The probes of the open ledger, for a loop that this does not iterate."""
-        return self._run.probes
 
     def validation(self, loader: Iterable[T]) -> EpochBatches[T]:
         """Return the batches of a validation within the training, which probes record too.
@@ -522,14 +512,14 @@ class Recorder:
             batches = self._start_loader(loader, inner, stage, self.global_step)
             seed_all(derive_seed(seed, stage, **moment))
             for batch in batches:
-                self.probes.start_validation(self.next_epoch, self.global_step, batch)
+                self.run.probes.start_validation(self.next_epoch, self.global_step, batch)
                 yield batch
                 if not is_open:
                     raise SettingError(
                         "A validation was continued after the training: its numbers would be "
                         "those of the training. Iterate run.validation(loader) from the start."
                     )
-                self.probes.end()
+                self.run.probes.end()
 
     def step(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Count a step of the optimizer, after it.
@@ -541,17 +531,17 @@ class Recorder:
         self._check_begun("step")
         self._validating.close()
         self.log(loss, **scalars)
-        losses = [] if loss is None or self._run.loss is None else [("step", self._run.loss)]
+        losses = [] if loss is None or self.run.loss is None else [("step", self.run.loss)]
         # Before the step is counted: what is not finite belongs to this one.
         self.interruption.check_finite(self.global_step, "loss", losses)
         # A generator, which only a segment that looks for such a number reads.
         weights = self._training.model.named_parameters()
         self.interruption.check_finite(self.global_step, "weight", weights)
-        self._run.probes.end(None if loss is None else self._run.loss, scalars)
+        self.run.probes.end(None if loss is None else self.run.loss, scalars)
         self.global_step += 1
         self.epoch_steps += 1
         self._stepped = True
-        self._run.end_step(self.next_epoch, self.global_step)
+        self.run.end_step(self.next_epoch, self.global_step)
 
     def log(self, loss: torch.Tensor | float | None = None, **scalars: float) -> None:
         """Keep a loss and numbers for the next record.
@@ -567,10 +557,10 @@ class Recorder:
                 )
             # Without its graph, which would keep the activations of the step, and not read: that
             # would wait for the device in each step.
-            self._run.loss = loss.detach()
+            self.run.loss = loss.detach()
         elif loss is not None:
             # A number of Python has 64 bits, which the record keeps.
-            self._run.loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
+            self.run.loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
         given: dict[str, Any] = scalars  # a tensor is kept without its graph, as above
         for name, value in given.items():
             given[name] = value.detach() if isinstance(value, torch.Tensor) else value
@@ -622,9 +612,9 @@ class Recorder:
                 f"called {self._iterated} times, so the position in each loader is not known. "
                 "Save checkpoints after epoch()."
             )
-        self._run.probes.flush()
+        self.run.probes.flush()
         # The digests of the next steps are recorded, and a run that resumes is compared with them.
-        self._run.note_save(self.global_step)
+        self.run.note_save(self.global_step)
         return {
             "format": _FORMAT,
             "rank": self._ranks.rank,
@@ -636,10 +626,10 @@ class Recorder:
             "batch": self._batch,
             "rng": encode_rng(capture_rng()),
             "samplers": self._loaders.capture_samplers(_STAGE, within=self._batch > 0),
-            "loss": self._run.loss_text,
-            "data": self._run.data,
+            "loss": self.run.loss_text,
+            "data": self.run.data,
             "scalars": _to_hex(self._scalars),
-            **(self._run.ledger_position or {"folder": "", "check": ""}),
+            **(self.run.ledger_position or {"folder": "", "check": ""}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -656,7 +646,7 @@ class Recorder:
             SettingError: After the training has begun.
         """
         _ = self._open_session
-        if self._run.is_open:
+        if self.run.is_open:
             raise SettingError(
                 "load_state_dict() was called after the first batch. Call it at the start of the "
                 "`with` block."
@@ -681,7 +671,7 @@ class Recorder:
         parent = Resume(
             parent=saved["folder"], parent_check=saved["check"], inexact=tuple(problems), **place
         )
-        self._run.resume(parent, saved["loss"], self._report, data=saved["data"])
+        self.run.resume(parent, saved["loss"], self._report, data=saved["data"])
         self.next_epoch, self.global_step = saved["epoch"], saved["step"]
         self._stepped = saved["batch"] > 0
         self._scalars = {name: float.fromhex(text) for name, text in saved["scalars"].items()}
@@ -692,7 +682,7 @@ class Recorder:
         """Raise or warn if this loop does not continue the one that saved its state."""
         place = {"epoch": self.next_epoch, "step": self.global_step, "batch": self._batch}
         reasons = {"kind": "resume", "parent": "", "parent_check": "", "inexact": [problem]}
-        self._run.append({**reasons, **place})
+        self.run.append({**reasons, **place})
         self._accept(problem, [problem])
 
     def _accept(self, said: str, problems: list[str]) -> None:
@@ -702,7 +692,7 @@ class Recorder:
             'on_inexact_resume="warn" to the recorder or callback, or set '
             "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
         )
-        if self._run.options.on_inexact_resume != "warn":
+        if self.run.options.on_inexact_resume != "warn":
             raise InexactResumeError(text, reasons=problems)
         if self._ranks.rank == 0:
             warnings.warn(text, stacklevel=2)
@@ -715,7 +705,7 @@ class Recorder:
 
     def _record(self, moment: str, epoch: int) -> None:
         step, scalars = self.global_step, _to_hex(self._scalars)
-        self._run.record(moment, epoch=epoch, step=step, scalars=scalars, verify=self._verify)
+        self.run.record(moment, epoch=epoch, step=step, scalars=scalars, verify=self._verify)
 
     def _verify(self) -> None:
         self._open_session.verify()

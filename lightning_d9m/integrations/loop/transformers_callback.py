@@ -61,12 +61,6 @@ else:
 _NOT_RECORDED = ("*_runtime", "*_per_second", "total_flos", "loss", "train_loss")
 
 
-class TransformersRecorder(Recorder):
-    """The recorder of a Trainer, which iterates, saves and resumes itself."""
-
-    _is_hosted = True
-
-
 class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     """Writes and checks the ledger of a ``transformers.Trainer``'s trainings.
 
@@ -112,7 +106,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         self._resumed_from = resumed_from
         self._ignored_metrics = (*_NOT_RECORDED, *read_names("ignored_metrics", ignored_metrics))
         self._options = options
-        self.recorder: TransformersRecorder | None = None
+        self.recorder: Recorder | None = None
         self._is_open = False
         # What the session calls; empty after a training, whose model and optimizer it would keep.
         self._closing = ExitStack()
@@ -146,7 +140,8 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         chosen = ranks.raise_on_all(find_checkpoint)
         folder = Path(self._ledger_dir or Path(args.output_dir) / "d9m")
         trained = (kwargs[name] for name in ("model", "optimizer", "lr_scheduler"))
-        self.recorder = TransformersRecorder(folder, *trained, **self._options)
+        self.recorder = Recorder(folder, *trained, **self._options)
+        self.recorder.is_hosted = True  # the Trainer iterates, saves and resumes itself
         self.recorder.__enter__()
         self._is_open = True
         # transformers has no event for an exception.
@@ -254,7 +249,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             self._close(None)
 
     @property
-    def _recorder(self) -> TransformersRecorder:
+    def _recorder(self) -> Recorder:
         assert self.recorder is not None, "the Trainer calls on_train_begin before other events"
         return self.recorder
 
@@ -262,15 +257,15 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         """Probe what the model is given; the Trainer tells its callbacks of no batch."""
         recorder, batch = self._recorder, (args, kwargs)
         if model.training:
-            recorder.take_data(batch)
-            recorder.probes.take_batch(batch)
+            recorder.run.take_data(batch)
+            recorder.run.probes.take_batch(batch)
         else:
-            recorder.probes.start_validation(recorder.next_epoch, recorder.global_step, batch)
+            recorder.run.probes.start_validation(recorder.next_epoch, recorder.global_step, batch)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Write the probes of a batch of a validation within a training."""
         if self._is_open:
-            self._recorder.probes.end()
+            self._recorder.run.probes.end()
 
     def _keep_loss(self, model: Module, _: object, outputs: object) -> None:
         """Keep the loss that the model returns, of the last batch of a step."""
