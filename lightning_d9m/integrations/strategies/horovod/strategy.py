@@ -27,12 +27,7 @@ from lightning_d9m.integrations.strategies.horovod.environment import (
 from lightning_d9m.integrations.strategies.steps.strategy import DDPDeterministicStrategy
 from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
 from lightning_d9m.integrations.strategies.sums.collectives import send_tensors, watch_function
-from lightning_d9m.integrations.strategies.sums.gradients import (
-    BUCKET_BYTES,
-    SENT_AS,
-    LogicalGradients,
-)
-from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
+from lightning_d9m.integrations.strategies.sums.gradients import BUCKET_BYTES, SENT_AS
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
 from lightning_d9m.integrations.trainer.lightning_private import BROADCAST_SIGTERM
 from lightning_d9m.integrations.trainer.packages import combined_base
@@ -172,7 +167,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             )
         self._stall_seconds = stall_seconds
         self._variables: EarlyVariables | None = None  # from `setup_environment` to `teardown`
-        self._sums: LogicalGradients | None = None
         self._is_blocked = False  # whether gradients accumulate on this rank alone
 
     # Processes and devices
@@ -208,8 +202,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         self._variables.set()
         if not hvd.is_initialized():
             hvd.init()
-        if self.root_device.type == "cpu":
-            disable_malloc_trim()
         environment: Any = self.cluster_environment
         environment.update(hvd)
         super().setup_environment()
@@ -257,19 +249,17 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
                 watch_function(self._patches, current, hvd, name, f"horovod.torch.{name}")
         if self.logical_ranks is None and self.optimizers and self.world_size > 1:
             blocks = Blocks(self.world_size, self.world_size)
-            self._sums = self.make_logical_gradients(blocks, on_stray=self._refuse_stray)
+            self.sums = self.make_logical_gradients(blocks, on_stray=self._refuse_stray)
             # The hooks must exist before the first backward pass, so that a gradient outside
             # Lightning's backward is refused from the start.
-            self._sums.prepare()
+            self.sums.prepare()
 
     # Gradients
 
     @property
     def gradient_sums(self) -> Any:
-        """The sums of logical ranks, or those of all ranks unless gradients accumulate on this."""
-        if self.logical_ranks is not None:
-            return super().gradient_sums
-        return None if self._is_blocked else self._sums
+        """The sums of the next backward pass, unless gradients accumulate on this rank."""
+        return None if self._is_blocked else self.sums
 
     def finish_gradients(self) -> None:
         """Sum the gradients of all ranks, and send the buffers of rank 0."""
@@ -349,17 +339,8 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
     on_test_end = partialmethod(_agree_on_end, "testing")
     on_predict_end = partialmethod(_agree_on_end, "prediction")
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Release the sums, and let no other process wait for this one."""
-        if self._sums is not None:
-            self._sums.close()
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """End the run. Horovod and torch's process group stay until the process ends."""
-        if self._sums is not None:
-            self._sums.close()
-            self._sums = None
         super().teardown()
         if self._variables is not None:
             self._variables.restore()  # a running Horovod has read them

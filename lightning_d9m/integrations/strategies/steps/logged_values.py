@@ -107,21 +107,15 @@ class LoggedValues:
 
     Every process adds the values of all, after each step and at the end of the epoch.
 
-    ``current`` returns the logical rank whose micro-batch is computed now, or None, and
-    ``gather`` the plain values of every process.
+    ``processes`` is the strategy, and ``current`` returns the logical rank whose micro-batch is
+    computed now, or None.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        block: range,
-        current: Callable[[], int | None],
-        gather: Callable[[Any], list[Any]],
-    ) -> None:
+    def __init__(self, trainer: Trainer, processes: Any, current: Callable[[], int | None]) -> None:
         self._trainer = trainer
-        self._block = block
+        self._block: range = processes.block
+        self._gather: Callable[[Any], list[Any]] = processes.gather_values
         self._current = current
-        self._gather = gather
         self._values: dict[int, dict[str, LoggedValue]] = {}
         # The name, value, size of the batch, and whether it counts for the step. Those of a step
         # are read together, because each reading waits for an accelerator.

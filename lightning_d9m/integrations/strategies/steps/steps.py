@@ -28,7 +28,6 @@ from lightning_d9m.engine.state.state import find_generators
 from lightning_d9m.errors import SettingError
 from lightning_d9m.integrations.strategies.steps.logged_values import LoggedValues
 from lightning_d9m.integrations.strategies.sums.collectives import move_tensors
-from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.metric_states import MetricStates
 from lightning_d9m.integrations.strategies.sums.sandbox import Sandbox
 from lightning_d9m.integrations.trainer.lightning_private import (
@@ -58,8 +57,8 @@ _TRAINED = ("on_train_batch_start", "on_train_batch_end")
 class LogicalSteps:
     """Runs the steps of one process in a Trainer's run.
 
-    ``processes`` is the strategy, and ``session`` has the seed of the run. ``to_device`` moves a
-    batch to the device; it is that of Lightning's strategy.
+    ``processes`` is the strategy, whose ``sums`` get the gradients, and ``session`` has the seed
+    of the run. ``to_device`` moves a batch to the device; it is that of Lightning's strategy.
 
     Attributes:
         logical_rank: The logical rank whose micro-batch is computed now, or None.
@@ -68,41 +67,25 @@ class LogicalSteps:
         metrics: The states of metrics by logical rank.
         logged: The values that logical ranks log.
         hooks: The hooks of the program that get a batch.
-        sums: The sums of gradients; None outside a fit.
         losses: The losses of the last training step, one for each logical rank of this process.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        processes: Any,
-        session: Any,
-        sums: LogicalGradients | None,
-        to_device: Callable[..., Any],
+        self, trainer: Trainer, processes: Any, session: Any, to_device: Callable[..., Any]
     ) -> None:
         self.logical_rank: int | None = None
         self.step_rank: int | None = None
-        self.block = block = processes.block  # of the strategy
-        self._gather = gather = processes.gather_values
+        self.block: range = processes.block
         current = lambda: self.logical_rank  # noqa: E731 - given to two objects
-        metrics = find_metrics(trainer)
-        ranks = processes.blocks.logical_ranks
-        self.metrics = MetricStates(metrics, block, ranks, current, processes.gather_bytes)
-        self.logged = LoggedValues(trainer, block, current, gather)
-        self.hooks = BatchHooks(trainer, gather)
-        self.sums: Any = sums
-        self._trainer = trainer
+        self.metrics = MetricStates(find_metrics(trainer), processes, current)
+        self.logged = LoggedValues(trainer, processes, current)
+        self.hooks = BatchHooks(trainer, processes.gather_values)
+        self._trainer, self._processes = trainer, processes
         self._seeds = MicroBatchSeeds(session.settings.seed, session.fit, trainer)
         self._to_device = to_device
         self._module: Any = trainer.lightning_module
         self._entered: set[int] = set()
         self._before_transfer: Callable[..., Any] = getattr(self._module, BEFORE_BATCH_TRANSFER)
-        # The class of the package that the program uses; its instance has what a module has before
-        # the program adds to it.
-        kinds = {kind.__name__: kind for kind in type(self._module).__mro__}
-        self._hidden: Collection[str] = vars(
-            kinds["LightningModule"]()
-        )  # what Lightning knows about a module
         self._sandbox = Sandbox(
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
@@ -144,8 +127,6 @@ class LogicalSteps:
 
     def _hide(self, owner: object) -> Collection[str]:
         """Return the attributes that Lightning sets in an object, besides those of schedulers."""
-        if owner is self._module:
-            return self._hidden
         kind: Any = type(owner)
         if owner is self._trainer:
             return list_stored(kind) | {name for name in vars(owner) if name[:1] == "_"}
@@ -184,7 +165,7 @@ class LogicalSteps:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
-        self._stop_if(self._gather(self._wants_to_stop()))
+        self._stop_if(self._processes.gather_values(self._wants_to_stop()))
 
     def _wants_to_stop(self) -> bool:
         return self._waits or bool(self._trainer.should_stop)
@@ -260,9 +241,9 @@ class LogicalSteps:
     def take_gradients(self, rank: int) -> None:
         """Add the gradients of a logical rank to the sums."""
         if rank == self.block[-1]:
-            self.sums.finish(rank)
+            self._processes.sums.finish(rank)
         else:
-            self.sums.set_aside(rank)
+            self._processes.sums.set_aside(rank)
         self._end_rank(rank)
 
     def _end_rank(self, rank: int) -> None:
@@ -320,17 +301,9 @@ class LogicalSteps:
         self._end(stage)
         return outputs
 
-    def discard(self) -> None:
-        """Forget the step after an exception."""
-        self.logical_rank = None
-        if self.sums is not None:
-            self.sums.discard()
-
     def close(self) -> None:
-        """Release the sums of gradients; those that are in ``grad`` stay."""
+        """Leave the states of all logical ranks in the metrics."""
         self.metrics.close(alone=self._trainer.state.status == "interrupted")
-        if self.sums is not None:
-            self.sums.close()
 
     def _pair(self, batches: Any) -> Iterator[tuple[int, Any]]:
         # A batch of several loaders is a collection of their micro-batches; a loader that has ended

@@ -122,6 +122,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         logical_threads: The number of CPU threads of each process, if it is not set; None decides
             nothing.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
+        sums: The sums of gradients; None outside a fit, and if they are not summed here.
         sums_always: Whether gradients are summed here also without logical ranks.
 
     Raises:
@@ -145,6 +146,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         super().__init__(**options)
         self.logical_ranks = logical_ranks
         self.logical_steps: LogicalSteps | None = None
+        self.sums: LogicalGradients | None = None
         # Not torch's number, which Lightning's launcher sets by the number of processes.
         self.logical_threads = None if logical_ranks is None else read_threads() or 1
         self._patches = AttributePatches()
@@ -169,6 +171,8 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def make_logical_gradients(self, blocks: Blocks, **options: Any) -> LogicalGradients:
         """Return sums over the default process group."""
+        if self.root_device.type == "cpu":
+            disable_malloc_trim()
         return LogicalGradients(
             self._list_parameters, blocks, self.global_rank, **self._sum_options, **options
         )
@@ -205,7 +209,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Take the seeds of a run from its ``TrainerSession``; None when it ends."""
         self._session = session
         if session is None:
-            self._end_logical_ranks()
+            self._end_run()
 
     @property
     def blocks(self) -> Blocks:
@@ -231,29 +235,29 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         super().setup(trainer)
         if self.logical_ranks is None:
             return
-        self._end_logical_ranks()
+        self._end_run()
         blocks = self.blocks
         check_trainer(trainer, self, self._session)
         # Devices of different types round differently.
         self.agree(f"a training on devices of type {self.root_device.type}")
         fitting = trainer.state.fn == "fit"
         if fitting:
-            if self.root_device.type == "cpu":
-                disable_malloc_trim()
             # torch's DDP, which does this otherwise, does not wrap the model.
             self.broadcast_model()
-        sums = self.make_logical_gradients(blocks) if fitting else None
+            self.sums = self.make_logical_gradients(blocks)
         to_device = super().batch_to_device
-        steps = self.logical_steps = LogicalSteps(trainer, self, self._session, sums, to_device)
+        steps = self.logical_steps = LogicalSteps(trainer, self, self._session, to_device)
         steps.attach(self._patches)
         watch_collectives(self._patches, lambda: steps.step_rank)
 
-    def _end_logical_ranks(self) -> None:
+    def _end_run(self) -> None:
         # First, so that no hook of the Trainer reaches steps that are closed.
         self._patches.undo()
         if self.logical_steps is not None:
             self.logical_steps.close()
-        self.logical_steps = None
+        if self.sums is not None:
+            self.sums.close()  # those that are in ``grad`` stay
+        self.logical_steps = self.sums = None
 
     def broadcast_model(self) -> None:
         """Overwrite the parameters and buffers with those of process 0.
@@ -372,7 +376,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
     @property
     def gradient_sums(self) -> Any:
         """The sums of the next backward pass; None if its gradients are not summed."""
-        return None if self.logical_steps is None else self.logical_steps.sums
+        return self.sums
 
     def finish_gradients(self) -> None:
         """Sum the gradients, after the last backward pass of a step."""
@@ -430,12 +434,14 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
             if self.world_size > 1:
                 close_default_group()
         if self.logical_steps is not None:
-            self.logical_steps.discard()
+            self.logical_steps.logical_rank = None
+        if self.sums is not None:
+            self.sums.discard()
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """End the run."""
-        self._end_logical_ranks()
+        self._end_run()
         super().teardown()
 
 

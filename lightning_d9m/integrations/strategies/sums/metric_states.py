@@ -29,18 +29,12 @@ class MetricStates:
 
     Float sums then add in an order that the number of processes does not decide.
 
-    ``found`` has the metrics and collections by path, ``block`` is the logical ranks of this
-    process, and ``ranks`` the number of all. ``current`` returns the logical rank whose
-    micro-batch is computed now, or None, and ``gather`` the bytes of every process.
+    ``found`` has the metrics and collections by path. ``processes`` have the logical ranks: the
+    strategy. ``current`` returns the logical rank whose micro-batch is computed now, or None.
     """
 
     def __init__(
-        self,
-        found: dict[str, Any],
-        block: range,
-        ranks: int,
-        current: Callable[[], int | None],
-        gather: Callable[[bytes], list[bytes]],
+        self, found: dict[str, Any], processes: Any, current: Callable[[], int | None]
     ) -> None:
         self._found = found
         self._metrics = [
@@ -48,10 +42,10 @@ class MetricStates:
             for metric in dict.fromkeys(self._found.values())
             if not isinstance(metric, MetricCollection)
         ]
-        self._block = block
-        self._ranks = ranks
+        self._block: range = processes.block
+        self._ranks: int = processes.blocks.logical_ranks
+        self._gather: Callable[[bytes], list[bytes]] = processes.gather_bytes
         self._current = current
-        self._gather = gather
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
         self._patches = AttributePatches()
         self._updated: int | None = None
