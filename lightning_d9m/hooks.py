@@ -119,6 +119,8 @@ torch._decomp.decompositions
     max_pool3d_with_indices | patch pooling | 2.13
 torch.distributed.distributed_c10d
     _rank_not_in_group _get_default_store | refuse or count collectives
+torch._C._distributed_c10d
+    _compute_bucket_assignment_by_size | lay out the buckets of gradients
 torch.nn.parallel.distributed:DistributedDataParallel
     _build_params_for_reducer _get_ddp_logging_data reducer | lay out the buckets of DDP
     _use_python_reducer | lay out the buckets of DDP

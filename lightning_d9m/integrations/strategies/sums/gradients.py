@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
@@ -227,22 +227,15 @@ def _lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[list[Named]
     Their order is the reverse of the registration, in which gradients tend to arrive. With
     ``bucket_bytes=0`` each parameter has its own bucket.
     """
-    chunks: list[list[tuple[int, Named]]] = []
-    open_chunks: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Named]], int]] = {}
-    # A bucket has one dtype and device, as it is one tensor; buckets of several kinds fill side by
-    # side.
-    for index, named in reversed([*enumerate(parameters)]):
-        kind = named[1].device, named[1].dtype
-        limit = bucket_bytes if kind in open_chunks else min(bucket_bytes, _FIRST_BYTES)
-        chunk, left = open_chunks.get(kind, ([], 0))
-        if not chunk or left <= 0:
-            chunk, left = [], limit
-            chunks.append(chunk)
-        chunk.append((index, named))
-        open_chunks[kind] = chunk, left - named[1].nbytes
+    backwards = [*parameters][::-1]
+    limits = [min(bucket_bytes, _FIRST_BYTES), bucket_bytes]
+    # As DDP: a bucket has one dtype and device, as it is one tensor; buckets of several kinds fill
+    # side by side.
+    buckets, _ = distributed._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]  # noqa: SLF001 - not public
+        [parameter for _, parameter in backwards], limits
+    )
     # Those come first whose last gradient tends to come first.
-    chunks.sort(key=lambda chunk: -chunk[-1][0])
-    return [[named for _, named in chunk] for chunk in chunks]
+    return [[backwards[place] for place in bucket] for bucket in sorted(buckets, key=max)]
 
 
 def _view_like(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
