@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ def healthy(monkeypatch):
     for name in [*names, *(v.name for v in PINNED), "OMP_DYNAMIC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "describe_hash_seed_problem", lambda: None)
-    monkeypatch.setattr(horovod_doctor, "version", lambda package: "1.2.3")
+    installed = {f"package.{name}": "1.2.3" for name in ("lightning", "horovod")}
+    monkeypatch.setattr(horovod_doctor, "capture_stack", lambda: installed)
     monkeypatch.setattr(variables, "_NUMBER_AT_START", "")  # of OMP_NUM_THREADS
     monkeypatch.setattr(horovod_doctor, "import_horovod", lambda: None)
 
@@ -97,14 +97,11 @@ def test_horovod_that_cannot_be_imported_and_a_missing_lightning_are_found(monke
     def fail():
         raise SettingError("refused") from ImportError("no mpi_lib_v2")
 
-    def missing(package):
-        raise PackageNotFoundError(package)
-
     assert {find("Horovod").status, find("Lightning").status} == {"ok"}
     monkeypatch.setattr(horovod_doctor, "import_horovod", fail)
     assert find("Horovod").found == "1.2.3, which cannot be imported (no mpi_lib_v2)"
     assert (find("Horovod").status, find("Horovod").fix) == ("problem", "d9m install-horovod")
-    monkeypatch.setattr(horovod_doctor, "version", missing)
+    monkeypatch.setattr(horovod_doctor, "capture_stack", dict)
     assert find("Lightning").status == "note"
     assert find("Horovod") is find("HOROVOD_ELASTIC") is None
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
@@ -190,7 +189,8 @@ def import_horovod() -> Any:
 
 def check_installation() -> Iterator[CheckResult]:
     """Check Lightning, and Horovod if it is installed."""
-    versions = {name: _find_version(name) for name in ("lightning", "pytorch-lightning")}
+    stack = capture_stack()
+    versions = {name: stack.get(f"package.{name}") for name in ("lightning", "pytorch-lightning")}
     packages = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     yield judge(
         not packages,
@@ -200,7 +200,7 @@ def check_installation() -> Iterator[CheckResult]:
         "The callback needs it; `lightning_d9m.deterministic` does not.",
         "pip install lightning",
     )
-    horovod = _find_version("horovod")
+    horovod = stack.get("package.horovod")
     if horovod is None:
         return
     cause: object = None
@@ -212,17 +212,10 @@ def check_installation() -> Iterator[CheckResult]:
         cause is not None,
         "Horovod",
         "problem",
-        f"{horovod}, which cannot be imported ({cause})" if cause else horovod,
+        f"{horovod}, which cannot be imported ({cause})" if cause else str(horovod),
         "Its extension is missing, because `pip install horovod` can succeed without it, or it "
         "was built for a different torch.",
         "d9m install-horovod",
     )
     for each in PINNED:
         yield check_variable(each, unset="the strategy sets it")
-
-
-def _find_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
