@@ -17,7 +17,7 @@ ROWS = list(hooks.list_hooks())
 # Without those that the installed releases are too old to have.
 EXPECTED = [hook for hook in ROWS if hooks.has_release(hook)]
 # Of Python itself and of our own objects.
-OURS = {"_records_saves", "_getframe", "_exit", "_fields", "_asdict", "_replace", "_initializing"}
+OURS = {"_getframe", "_exit", "_fields", "_asdict", "_replace", "_initializing"}
 # The name has a public meaning: torch documents it, or its value is data.
 DOCUMENTED = {
     "_torchdynamo_disable",

@@ -133,10 +133,6 @@ class SavedFiles(ProcessHooks):
         self._finish_at_exit()
 
     def _wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        # A second installation in a process would record each file twice.
-        if hasattr(save, "_records_saves"):
-            return save
-
         signature = inspect.signature(save)
 
         @wraps(save)
@@ -156,7 +152,6 @@ class SavedFiles(ProcessHooks):
                     self._record(value, Path(os.fspath(name)).absolute())
             return result
 
-        save_and_record._records_saves = True  # type: ignore[attr-defined]  # noqa: SLF001 - of ours
         return save_and_record
 
     def _record(self, value: Any, file: Path) -> None:
