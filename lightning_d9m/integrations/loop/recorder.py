@@ -497,11 +497,7 @@ class Recorder:
         return EpochBatches(loader, self._validate)
 
     def _validate(self, loader: Iterable[T]) -> Iterator[T]:
-        seed, stage, inner = (
-            self._open_session.settings.seed,
-            "validate",
-            find_controllable(loader),
-        )
+        seed, stage = self._open_session.settings.seed, "validate"
         moment = {"fit": self._fit, "rank": self._ranks.rank, "epoch": self.global_step}
         self._validating.close()
         with ExitStack() as self._validating:
@@ -509,6 +505,7 @@ class Recorder:
             is_open = [True]
             self._validating.callback(is_open.clear)
             self._validating.enter_context(rng_restored())
+            inner = find_controllable(loader)
             batches = self._start_loader(loader, inner, stage, self.global_step)
             seed_all(derive_seed(seed, stage, **moment))
             for batch in batches:
