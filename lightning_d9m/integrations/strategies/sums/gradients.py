@@ -228,6 +228,8 @@ def _lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[list[Named]
     ``bucket_bytes=0`` each parameter has its own bucket.
     """
     backwards = [*parameters][::-1]
+    if not backwards:  # which the function below refuses
+        return []
     limits = [min(bucket_bytes, _FIRST_BYTES), bucket_bytes]
     # As DDP: a bucket has one dtype and device, as it is one tensor; buckets of several kinds fill
     # side by side.
