@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from logical_sums import average_leaves, bits, hold_sums, make_leaf
+from logical_sums import average_leaves, bits, complete, hold_sums, make_leaf
 from rank_threads import run_processes
 
 from lightning_d9m.integrations.strategies.sums import exchange, shared_memory
@@ -37,7 +37,7 @@ def check_exchanges(leaves, processes):
             roots = hold_sums([leaf.float() for leaf in own] if wide else own, merges)
             result = torch.empty_like(leaves[0]) if wide else roots[-1]
             start = partial(AllToAllSum, it) if shares is None and group else it.start
-            start(roots, result, len(leaves)).finish()
+            complete(start(roots, result, len(leaves)))
             assert bits(result) == expected
 
     run_processes(processes, run)
@@ -69,7 +69,7 @@ def test_as_many_bytes_as_those_of_a_ring_are_sent_for_powers_of_two(processes):
         it = RootExchange(Blocks(8, processes), process, group)
         it.opens_memory = False
         root = torch.randn(4096)
-        it.start([root], root).finish()
+        complete(it.start([root], root))
         return it.bytes_sent
 
     ring = 2 * 4 * 4096 * (processes - 1) // processes
@@ -89,7 +89,7 @@ def test_two_processes_flush_subnormal_numbers_as_one_does(flushes, shares_memor
             it.opens_memory = False
         root = leaves[process].clone()
         pending = it.start([root], root)
-        pending.finish()
+        complete(pending)
         return root.unique().tolist(), type(pending).__name__
 
     expected = 2.0 ** (-126 if flushes else -128)  # a flushed operand counts as zero

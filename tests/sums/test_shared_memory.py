@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from logical_sums import average_leaves, bits, make_leaf
+from logical_sums import average_leaves, bits, complete, make_leaf
 from rank_threads import run_processes
 
 from lightning_d9m.integrations.strategies.sums import exchange, shared_memory
@@ -30,7 +30,7 @@ def sum_ones(process, group, processes):
     for length in (10, 300_000):
         root = torch.ones(length)
         pending = it.start([root], root)
-        pending.finish()
+        complete(pending)
         assert root.unique().tolist() == [processes]
         kinds.append(type(pending).__name__)
     it.close()
@@ -139,9 +139,9 @@ def test_sums_of_any_sizes_are_started_before_others_end(monkeypatch, shares_mem
         for leaves in sums:
             roots = [leaves[rank].clone() for rank in blocks.of(process)]  # no two have a sum
             results.append(roots[-1])
-            waits.append(it.start(roots, roots[-1], 5).finish)
+            waits.append(it.start(roots, roots[-1], 5))
         for wait in waits:
-            wait()
+            complete(wait)
         it.close()
         return results
 
@@ -154,14 +154,14 @@ def test_a_process_that_closes_lets_no_other_wait_and_all_may_begin_again():
     def run(process, group):
         it = RootExchange(Blocks(3, 3), process, group)
         roots = [torch.ones(1000) for _ in range(2)]
-        it.start(roots[:1], roots[0]).finish()
+        complete(it.start(roots[:1], roots[0]))
         if process != 1:
-            wait = it.start(roots[1:], roots[1], 1).finish
+            pending = it.start(roots[1:], roots[1], 1)
             with pytest.raises(RuntimeError, match="by peer"):
-                wait()
+                complete(pending)
         it.close()
         root = torch.ones(1000)
-        it.start([root], root).finish()
+        complete(it.start([root], root))
         it.close()
         return root.unique().tolist()
 

@@ -65,3 +65,9 @@ def bits(tensor):
         return None
     plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), plain.numpy().tobytes()
+
+
+def complete(pending):
+    """Fold a sum that was started, and wait for the parts of others."""
+    pending.fold()
+    pending.finish()

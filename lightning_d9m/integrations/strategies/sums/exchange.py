@@ -12,7 +12,7 @@ processor. Therefore every NaN of a result is replaced by torch's ``nan``.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ STEP = 16  # shards begin at multiples of 64 bytes of float32
 class RootExchange:
     """Sums the roots of all processes.
 
-    All processes must start the same sums in the same order, and finish them in that order.
+    All processes must start the same sums in the same order, and fold them in that order.
 
     Args:
         blocks: The logical ranks of all processes.
@@ -75,7 +75,7 @@ class RootExchange:
     def start(self, roots: Sequence[Tensor], result: Tensor, divisor: int = 1) -> "LocalSum":
         """Start to write the sum of all processes' roots, divided by a number, to ``result``.
 
-        Sums must be finished in the order in which they were started.
+        Sums must be folded in the order in which they were started, and then finished.
 
         Args:
             roots: The values of this process's roots: flat, contiguous, of one dtype and length.
@@ -165,31 +165,33 @@ class LocalSum:
     roots: Sequence[Tensor]
     result: Tensor
     divisor: int
+    _works: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         """Start to send the roots."""
 
     def fold(self) -> None:
-        """Sum what others wait for, before any sum is finished."""
+        """Sum the part of this process, which others wait for."""
+        self.exchange.fold(self.roots, self.result, self.divisor)
 
     def finish(self) -> None:
-        """Write the result."""
-        self.exchange.fold(self.roots, self.result, self.divisor)
+        """Wait for the parts of the others."""
+        for work in self._works:
+            work.wait()
 
 
 class MessageSum(LocalSum):
     """The sum of CPUs that share no memory: messages travel while backward passes and folds run.
 
     A process receives the roots of its shards from the others, and sends them its roots of theirs.
-    When the sum is finished it folds its shards, sends the results to all, and receives those of
-    the others in their places: who sends a result has received all roots of that place.
+    Then it folds its shards, sends the results to all, and receives those of the others in their
+    places: who sends a result has received all roots of that place.
     """
 
     # `AllToAllSum` gives the same bits, but Gloo's all-to-all of 25 MiB between two processes takes
     # 1.8 times the CPU time of these messages.
 
     def __post_init__(self) -> None:
-        self._works: list[Any] = []
         exchange, result = self.exchange, self.result
         most = MESSAGE_BYTES * exchange.blocks.processes // result.element_size()
         # All chunks start at once. Their messages are matched by peer, tag and order, so that no
@@ -233,14 +235,6 @@ class MessageSum(LocalSum):
                 exchange.fold(values, mine, self.divisor)
             for peer in exchange.peers:
                 self._send(mine, peer, _RESULTS)
-        # `finish` calls this again; a second call must not send twice.
-        self._chunks.clear()
-
-    def finish(self) -> None:
-        """Wait for the results of the others."""
-        self.fold()
-        for work in self._works:
-            work.wait()
 
 
 class AllToAllSum(LocalSum):
@@ -255,7 +249,7 @@ class AllToAllSum(LocalSum):
         self._sizes = [shard.stop - shard.start for shard in shards]
         size = self._sizes[exchange.process]
         self._counts = [len(nodes) * size for nodes in exchange.roots]
-        self._received: Tensor | None = roots[0].new_empty(sum(self._counts))
+        self._received = roots[0].new_empty(sum(self._counts))
         sent = roots[0]
         if len(roots) > 1:
             # An all-to-all sends one contiguous part to each process: all roots of its shard. With
@@ -268,13 +262,11 @@ class AllToAllSum(LocalSum):
         exchange = self.exchange
         exchange.bytes_sent += (len(sent) - counts[exchange.process]) * sent.element_size()
         self._sent = sent  # until it has arrived
-        self._work = exchange.group.alltoall_base(received, sent, places, counts)
+        self._works = [exchange.group.alltoall_base(received, sent, places, counts)]
 
     def fold(self) -> None:
         """Sum this process's shard, and send it to all."""
-        if self._received is None:
-            return
-        self._work.wait()
+        self.finish()  # the roots are here
         exchange = self.exchange
         size, parts = self._sizes[exchange.process], self._received.split(self._counts)
         values = [
@@ -284,16 +276,10 @@ class AllToAllSum(LocalSum):
         ]
         mine = self.result.new_empty(size)
         exchange.fold(values, mine, self.divisor)
-        self._received = None
         processes = exchange.blocks.processes
         # An all-gather would need shards of equal size. Those of the last processes may be shorter,
         # or empty.
         self._send(mine.repeat(processes), [size] * processes, self.result, self._sizes)
-
-    def finish(self) -> None:
-        """Wait for the results of the others."""
-        self.fold()
-        self._work.wait()
 
 
 class SharedSum(LocalSum):
@@ -301,7 +287,6 @@ class SharedSum(LocalSum):
 
     The processes meet once for each chunk, and once more. Before they meet, each has packed one
     chunk, folded its shard of the chunk before, and collected the shards of the one before that.
-    The sums must be finished in the order in which they were started.
     """
 
     def __post_init__(self) -> None:
@@ -317,7 +302,7 @@ class SharedSum(LocalSum):
         self._first = self._memory.taken
         self._memory.taken += len(self._chunks)
 
-    def finish(self) -> None:
+    def fold(self) -> None:
         """Sum the chunks."""
         last = len(self._chunks) - 1
         for index in range(last + 2):
