@@ -34,7 +34,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.session import Session, active_session
 from lightning_d9m.engine.control.settings import (
     build_from_variables,
@@ -304,11 +303,9 @@ class OptimizerSteps(ProcessHooks):
             self._before_backward(tensors)
             backward(tensors, *args, **kwargs)
 
-        patches = AttributePatches()
-        patches.replace(Optimizer, "__init__", note)
-        patches.replace(torch.autograd, "backward", note_backward)
-        patches.replace(sys, "exit", note_exit)
-        self._hooks.callback(patches.undo)
+        self._patches.replace(Optimizer, "__init__", note)
+        self._patches.replace(torch.autograd, "backward", note_backward)
+        self._patches.replace(sys, "exit", note_exit)
         # Hooks of all optimizers are public in torch, so that no method is replaced for a step.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.errors import D9mError
 
 # After the finalizers of multiprocessing itself, of which the last has -100.
@@ -21,7 +22,9 @@ class ProcessHooks:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._hooks = ExitStack()
+        self._hooks, self._patches = ExitStack(), AttributePatches()
+        # First, so that they are undone last, after the ledger is finished.
+        self._hooks.callback(self._patches.undo)
 
     def remove(self) -> None:
         """Finish the ledger and remove the hooks."""

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.hashing.digest import DigestQueue, digest_value
 from lightning_d9m.engine.hashing.nested_values import read_saved
 from lightning_d9m.engine.ledger.folder import state_folder
@@ -111,9 +110,7 @@ class SavedFiles(ProcessHooks):
 
     def install(self, call_after_import: Callable[[str, Callable[[], None]], None]) -> None:
         """Wrap what saves, in modules that are imported later, too; ``remove`` restores it."""
-        patches = AttributePatches()
-        # First, so that it is undone last, after the ledger is finished.
-        self._hooks.callback(patches.undo)
+        patches = self._patches
         # A program may call it by either name, and libraries do.
         for owner in (torch, torch.serialization):
             patches.replace(owner, "save", self._wrap(torch.serialization.save))
