@@ -102,14 +102,13 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(processes):
     run_processes(processes, train)
 
 
-def test_discard_forgets_what_was_set_aside():
+def test_close_forgets_what_was_set_aside():
     named, rows = make_parameters(), make_gradients(4)
     sums = LogicalGradients(lambda: named, Blocks(4, 1), 0)
     set_gradients(named, rows[3])
     sums.set_aside(0)
     set_gradients(named, rows[2])
-    sums.discard()
-    assert all(parameter.grad is None for _, parameter in named)
+    sums.close()
     assert run_step(sums, named, rows, range(4)) == expect(rows)
 
 

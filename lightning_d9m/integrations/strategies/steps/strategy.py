@@ -436,7 +436,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         if self.logical_steps is not None:
             self.logical_steps.logical_rank = None
         if self.sums is not None:
-            self.sums.discard()
+            self.sums.close()
         super().on_exception(exception)
 
     def teardown(self) -> None:

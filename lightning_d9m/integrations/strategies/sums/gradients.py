@@ -385,20 +385,14 @@ class LogicalGradients:
                     slot.parameter.grad = slot.view
         self._end_step()
 
-    def discard(self) -> None:
-        """Forget what was set aside in this step.
-
-        On Gloo, call `close_connections` before: messages use the buffers, and other processes wait
-        for this one. Then a new group is needed.
-        """
-        for slot in self._slots.values():
-            slot.parameter.grad = None
-        self.close()
-        self._end_step()
-
     def close(self) -> None:
-        """Remove the hooks and release the buffers; gradients that are views keep theirs."""
+        """Remove the hooks and release the buffers; gradients that are views keep theirs.
+
+        Within a step, on Gloo, call `close_connections` before: messages use the buffers, and other
+        processes wait for this one. Then a new group is needed.
+        """
         self._forget()
+        self._end_step()
         # This also lets a process fail that waits in shared memory for this one.
         self._exchange.close()
 
