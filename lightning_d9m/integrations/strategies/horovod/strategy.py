@@ -167,7 +167,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
             )
         self._stall_seconds = stall_seconds
         self._variables: EarlyVariables | None = None  # from `setup_environment` to `teardown`
-        self._is_blocked = False  # whether gradients accumulate on this rank alone
 
     # Processes and devices
 
@@ -256,11 +255,6 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
 
     # Gradients
 
-    @property
-    def gradient_sums(self) -> Any:
-        """The sums of the next backward pass, unless gradients accumulate on this rank."""
-        return None if self._is_blocked else self.sums
-
     def finish_gradients(self) -> None:
         """Sum the gradients of all ranks, and send the buffers of rank 0."""
         if self.logical_ranks is not None:
@@ -270,21 +264,21 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         # sum.
         self.agree("the backward pass")
         with self.naming_lost("the sum of gradients"):
-            self.gradient_sums.finish(self.global_rank)
+            self.sums.finish(self.global_rank)
         # As DDP does before a forward pass: running statistics of batch normalization.
         send_tensors([*self.lightning_module.buffers()], self)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank; Lightning enters this for all but the last batch."""
-        self._is_blocked = True
+        sums, self.sums = self.sums, None
         try:
             yield
         finally:
-            self._is_blocked = False
+            self.sums = sums
 
     def _refuse_stray(self, name: str) -> None:
-        if self.lightning_module.trainer.training and not self._is_blocked:
+        if self.lightning_module.trainer.training and self.sums is not None:
             raise SettingError(
                 f"{name!r} got a gradient outside Lightning's backward, so the ranks would not "
                 "reduce it: call self.manual_backward(loss) instead of loss.backward()."

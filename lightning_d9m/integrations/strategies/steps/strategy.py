@@ -122,7 +122,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         logical_threads: The number of CPU threads of each process, if it is not set; None decides
             nothing.
         logical_steps: The steps of a run; None outside one, and without logical ranks.
-        sums: The sums of gradients; None outside a fit, and if they are not summed here.
+        sums: The sums of the next backward pass; None if its gradients are not summed here.
         sums_always: Whether gradients are summed here also without logical ranks.
 
     Raises:
@@ -146,7 +146,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         super().__init__(**options)
         self.logical_ranks = logical_ranks
         self.logical_steps: LogicalSteps | None = None
-        self.sums: LogicalGradients | None = None
+        self.sums: Any = None
         # Not torch's number, which Lightning's launcher sets by the number of processes.
         self.logical_threads = None if logical_ranks is None else read_threads() or 1
         self._patches = AttributePatches()
@@ -364,7 +364,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward, and sum the gradients before ``on_after_backward``."""
-        if self.gradient_sums is None:
+        if self.sums is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.run_backward(closure_loss, optimizer, *args, **kwargs)
         # Before `post_backward`, which calls `on_after_backward`.
@@ -372,11 +372,6 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         loss = self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(loss)
         return loss
-
-    @property
-    def gradient_sums(self) -> Any:
-        """The sums of the next backward pass; None if its gradients are not summed."""
-        return self.sums
 
     def finish_gradients(self) -> None:
         """Sum the gradients, after the last backward pass of a step."""
@@ -388,7 +383,7 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         """Run the backward pass of a loss, which overlaps the sums, without the hooks after it."""
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        with self.gradient_sums.backward():
+        with self.sums.backward():
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kw)
         return loss
 
