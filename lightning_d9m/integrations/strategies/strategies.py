@@ -9,7 +9,6 @@ from typing import Any
 from lightning_d9m.engine.control.settings import variable_of
 from lightning_d9m.engine.hashing.shards import has_base
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.trainer.packages import loaded_packages
 
 _STRATEGIES = {
     "ddp_d9m": (
@@ -87,9 +86,3 @@ def register_strategies(package: str) -> None:
         # that it has.
         if name not in registry:
             registry.register(name, partial(make, path), description=description)
-
-
-def register_in_loaded_packages() -> None:
-    """Add our strategies to the registries of the Lightning packages that are imported."""
-    for package in loaded_packages():
-        register_strategies(package)

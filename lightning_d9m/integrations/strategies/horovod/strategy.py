@@ -25,7 +25,6 @@ from lightning_d9m.integrations.strategies.horovod.environment import (
     list_variables,
 )
 from lightning_d9m.integrations.strategies.steps.strategy import DDPDeterministicStrategy
-from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
 from lightning_d9m.integrations.strategies.sums.collectives import send_tensors, watch_function
 from lightning_d9m.integrations.strategies.sums.gradients import BUCKET_BYTES, SENT_AS
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
@@ -339,6 +338,3 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         if self._variables is not None:
             self._variables.restore()  # a running Horovod has read them
         self._variables = None
-
-
-register_in_loaded_packages()  # a Trainer takes the name after this import

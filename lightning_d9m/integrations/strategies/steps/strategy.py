@@ -33,7 +33,7 @@ from lightning_d9m.integrations.strategies.steps.steps import (
     holds_micro_batches,
     refuse_accumulation,
 )
-from lightning_d9m.integrations.strategies.strategies import register_in_loaded_packages
+from lightning_d9m.integrations.strategies.strategies import register_strategies
 from lightning_d9m.integrations.strategies.sums.collectives import (
     refuse_collective,
     send_tensors,
@@ -42,7 +42,7 @@ from lightning_d9m.integrations.strategies.sums.collectives import (
 from lightning_d9m.integrations.strategies.sums.gradients import LogicalGradients
 from lightning_d9m.integrations.strategies.sums.malloc import disable_malloc_trim
 from lightning_d9m.integrations.strategies.sums.tree import Blocks
-from lightning_d9m.integrations.trainer.packages import combined_base
+from lightning_d9m.integrations.trainer.packages import combined_base, loaded_packages
 from lightning_d9m.integrations.trainer.trainer_attributes import Trainer
 
 _DDPStrategy: Any = combined_base("strategies.DDPStrategy")
@@ -440,4 +440,5 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         super().teardown()
 
 
-register_in_loaded_packages()  # a Trainer takes the name after this import
+for _package in loaded_packages():
+    register_strategies(_package)  # a Trainer takes the names after this import
