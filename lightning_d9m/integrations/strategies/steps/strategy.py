@@ -300,21 +300,19 @@ class DDPDeterministicStrategy(_DDPStrategy):  # type: ignore[misc] # of the pac
         with self.naming_lost(name):
             yield
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather from all processes; not in a step."""
-        with self.collective("all_gather", *args):
-            return super().all_gather(*args, **kwargs)
+    def _call_between_steps(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a collective of Lightning's strategy; not in a step."""
+        with self.collective(name, *args):
+            return getattr(super(), name)(*args, **kwargs)
+
+    all_gather = partialmethod(_call_between_steps, "all_gather")
+    broadcast = partialmethod(_call_between_steps, "broadcast")
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes; not in a step. Return at once after an error."""
         if not is_default_group_closed():
             with self.collective("barrier"):
                 super().barrier(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Send an object of one process to all; not in a step."""
-        with self.collective("broadcast"):
-            return super().broadcast(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over all processes; not in a step.
