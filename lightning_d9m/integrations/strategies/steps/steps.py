@@ -89,10 +89,10 @@ class LogicalSteps:
         self._sandbox = Sandbox(
             self._module, processes, self._leave_out, self._hide, self._name_owners
         )
-        self._ran = self._ends_steps = False
+        self._ends_steps = any(map(_may_stop, (self._module, *trainer.callbacks)))
         # Whether all processes stop, as of the last exchange, and whether this one wants to.
         self._stops = self._waits = False
-        self._place = ("train", 0, 0)
+        self._place = ("", 0, 0)  # of the last step: stage, epoch and batch
         self.losses: list[Tensor] = []
         self._output: Any = None
         self._loader = 0
@@ -140,7 +140,6 @@ class LogicalSteps:
         patches.replace(self._module, BEFORE_BATCH_TRANSFER, later)
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         patches.replace(optimization, "run", partial(self._run_batch, optimization.run))
-        self._ends_steps = any(map(_may_stop, (self._module, *self._trainer.callbacks)))
         for part in (self.logged, self.metrics, self.hooks):
             part.attach(patches)
         for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
@@ -222,17 +221,16 @@ class LogicalSteps:
         return output
 
     def _begin_training_step(self) -> None:
+        # All that the seeds depend on besides the logical rank. It is the same in a resumed run.
+        batch = self._trainer.fit_loop.epoch_loop.batch_idx
+        before, self._place = self._place, ("train", self._trainer.current_epoch, batch)
         # The second run would begin from the gradients and buffers that the first one has left.
-        if self._ran:
+        if self._place == before:
             raise SettingError(
                 "The optimizer ran the training step twice for one batch, as LBFGS does, which "
                 "logical ranks do not support: use an optimizer that runs its closure once, or "
                 "train without logical_ranks."
             )
-        self._ran = True
-        # All that the seeds depend on besides the logical rank. It is the same in a resumed run.
-        batch = self._trainer.fit_loop.epoch_loop.batch_idx
-        self._place = ("train", self._trainer.current_epoch, batch)
         self._clear_gradients()
         self._sandbox.begin()
         self._output = None
@@ -263,7 +261,6 @@ class LogicalSteps:
         That is the output of the process's first logical rank: on process 0 of logical rank 0,
         whatever the number of processes.
         """
-        self._ran = False
         outputs = run(*args)
         if self._output is None:
             return outputs
