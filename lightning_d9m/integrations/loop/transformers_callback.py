@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.settings import read_names
 from lightning_d9m.engine.recording.interruption import INTERRUPT, RESUME, find_checkpoint
 from lightning_d9m.engine.recording.run import OptionArguments
@@ -111,7 +112,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
         # What the session calls; empty after a training, whose model and optimizer it would keep.
         self._closing = ExitStack()
         self._target: Path | None = None  # of the next checkpoint, or of a copy
-        self._redirected: list[tuple[Any, str]] = []  # arguments, and their folder before
+        self._redirected = AttributePatches()  # of the folder of a checkpoint
         self._loss: Tensor | None = None
         self.trainer: Any = None
         self._model_hooks: list[RemovableHandle] = []
@@ -195,7 +196,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
 
     def _reach(self, args: Any, control: Any, kind: str, epoch: int) -> None:
         """Let the Trainer save a checkpoint, if the request names this point."""
-        self._restore_folder()
+        self._redirected.undo()
         self._target = self._recorder.interruption.reach(kind, epoch)
         # The evaluation that follows decides whether a training that keeps the best one saves.
         is_open = control.should_evaluate and args.save_strategy == "best"
@@ -203,10 +204,9 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             # To the folder of the request: in the program's own, others would be removed for it,
             # and the program could take it for the best or the last one.
             control.should_save = True
-            self._redirected.append((args, args.output_dir))
             # The Trainer has no argument for the folder of one checkpoint; it reads this one when
             # it saves.
-            args.output_dir = str(self._target.parent)
+            self._redirected.replace(args, "output_dir", str(self._target.parent))
         # The earlier run has written a checkpoint of this name.
         if self._recorder.interruption.is_segment:
             control.should_save = False
@@ -229,19 +229,15 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
             folder = _name_checkpoint(args, state)
             ranks = find_ranks()[0]
             ranks.raise_on_all(lambda: self._save_state(folder, args))
-            if not self._redirected:
-                self._recorder.note_checkpoint(folder)
             target, self._target = self._target, None
+            is_redirected = target is not None and folder.parent == target.parent
+            if not is_redirected:
+                self._recorder.note_checkpoint(folder)
             if target is not None:
-                place = shutil.move if self._redirected else shutil.copytree
+                place = shutil.move if is_redirected else shutil.copytree
                 ranks.raise_on_all(lambda: None if ranks.rank else place(folder, target))
                 self._recorder.note_checkpoint(target)
-        self._restore_folder()
-
-    def _restore_folder(self) -> None:
-        while self._redirected:
-            args, folder = self._redirected.pop()
-            args.output_dir = folder
+        self._redirected.undo()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Record the final state, and close the ledger."""
@@ -316,7 +312,7 @@ class TransformersCallback(TrainerCallback or object):  # type: ignore[misc]
     def _close(self, error: Exception | None) -> None:
         self._is_open = False
         self._closing.pop_all()
-        self._restore_folder()
+        self._redirected.undo()
         for hook in self._model_hooks:
             hook.remove()
         self._recorder.__exit__(None if error is None else type(error), error, None)
