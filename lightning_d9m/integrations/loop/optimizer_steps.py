@@ -282,6 +282,7 @@ class OptimizerSteps(ProcessHooks):
         # First, as it raises for a variable that does not exist.
         probed = read_settings(ProbeSettings, os.environ)
         self.installed.add(self)
+        self._hooks.callback(self.installed.discard, self)
         original, backward, leave = Optimizer.__init__, torch.autograd.backward, sys.exit
 
         @wraps(leave)
@@ -314,11 +315,6 @@ class OptimizerSteps(ProcessHooks):
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._hooks.callback(register(self._before_forward).remove)
         self._finish_at_exit()
-
-    def remove(self) -> None:
-        """Finish the ledger and remove the hooks."""
-        self.installed.discard(self)
-        super().remove()
 
     def _end_ledger(self) -> None:
         run, self._run = self._run, None
