@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.compatibility import can_patch
 from lightning_d9m.engine.control.environment import (
     CONTROL,
@@ -457,18 +457,12 @@ def _workers_follow() -> Iterator[None]:
     make = DataLoader._get_iterator  # noqa: SLF001 - what makes an iterator, and starts workers
 
     def make_iterator(loader: Any) -> Any:
-        patches = AttributePatches()
-        if loader.num_workers:
-            start = partial(start_worker, capture_session(), loader.worker_init_fn)
-            patches.replace(loader, "worker_init_fn", start)
-        try:
+        with ExitStack() as stack:
+            if loader.num_workers:
+                start = partial(start_worker, capture_session(), loader.worker_init_fn)
+                replace_method(stack, loader, "worker_init_fn", start)
             return make(loader)
-        finally:
-            patches.undo()
 
-    patches = AttributePatches()
-    patches.replace(DataLoader, "_get_iterator", make_iterator)
-    try:
+    with ExitStack() as stack:
+        replace_method(stack, DataLoader, "_get_iterator", make_iterator)
         yield
-    finally:
-        patches.undo()
