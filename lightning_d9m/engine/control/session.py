@@ -166,20 +166,16 @@ class Session:
             SettingError: If a ``with`` block that began later still holds its session open.
         """
         with _lock:
-            if self not in _open:
-                return
-            # `enable` in a cell of a notebook leaves its session open; a `with` block does not.
-            while _open[-1] is not self and not _open[-1].scopes:
-                _open[-1].close()
-            if _open[-1] is not self:
-                raise SettingError(
-                    "A session that was opened later is still open and would restore the wrong "
-                    "flags. Close sessions in reverse order, or use `with "
-                    "deterministic(...)`."
-                )
-            _open.pop()
             try:
-                self._stack.close()
+                while self in _open:
+                    # `enable` in a cell of a notebook leaves its session open; a block does not.
+                    if _open[-1] is not self and _open[-1].scopes:
+                        raise SettingError(
+                            "A session that was opened later is still open and would restore the "
+                            "wrong flags. Close sessions in reverse order, or use `with "
+                            "deterministic(...)`."
+                        )
+                    _open.pop()._stack.close()  # noqa: SLF001 - this class
             finally:
                 # Blocks may end in another order than they began, as those of generators do.
                 if _open and _open[-1]._is_over:  # noqa: SLF001 - this class
