@@ -176,6 +176,13 @@ def test_a_thread_may_open_a_session_after_enable_and_after_another_thread():
     outer.close()
 
 
+def test_a_session_that_is_enabled_in_a_block_ends_with_it():
+    before = state()
+    with deterministic(seed=1):
+        enable(seed=2, threads=OTHER)
+    assert (active_session(), state()) == (None, before)
+
+
 def test_an_unknown_setting_is_named():
     with pytest.raises(SettingError, match="There is no setting sed; the settings are seed, "):
         lightning_d9m.enable(sed=1)

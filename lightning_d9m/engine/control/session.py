@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.compatibility import can_patch
 from lightning_d9m.engine.control.environment import (
     CONTROL,
@@ -166,20 +166,16 @@ class Session:
             SettingError: If a ``with`` block that began later still holds its session open.
         """
         with _lock:
-            if self not in _open:
-                return
-            # `enable` in a cell of a notebook leaves its session open; a `with` block does not.
-            while _open[-1] is not self and not _open[-1].scopes:
-                _open[-1].close()
-            if _open[-1] is not self:
-                raise SettingError(
-                    "A session that was opened later is still open and would restore the wrong "
-                    "flags. Close sessions in reverse order, or use `with "
-                    "deterministic(...)`."
-                )
-            _open.pop()
             try:
-                self._stack.close()
+                while self in _open:
+                    # `enable` in a cell of a notebook leaves its session open; a block does not.
+                    if _open[-1] is not self and _open[-1].scopes:
+                        raise SettingError(
+                            "A session that was opened later is still open and would restore the "
+                            "wrong flags. Close sessions in reverse order, or use `with "
+                            "deterministic(...)`."
+                        )
+                    _open.pop()._stack.close()  # noqa: SLF001 - this class
             finally:
                 # Blocks may end in another order than they began, as those of generators do.
                 if _open and _open[-1]._is_over:  # noqa: SLF001 - this class
@@ -457,18 +453,12 @@ def _workers_follow() -> Iterator[None]:
     make = DataLoader._get_iterator  # noqa: SLF001 - what makes an iterator, and starts workers
 
     def make_iterator(loader: Any) -> Any:
-        patches = AttributePatches()
-        if loader.num_workers:
-            start = partial(start_worker, capture_session(), loader.worker_init_fn)
-            patches.replace(loader, "worker_init_fn", start)
-        try:
+        with ExitStack() as stack:
+            if loader.num_workers:
+                start = partial(start_worker, capture_session(), loader.worker_init_fn)
+                replace_method(stack, loader, "worker_init_fn", start)
             return make(loader)
-        finally:
-            patches.undo()
 
-    patches = AttributePatches()
-    patches.replace(DataLoader, "_get_iterator", make_iterator)
-    try:
+    with ExitStack() as stack:
+        replace_method(stack, DataLoader, "_get_iterator", make_iterator)
         yield
-    finally:
-        patches.undo()

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.engine.hashing.training_state import plain_name
 from lightning_d9m.engine.ledger.kinds import ROOT
 from lightning_d9m.engine.probes.evidence import Evidence
@@ -301,13 +301,11 @@ def _callbacks_unseen() -> Iterator[None]:
     that time would decide whether a mode sees its operations.
     """
     future: Any = torch._C.Future  # noqa: SLF001 - torch.futures.Future calls its methods
-    patches = AttributePatches()
-    for name in ("then", "add_done_callback"):
-        patches.replace(future, name, partialmethod(_add_unseen, getattr(future, name)))
-    try:
+    with ExitStack() as stack:
+        for name in ("then", "add_done_callback"):
+            unseen: Any = partialmethod(_add_unseen, getattr(future, name))
+            replace_method(stack, future, name, unseen)
         yield
-    finally:
-        patches.undo()
 
 
 def _add_unseen(future: Any, add: Callable[..., Any], callback: Callable[..., Any]) -> Any:

@@ -40,10 +40,8 @@ def keep(value: Any) -> Any:  # noqa: PLR0911 - one case for each type
         return {str(key): keep(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [keep(entry) for entry in value]
-    if isinstance(value, torch.memory_format):
-        return {TAG: "memory_format", "name": str(value)}
-    if isinstance(value, torch.layout):
-        return {TAG: "layout", "name": str(value)}
+    if isinstance(value, torch.memory_format | torch.layout):
+        return {TAG: type(value).__name__, "name": str(value)}
     if isinstance(value, torch.Generator):
         device = str(value.device)
         return {TAG: "generator", "device": device, "state": value.get_state()}

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from xxhash import xxh3_64_hexdigest
 
+from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.probes.training import Watched
 
 VARIABLE = "LIGHTNING_D9M_WATCH"
@@ -111,7 +112,7 @@ class OutsideWatch:
             self._folder,
         )
         self._package = os.path.join(str(Path(__file__).parents[2]), "")  # noqa: PTH118 - ends in a separator
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = AttributePatches()
 
     def start(self) -> None:
         """Watch from now on, in this process and those that it forks."""
@@ -129,9 +130,7 @@ class OutsideWatch:
     def stop(self) -> None:
         """Restore what was wrapped; the audit hook does nothing from now on."""
         Watched.watch = None
-        while self._replaced:
-            owner, name, original = self._replaced.pop()
-            setattr(owner, name, original)
+        self._patches.undo()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         original = getattr(owner, name)
@@ -142,8 +141,7 @@ class OutsideWatch:
             if file and self._owner(file) == _OWN:
                 holders += [(module, key) for key, own in vars(module).items() if own is original]
         for holder, key in holders:
-            self._replaced.append((holder, key, original))
-            setattr(holder, key, value)
+            self._patches.replace(holder, key, value)
 
     def _wrap_seed(self, original: Callable[..., None]) -> Callable[..., None]:
         def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:

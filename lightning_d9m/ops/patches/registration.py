@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._prims_common.wrappers import _maybe_resize_out
 from torch.library import Library
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import replace_method
 from lightning_d9m.compatibility import describe_missing_patches, get_boxed_kernel
 from lightning_d9m.errors import D9mError, SettingError
 from lightning_d9m.ops.patches.catalog.catalog import FlagEffect, Op, find_op, select_ops
@@ -379,7 +379,6 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
     gradient is an ``index_put`` with many times the memory traffic: the patched gradient would
     never run. The registered decompositions do not change.
     """
-    patches = AttributePatches()
 
     def run(name: str, decompose: Callable[..., Any], image: Tensor, *args: Any, **kw: Any) -> Any:
         if name == "_upsample_linear_vec":
@@ -393,11 +392,9 @@ def decompositions_bypassed(names: Collection[str], device: str) -> Iterator[Non
         patched = f"{op}_backward" in names and image.device.type == device
         return (native if patched else decompose)(image, *args, **kw)
 
-    try:
+    with ExitStack() as stack:
         for name in ("_upsample_linear_vec", "_replication_pad", "max_pool3d_with_indices"):
             # A release may lack one, as hooks.py says.
             if decompose := getattr(torch_decompositions, name, None):
-                patches.replace(torch_decompositions, name, partial(run, name, decompose))
+                replace_method(stack, torch_decompositions, name, partial(run, name, decompose))
         yield
-    finally:
-        patches.undo()

@@ -89,6 +89,8 @@ class Code(Number):
         operands: The numbers in the text.
         each: Whether it differs between the elements of a row.
         of_rows: Whether it takes a whole row.
+        texts: What computes the result of each operation.
+        form: A statement that computes it; then those that store it, for an element and for a row.
     """
 
     program: "list[Code]" = field(repr=False)
@@ -98,6 +100,7 @@ class Code(Number):
     each: bool = False
     of_rows: bool = False
     texts: ClassVar = TEXTS
+    form: ClassVar = ("const {0.kind} {0.name} = {0.text};", "{}[i] = {};", "*{} = {};")
 
     def __post_init__(self) -> None:
         # A statement for each operation: texts of names need no parentheses. A compiler may still
@@ -138,13 +141,29 @@ def list_needed(results: Iterable[Code], known: Container[Code] = ()) -> list[Co
     return [one for one in program if one in needed]
 
 
-def _declare(results: Iterable[Code], known: dict[Code, str]) -> str:
-    """Return the statements that compute numbers from those that are known, by their text."""
-    order = list_needed(results, known)
-    texts = {one: known.get(one, one.text) for one in order}
-    return " ".join(
-        f"const {one.kind} {one.name} = {text};" for one, text in texts.items() if text != one.name
-    )
+def declare(results: Iterable[Code], known: Container[Code]) -> list[str]:
+    """Return the statements that compute numbers from those that are known."""
+    needed = (one for one in list_needed(results, known) if one not in known)
+    return [one.form[0].format(one) for one in needed]
+
+
+def write_row(
+    outputs: dict[str, Code], add_up: Callable[[Code, Code, Container[Code]], list[str]]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the statements of a row: before its elements, for each of them, and after them.
+
+    ``add_up`` returns those that compute a number of a whole row from its elements.
+    """
+    lines, known = list[str](), set[Code]()
+    for one in list_needed(outputs.values()):
+        if not one.each:
+            is_total = one.of_rows and one.operands
+            lines += add_up(one, one.operands[0], known) if is_total else [one.form[0].format(one)]
+            known.add(one)
+    each, after = declare([one for one in outputs.values() if one.each], known), list[str]()
+    for name, one in outputs.items():
+        (each if one.each else after).append(one.form[2 - one.each].format(name, one.name))
+    return lines, each, after
 
 
 class Kernel:
@@ -166,7 +185,6 @@ class Kernel:
         }
         self.outputs = self.trace(Code, _PLACES)
         program = next(iter(self.outputs.values())).program
-        self._stored = {one: one.text for one in program if one.each and not one.operands}
         self.fresh = [name for name in self.outputs if name not in self.inputs]
         of_rows = any(one.of_rows for one in program)
         self.in_rows = of_rows or not {"0", "r % period"}.isdisjoint(self.inputs.values())
@@ -219,28 +237,20 @@ class Kernel:
 
     def _write_row(self) -> tuple[list[str], int]:
         """Return the statements of a row: what is summed is stored, all else computed again."""
-        known, lines, buffers = dict(self._stored), list[str](), 0
-        loop = "for (long i = from; i < to; i++) {{ {} }}"
-        for one in list_needed(self.outputs.values()):
-            if one.each:
-                continue
-            text = one.text
-            if one.of_rows and one.operands:
-                (row,) = one.operands
-                # `add_row` reads memory. What is only needed for each element is computed again,
-                # as that takes less time than to write it and to read it.
-                if row not in known:
-                    place = f"row{buffers}[i]"
-                    lines.append(f"REAL *restrict row{buffers} = scratch + {buffers} * n;")
-                    store = f"{_declare([row], known)} {place} = {row.name};"
-                    lines.append(loop.format(store))
-                    known[row], buffers = place, buffers + 1
-                text = text.replace(row.name, known[row].removesuffix("[i]"))
-            lines.append(f"const {one.kind} {one.name} = {text};")
-            known[one] = one.name
-        results = self.outputs.items()
-        values = _declare([one for one in self.outputs.values() if one.each], known)
-        stores = [f"{name}[i] = {one.name};" for name, one in results if one.each]
-        lines.append(loop.format(" ".join((values, *stores))))
-        lines += [f"*{name} = {one.name};" for name, one in results if not one.each]
-        return lines, buffers
+        loop, buffers = "for (long i = from; i < to; i++) {{ {} }}", list[str]()
+
+        def add_up(one: Code, row: Code, known: Container[Code]) -> list[str]:
+            # `add_row` reads memory. What is only needed for each element is computed again, as
+            # that takes less time than to write it and to read it.
+            lines, buffer = list[str](), f"row{len(buffers)}"
+            if row.operands:
+                lines.append(f"REAL *restrict {buffer} = scratch + {len(buffers)} * n;")
+                store = [*declare([row], known), f"{buffer}[i] = {row.name};"]
+                lines.append(loop.format(" ".join(store)))
+                buffers.append(buffer)
+                row.text, row.operands = f"{buffer}[i]", ()  # read from there from now on
+            one.text = one.text.replace(row.name, row.text.removesuffix("[i]"))
+            return [*lines, one.form[0].format(one)]
+
+        lines, each, after = write_row(self.trace(Code, _PLACES), add_up)
+        return [*lines, loop.format(" ".join(each)), *after], len(buffers)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from lightning_d9m.errors import SettingError
 from lightning_d9m.text import read_stanzas
+from lightning_d9m.version import parse_release
 
 OpStatus = Literal["patched", "exempt"]
 _KERNELS = "lightning_d9m.ops.patches.kernels"
@@ -73,11 +74,8 @@ class Op:
     def is_needed(self, torch_version: str) -> bool:
         """Return whether this entry applies to a release of torch."""
         # Two numbers decide, so that a nightly build counts as its release.
-        since, release, until = (
-            tuple(map(int, re.findall(r"\d+", version)[:2]))
-            for version in (self.since, torch_version, self.until or "999")
-        )
-        return since <= release < until
+        release, until = parse_release(torch_version), parse_release(self.until or "999.0")
+        return parse_release(self.since) <= release < until
 
     def as_record(self) -> dict[str, object]:
         """Return the entry as JSON types."""

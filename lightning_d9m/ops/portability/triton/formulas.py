@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
-from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, list_needed
+from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, declare, write_row
 from lightning_d9m.ops.portability.formulas import KERNELS, TWO_OVER_PI
 from lightning_d9m.ops.portability.triton import kernels
 from lightning_d9m.ops.portability.triton.kernels import BLOCK, LANES
@@ -49,6 +49,10 @@ class Line(Code):
     """A number in Triton."""
 
     texts = _TEXTS
+    form = (
+        *("{0.name} = {0.text}", "tl.store({} + (at + i), {}, mask=here)"),
+        "tl.store({} + r, {}, mask=there)",
+    )
 
     @staticmethod
     def write(number: float, kind: str) -> str:
@@ -57,36 +61,20 @@ class Line(Code):
         return f"tl.full([], {text}, {_TYPES[kind]})"
 
 
-def _declare(results: Iterable[Code], known: Container[Code]) -> list[str]:
-    """Return the lines that compute numbers from those that are known."""
-    needed = (one for one in list_needed(results, known) if one not in known)
-    return [f"{one.name} = {one.text}" for one in needed]
-
-
 def _loop(head: str, lines: Iterable[str]) -> list[str]:
     return [f"for {head}:", *(f"    {line}" for line in lines)]
 
 
-def _write_row(results: Iterable[Code]) -> tuple[list[str], set[Code]]:
-    """Return the lines that compute the numbers of a row that do not differ, and these."""
-    lines, known = ["r = r[:, None]", "there = r < count", "at = r * n"], set[Code]()
-    for one in list_needed(results):
-        if one.each:
-            continue
-        if one.of_rows and one.operands:
-            (element,) = one.operands
-            start, add, end = _OF_ROWS[one.text]
-            step = f"lanes = tl.where(here, {add.format(element.name)}, lanes)"
-            steps = [*_BEGIN, *_declare([element], known), step]
-            lines += [f"{one.name} = tl.full([BLOCK, 1], {start}, REAL)"]
-            body = [f"lanes = tl.full([BLOCK, {LANES}], {start}, REAL)"]
-            body += _loop(f"first in range(block, tl.minimum(block + {BLOCK}, n), {LANES})", steps)
-            body += [f"{one.name} = {end.format(one.name)}"]
-            lines += _loop(f"block in range(0, n, {BLOCK})", body)
-        else:
-            lines.append(f"{one.name} = {one.text}")
-        known.add(one)
-    return lines, known
+def _add_up(one: Code, element: Code, known: Container[Code]) -> list[str]:
+    """Return the lines that compute a number of a row from its elements."""
+    start, add, end = _OF_ROWS[one.text]
+    step = f"lanes = tl.where(here, {add.format(element.name)}, lanes)"
+    steps = [*_BEGIN, *declare([element], known), step]
+    body = [f"lanes = tl.full([BLOCK, {LANES}], {start}, REAL)"]
+    body += _loop(f"first in range(block, tl.minimum(block + {BLOCK}, n), {LANES})", steps)
+    body += [f"{one.name} = {end.format(one.name)}"]
+    loop = _loop(f"block in range(0, n, {BLOCK})", body)
+    return [f"{one.name} = tl.full([BLOCK, 1], {start}, REAL)", *loop]
 
 
 def write_kernel(kernel: Kernel) -> str:
@@ -95,7 +83,7 @@ def write_kernel(kernel: Kernel) -> str:
     Its arguments are the fresh outputs, the inputs, the number of all rows or elements, the length
     of a row, and the period of ``Rows``.
     """
-    results = kernel.trace(Line, _PLACES)
+    before, each, after = write_row(kernel.trace(Line, _PLACES), _add_up)
     # All inputs have one type, see `compute`; a tensor with an element for each place is always
     # there.
     like = next(name for name, place in kernel.inputs.items() if place == "at")
@@ -109,17 +97,12 @@ def write_kernel(kernel: Kernel) -> str:
         "    program, n = program.to(tl.int64), n.to(tl.int64)",
         "r = program * BLOCK + tl.arange(0, BLOCK)",
     ]
-    rows, known = _write_row(results.values()) if kernel.in_rows else ([], set[Code]())
-    each = {name: one for name, one in results.items() if one.each}
-    body = _declare(each.values(), known)
-    body += [f"tl.store({name} + (at + i), {one.name}, mask=here)" for name, one in each.items()]
     if kernel.in_rows:
-        lines += [*rows, *_loop(f"first in range(0, n, {LANES})", [*_BEGIN, *body])]
+        lines += ["r = r[:, None]", "there = r < count", "at = r * n", *before]
+        lines += _loop(f"first in range(0, n, {LANES})", [*_BEGIN, *each])
     else:
-        lines += ["at, i, here = 0, r, r < count", *body]
-    others = ((name, one.name) for name, one in results.items() if not one.each)
-    lines += [f"tl.store({name} + r, {value}, mask=there)" for name, value in others]
-    return "\n    ".join(lines) + "\n"
+        lines += ["at, i, here = 0, r, r < count", *before, *each]
+    return "\n    ".join((*lines, *after)) + "\n"
 
 
 @cache
