@@ -67,7 +67,7 @@ from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, W
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.resume_check import GENERATORS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.errors import D9mError, DriftError, LedgerError
+from lightning_d9m.errors import D9mError, DriftError, InexactResumeError, LedgerError
 
 if TYPE_CHECKING:  # loaded by runs that compare with a reference, or across ranks
     from typing_extensions import Self
@@ -601,6 +601,29 @@ class Run:
             self._check, self._problem_since = None, ""
         if found:
             self._report(found[0])
+
+    def break_resume(
+        self, said: str, problems: Sequence[str], *, is_first: bool, **place: Any
+    ) -> None:
+        """Record why a resumed run is inexact; raise the problems, or warn of them if chosen.
+
+        The record is another one that names a continued ledger, without a name: readers take only
+        the reasons from it. ``place`` has the epoch, step and batch; ``is_first`` is True on the
+        rank that warns.
+
+        Raises:
+            InexactResumeError: Unless ``on_inexact_resume`` is ``"warn"``.
+        """
+        self.append(Resume(parent="", parent_check="", inexact=tuple(problems), **place))
+        text = (
+            f"{said}\nTo resume anyway, with a break that the ledger records, pass "
+            'on_inexact_resume="warn" to the recorder or callback, or set '
+            "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
+        )
+        if self.options.on_inexact_resume != "warn":
+            raise InexactResumeError(text, reasons=problems)
+        if is_first:
+            warnings.warn(text, stacklevel=2)
 
     def append(self, record: Record | Mapping[str, Json]) -> None:
         """Write a record that is not compared during training, if a ledger is open.
