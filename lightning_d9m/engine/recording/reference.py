@@ -76,7 +76,7 @@ class Reference:
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, header.stack)
         self._reader = reader = self._ledger.open(rank if alike else self.rank)
-        records = reader.line_records()
+        records = reader.records()
         first = next((record for record in records if isinstance(record, RunFacts)), None)
         if first is None:
             raise LedgerError(
