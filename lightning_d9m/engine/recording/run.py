@@ -343,9 +343,7 @@ class Run:
         # The stack first: a different driver must not look like nondeterminism.
         portable = are_portable(reference.header.settings, header.settings)
         allowed = "ignore" if portable else options.on_stack_difference
-        warning = check_stack(reference.header.stack, header.stack, allowed)
-        if warning is not None:
-            warnings.warn(warning, stacklevel=2)
+        check_stack(reference.header.stack, header.stack, allowed)
         reference.accept(header, facts, None if parent is None else parent.epoch)
 
     def _open_check(self, header: Header, parent: Resume) -> str:
