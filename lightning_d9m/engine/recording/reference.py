@@ -9,9 +9,9 @@ from lightning_d9m.engine.ledger.differences import (
     Divergence,
     FieldDifference,
     describe_varying,
+    find_difference,
     header_differences,
     list_varying_ops,
-    record_difference,
     run_refusals,
 )
 from lightning_d9m.engine.ledger.folder import read_ledger
@@ -105,7 +105,7 @@ class Reference:
         expected = self._records.find(actual)
         if expected is not None:
             self.checked += 1
-            difference = record_difference(expected, actual)
+            difference = find_difference(expected, actual)
             if difference is None:
                 self._agreed = describe_record(actual)
             return difference

@@ -123,11 +123,11 @@ class ResumeCheck:
             and (self.is_open or expected.step >= actual.step)
         ):
             # Its 480 lines are loaded by runs that compare.
-            from lightning_d9m.engine.ledger.differences import record_difference
+            from lightning_d9m.engine.ledger.differences import find_difference
 
             # Logged numbers, such as measured times, may differ without an effect.
             pair = (replace(record, scalars={}) for record in (expected, actual))
-            if (difference := record_difference(*pair)) is not None:
+            if (difference := find_difference(*pair)) is not None:
                 found = [f"{kind} {n} of {of}" for kind, (n, of) in difference.by_kind.items()]
                 found[0] += f" ({describe_names(difference.names, difference.count)})"
         if not found:
