@@ -25,12 +25,12 @@ _ENTRY_BYTES = 4
 _NAMES = 3
 
 
-def digest_step(epoch: int, step: int, groups: Groups) -> StepDigests:
-    """Return the record of the state after a step, of digests by name and group."""
+def digest_step(epoch: int, step: int, groups: Groups, committed: Mapping[str, str]) -> StepDigests:
+    """Return the record of the state after a step, of digests by name and group, and totals."""
     return StepDigests(
         epoch=epoch,
         step=step,
-        totals=Snapshot(groups).total(),
+        totals={**Snapshot(groups).total(), **committed},
         entries={
             group: b"".join(bytes.fromhex(text)[:_ENTRY_BYTES] for _, text in sorted(named.items()))
             for group, named in groups.items()

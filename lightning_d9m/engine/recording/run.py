@@ -574,8 +574,7 @@ class Run:
         # With logical ranks they depend on the last one that a process has computed.
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
-        record = digest_step(epoch, step, groups)
-        record = replace(record, totals={**record.totals, **committed})
+        record = digest_step(epoch, step, groups, committed)
         self.probes.flush()  # the probes of this step come before it
         self.append(record)
         check = self._check
