@@ -49,7 +49,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Digests,
     End,
     Header,
-    Json,
     Record,
     Resume,
     RunFacts,
@@ -622,7 +621,7 @@ class Run:
         if is_first:
             warnings.warn(text, stacklevel=2)
 
-    def append(self, record: Record | Mapping[str, Json]) -> None:
+    def append(self, record: Record) -> None:
         """Write a record that is not compared during training, if a ledger is open.
 
         An error is raised by the next call of ``record``, on all ranks.
