@@ -220,6 +220,15 @@ class Dict(Holder):
     takes: Callable[[Any, Any], bool] = lambda _owner, _key: True
 
 
+    def __post_init__(self) -> None:
+        if self.write is Kind.write:
+            object.__setattr__(self, "write", self._write_parts)
+
+    def _write_parts(self, owner: Any, content: dict[Any, Any]) -> None:
+        gone = dict.fromkeys(self.read(owner).keys() - content.keys(), MISSING)
+        for name, part in (gone | content).items():
+            self.set_part(owner, name, part)
+
 def _read_items(owner: Any) -> Any:
     return dict(owner.items()) if isinstance(owner, dict) else tuple(owner)
 
@@ -260,19 +269,6 @@ def make_record(kind: Any, values: list[Any]) -> Any:
     for name, value in zip(list_fields(kind) or (), values, strict=True):
         object.__setattr__(made, name, value)
     return made
-
-
-def _write_parts(
-    read: Callable[[Any], Any], set_part: Callable[[Any, Any, Any], None]
-) -> Callable[[Any, Any], None]:
-    """Return a function that sets the parts of a holder, and removes others."""
-
-    def write(owner: Any, content: Any) -> None:
-        gone = dict.fromkeys(read(owner).keys() - content.keys(), MISSING)
-        for name, part in (gone | content).items():
-            set_part(owner, name, part)
-
-    return write
 
 
 def _name_key(key: Any, place: int) -> str:
@@ -634,13 +630,10 @@ DICT = Dict(_read_items, _write_items, name=_name_key)
 WEAK = Dict(dict, takes=lambda own, _: isinstance(own, weakref.WeakKeyDictionary))
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)
-ATTRIBUTES, FUNCTION, VARIABLES = (
-    Dict(read, _write_parts(read, set_part), set_part=set_part, takes=takes, sign=sign)
-    for read, set_part, takes, sign in (
-        (_read_attributes, _set_attribute, _takes_attribute, Kind.sign),
-        (_read_function, _set_variable, _takes_variable, Kind.sign),
-        (_read_variables, _set_variable, _takes_variable, _sign_variables),
-    )
+ATTRIBUTES = Dict(_read_attributes, set_part=_set_attribute, takes=_takes_attribute)
+FUNCTION = Dict(_read_function, set_part=_set_variable, takes=_takes_variable)
+VARIABLES = Dict(
+    _read_variables, set_part=_set_variable, takes=_takes_variable, sign=_sign_variables
 )
 # What a function is applied to; the arguments are entered, and stay the same objects.
 PARTIAL = Holder(
