@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from inspect import isclass, signature
 
 import pytest
-from ledger_runs import list_batches, make_probes, write_rank
+from ledger_runs import LedgerWriter, list_batches, make_probes, write_rank
 from lightning.pytorch import Trainer, seed_everything
 from scripts import ROOT, load_script
 from traced_paths import FILE, PATH, TRACES, read_trace
@@ -22,7 +22,6 @@ from lightning_d9m.engine.control import environment
 from lightning_d9m.engine.ledger.folder import rank_path
 from lightning_d9m.engine.ledger.format import records
 from lightning_d9m.engine.ledger.format.records import MAX_LAYOUT_PLACES, MAX_NAME
-from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import D9mError
 from lightning_d9m.tools.cli.main import COMMANDS, build_parser
 

@@ -10,10 +10,11 @@ from functools import partial
 
 import pytest
 import torch
+from msgspec.structs import replace
 from rank_threads import RANKS, Threads
 
 from lightning_d9m.engine.ledger.folder import read_ledger
-from lightning_d9m.engine.ledger.format.records import End, Header, Resume, RunFacts
+from lightning_d9m.engine.ledger.format.records import End, Evaluation, Header, Resume, RunFacts
 from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
@@ -27,7 +28,7 @@ from lightning_d9m.errors import (
     StackDifferenceError,
 )
 
-NOTE = {"kind": "evaluation", "name": "a", "epoch": 0, "step": 0, "outputs": "0" * 32}
+NOTE = Evaluation(name="a", epoch=0, step=0, batches=1, outputs="0" * 32)
 
 
 def make_run(folder, ranks, *, stack="2", sharded=False, **policy):
@@ -125,7 +126,7 @@ def test_what_fails_on_one_rank_stops_all_at_the_next_moment(tmp_path, fault):
         if run.ranks.rank == 1 and fault != "verify":
             run._writer.close()
         for batch in range(3 * (fault == "append")):  # no rank waits for another here
-            run.append(NOTE | {"batches": batch})
+            run.append(replace(NOTE, batches=batch))
         if fault == "verify":
             return run.record("epoch", epoch=0, step=0, verify=partial(lose_switch, run.ranks.rank))
         return clean(run, model)
@@ -162,9 +163,9 @@ def test_a_reference_that_ends_early_is_said_at_the_end(tmp_path):
 def test_a_closed_run_takes_nothing_and_an_open_one_is_pickled_as_closed(tmp_path):
     closed, checks = Run(RunOptions()), []
     assert (closed.is_open, closed.compares, closed.ledger_position) == (False, False, None)
-    closed.append({"kind": "ignored while no ledger is open"})
+    closed.append(NOTE)  # ignored while no ledger is open
     run, _ = make_run(tmp_path, Ranks(0))
-    run.append(NOTE | {"batches": 1})
+    run.append(NOTE)
     run.record("epoch", epoch=0, step=1, verify=lambda: checks.append("called"))
     run.record("final", epoch=0, step=1)
     assert (run.is_open, checks) == (True, ["called"])

@@ -1,10 +1,9 @@
 """Two runs that are compared while they run are told to end at their first difference."""
 
 import pytest
-from ledger_runs import make_digests, make_facts, make_header, make_probes
+from ledger_runs import LedgerWriter, make_digests, make_facts, make_header, make_probes
 
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End
-from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.tools.segments.pair import PairWatch
 
 

@@ -5,11 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from ledger_runs import make_digests, make_facts, make_header
+from ledger_runs import LedgerWriter, make_digests, make_facts, make_header
 
 from lightning_d9m.engine.ledger.command import MAX_COMMAND
 from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, StepDigests
-from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.comparison.ledgers import compare

@@ -435,6 +435,12 @@ def test_what_a_step_keeps_in_a_parameter_is_kept_or_named():
     assert changes.expected == ["layer.weight.scratch", "layer.weight.hook"]
 
 
+def test_a_type_alias_of_a_program_can_be_read():
+    """Pickle saves it by a function that only ``copyreg`` knows; no resume is refused for it."""
+    changes = watch(Thing(alias=torch.Tensor | list[torch.Tensor]))
+    assert (changes.capture(), changes.unknown) == (({}, []), [])
+
+
 LIBRARY = sys.modules["some_library"] = types.ModuleType("some_library")
 LIBRARY.__file__ = "/other/lib/python3/site-packages/some_library.py"
 

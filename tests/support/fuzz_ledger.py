@@ -20,7 +20,7 @@ from base64 import b64decode
 from collections import Counter
 from pathlib import Path
 
-from ledger_runs import make_digests, make_facts, make_header
+from ledger_runs import LedgerWriter, make_digests, make_facts, make_header
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import (
@@ -29,7 +29,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Evaluation,
     chain_record,
 )
-from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 

@@ -332,7 +332,8 @@ def find_difference(expected: Item, actual: Item) -> Divergence | None:
     """Return how a record, or the probes of a batch, differ from their counterpart.
 
     None if their contents are equal. The difference of a batch may consist of places that only one
-    run has; then its ``count`` is 0.
+    run has; then its ``count`` is 0. Entries keep the order of the earlier run, which is the order
+    of the model.
     """
     if expected is actual:
         return None
@@ -340,14 +341,6 @@ def find_difference(expected: Item, actual: Item) -> Divergence | None:
         return _batch_difference(expected, actual)
     if isinstance(expected, Batch) or isinstance(actual, Batch):
         return None
-    return record_difference(expected, actual)
-
-
-def record_difference(expected: Record, actual: Record) -> Divergence | None:
-    """Return how two records with the same key differ; None if their contents are equal.
-
-    Entries keep the order of the earlier run, which is the order of the model.
-    """
     by_kind: dict[str, tuple[int, int]] = {}
     places: list[PlaceDifference] = []
     compared = 0

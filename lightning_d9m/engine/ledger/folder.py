@@ -19,6 +19,7 @@ from lightning_d9m.engine.ledger.format.records import (
     End,
     Header,
     Record,
+    StepDigests,
 )
 from lightning_d9m.engine.ledger.kinds import ENDS
 from lightning_d9m.errors import LedgerError, file_errors
@@ -149,15 +150,15 @@ class Ledger:
             yield from reader.records()
 
     def line_records(self, rank: int) -> Iterator[Record]:
-        """Yield the records of one rank after the header; without probes."""
-        with self.open(rank) as reader:
-            yield from reader.line_records()
+        """Yield the records of one rank after the header, without those of single steps."""
+        apart = Batch | StepDigests
+        yield from (record for record in self.records(rank) if not isinstance(record, apart))
 
     def outcome(self, rank: int) -> Outcome:
         """Read one rank's file to its end and return how the fit ended."""
         last = final = end = None
         with self.open(rank) as reader:
-            for record in reader.line_records():
+            for record in reader.records():
                 # An end that other records follow is that of a run which was continued.
                 end = record if isinstance(record, End) else None
                 if isinstance(record, Digests):

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -259,18 +260,15 @@ def check_stack(
     expected: Mapping[str, object],
     actual: Mapping[str, object],
     policy: Literal["raise", "warn", "ignore"],
-) -> str | None:
-    """Compare this stack with that of the reference.
-
-    Returns:
-        The message to warn with, when they differ and the policy is ``"warn"``; else None.
+) -> None:
+    """Compare this stack with that of the reference, and warn if they differ.
 
     Raises:
         StackDifferenceError: When they differ and the policy is ``"raise"``.
     """
     differences = stack_differences(expected, actual)
     if policy == "ignore" or not differences:
-        return None
+        return
     message = (
         f"The stack differs from the reference's in "
         f"{pluralize(len(differences), 'field')}, so another result would be no "
@@ -280,7 +278,7 @@ def check_stack(
     )
     if policy == "raise":
         raise StackDifferenceError(message, differences=differences)
-    return message
+    warnings.warn(message, stacklevel=3)
 
 
 def format_differences(differences: Sequence[StackDifference]) -> str:

@@ -53,26 +53,22 @@ _STATES = {
 }
 
 
-def ranks_of_group(group: Any = None, wait: Callable[[Any], None] | None = None) -> Ranks:
-    """Return the ranks of a group; None is the default group, or a single rank without one.
-
-    ``wait`` waits for a collective; the default waits as long as the group does.
-    """
+def ranks_of_group(group: Any = None) -> Ranks:
+    """Return the ranks of a group; None is the default group, or a single rank without one."""
     if group is None and distributed.is_available() and distributed.is_initialized():
         group = distributed.group.WORLD
     if group is None or group.size() == 1:
         return Ranks(0)
-    return Ranks(group.rank(), lambda data: _exchange(group, data, wait))
+    return Ranks(group.rank(), lambda data: _exchange(group, data))
 
 
-def _exchange(group: Any, data: bytes, wait: Callable[[Any], None] | None) -> list[bytes]:
+def _exchange(group: Any, data: bytes) -> list[bytes]:
     # Lightning validates in inference mode, whose tensors may not be written to elsewhere. A mode
     # that probes operations would see bytes that no two runs have in common.
     with torch.inference_mode(mode=False), _disable_current_modes():
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_find_device(group))
         rows = [torch.empty_like(sent) for _ in range(group.size())]
-        work = group.allgather([rows], [sent])
-        work.wait() if wait is None else wait(work)
+        group.allgather([rows], [sent]).wait()
         return [row.cpu().numpy().tobytes() for row in rows]
 
 

@@ -17,7 +17,7 @@ from lightning_d9m.engine.hashing.training_state import (
     plain_name,
     replicated_names,
 )
-from lightning_d9m.engine.ledger.differences import record_difference
+from lightning_d9m.engine.ledger.differences import find_difference
 from lightning_d9m.engine.ledger.format.records import Digests, Json
 from lightning_d9m.errors import DriftError
 from lightning_d9m.text import describe_names, describe_pair, escape
@@ -240,7 +240,7 @@ def compare_ranks(
     one, other = (
         replace(digests, groups=groups[number], totals={}, scalars={}) for number in (base, rank)
     )
-    difference = record_difference(one, other)
+    difference = find_difference(one, other)
     assert difference is not None, "some entry differs"
     count, total = difference.by_kind[difference.kind]
     entries = {"optimizers": "optimizer entries"}.get(difference.kind, escape(difference.kind))

@@ -9,9 +9,9 @@ from lightning_d9m.engine.ledger.differences import (
     Divergence,
     FieldDifference,
     describe_varying,
+    find_difference,
     header_differences,
     list_varying_ops,
-    record_difference,
     run_refusals,
 )
 from lightning_d9m.engine.ledger.folder import read_ledger
@@ -76,7 +76,7 @@ class Reference:
         rank = self.rank if self.rank in self._ledger.files else self.header.rank
         alike = same_logical_ranks(self.header.stack, header.stack)
         self._reader = reader = self._ledger.open(rank if alike else self.rank)
-        records = reader.line_records()
+        records = reader.records()
         first = next((record for record in records if isinstance(record, RunFacts)), None)
         if first is None:
             raise LedgerError(
@@ -105,7 +105,7 @@ class Reference:
         expected = self._records.find(actual)
         if expected is not None:
             self.checked += 1
-            difference = record_difference(expected, actual)
+            difference = find_difference(expected, actual)
             if difference is None:
                 self._agreed = describe_record(actual)
             return difference

@@ -25,12 +25,12 @@ _ENTRY_BYTES = 4
 _NAMES = 3
 
 
-def digest_step(epoch: int, step: int, groups: Groups) -> StepDigests:
-    """Return the record of the state after a step, of digests by name and group."""
+def digest_step(epoch: int, step: int, groups: Groups, committed: Mapping[str, str]) -> StepDigests:
+    """Return the record of the state after a step, of digests by name and group, and totals."""
     return StepDigests(
         epoch=epoch,
         step=step,
-        totals=Snapshot(groups).total(),
+        totals={**Snapshot(groups).total(), **committed},
         entries={
             group: b"".join(bytes.fromhex(text)[:_ENTRY_BYTES] for _, text in sorted(named.items()))
             for group, named in groups.items()
@@ -123,11 +123,11 @@ class ResumeCheck:
             and (self.is_open or expected.step >= actual.step)
         ):
             # Its 480 lines are loaded by runs that compare.
-            from lightning_d9m.engine.ledger.differences import record_difference
+            from lightning_d9m.engine.ledger.differences import find_difference
 
             # Logged numbers, such as measured times, may differ without an effect.
             pair = (replace(record, scalars={}) for record in (expected, actual))
-            if (difference := record_difference(*pair)) is not None:
+            if (difference := find_difference(*pair)) is not None:
                 found = [f"{kind} {n} of {of}" for kind, (n, of) in difference.by_kind.items()]
                 found[0] += f" ({describe_names(difference.names, difference.count)})"
         if not found:

@@ -49,7 +49,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Digests,
     End,
     Header,
-    Json,
     Record,
     Resume,
     RunFacts,
@@ -67,7 +66,7 @@ from lightning_d9m.engine.probes.training import Probes, StatePoint, Training, W
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.resume_check import GENERATORS, ResumeCheck, digest_step
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
-from lightning_d9m.errors import D9mError, DriftError, LedgerError
+from lightning_d9m.errors import D9mError, DriftError, InexactResumeError, LedgerError
 
 if TYPE_CHECKING:  # loaded by runs that compare with a reference, or across ranks
     from typing_extensions import Self
@@ -343,9 +342,7 @@ class Run:
         # The stack first: a different driver must not look like nondeterminism.
         portable = are_portable(reference.header.settings, header.settings)
         allowed = "ignore" if portable else options.on_stack_difference
-        warning = check_stack(reference.header.stack, header.stack, allowed)
-        if warning is not None:
-            warnings.warn(warning, stacklevel=2)
+        check_stack(reference.header.stack, header.stack, allowed)
         reference.accept(header, facts, None if parent is None else parent.epoch)
 
     def _open_check(self, header: Header, parent: Resume) -> str:
@@ -576,8 +573,7 @@ class Run:
         # With logical ranks they depend on the last one that a process has computed.
         if LOGICAL_RANKS not in self._header.stack:
             groups = {**groups, GENERATORS: digest_generators()}
-        record = digest_step(epoch, step, groups)
-        record = replace(record, totals={**record.totals, **committed})
+        record = digest_step(epoch, step, groups, committed)
         self.probes.flush()  # the probes of this step come before it
         self.append(record)
         check = self._check
@@ -602,7 +598,30 @@ class Run:
         if found:
             self._report(found[0])
 
-    def append(self, record: Record | Mapping[str, Json]) -> None:
+    def break_resume(
+        self, said: str, problems: Sequence[str], *, is_first: bool, **place: Any
+    ) -> None:
+        """Record why a resumed run is inexact; raise the problems, or warn of them if chosen.
+
+        The record is another one that names a continued ledger, without a name: readers take only
+        the reasons from it. ``place`` has the epoch, step and batch; ``is_first`` is True on the
+        rank that warns.
+
+        Raises:
+            InexactResumeError: Unless ``on_inexact_resume`` is ``"warn"``.
+        """
+        self.append(Resume(parent="", parent_check="", inexact=tuple(problems), **place))
+        text = (
+            f"{said}\nTo resume anyway, with a break that the ledger records, pass "
+            'on_inexact_resume="warn" to the recorder or callback, or set '
+            "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
+        )
+        if self.options.on_inexact_resume != "warn":
+            raise InexactResumeError(text, reasons=problems)
+        if is_first:
+            warnings.warn(text, stacklevel=2)
+
+    def append(self, record: Record) -> None:
         """Write a record that is not compared during training, if a ledger is open.
 
         An error is raised by the next call of ``record``, on all ranks.

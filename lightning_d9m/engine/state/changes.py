@@ -387,16 +387,17 @@ class Changes:
             elif not (isinstance(node.owner, tuple) and node.kind is ITEMS):
                 yield Change(f"{node.path}{_AT_FIRST}", node, (), node.owner)
 
-    def _is_left_out(self, change: Change) -> bool:
-        """Return whether the holder of a change says, where it pickles, that it is not state."""
+    def _list_holders(self, change: Change) -> Iterator[tuple[Any, str]]:
+        """Yield the objects on the way to a change, the last first, and the name of its part."""
         path = change.node.path
         while path:
             path, _, name = path.rpartition(".")
-            held = self._watch.paths.get(path)
-            # Of an entry of a cache the name of the cache.
-            if held is not None and leaves_out(held.owner, name.partition("[")[0]):
-                return True
-        return False
+            if (held := self._watch.paths.get(path)) is not None:
+                yield held.owner, name.partition("[")[0]  # of an entry of a cache that of the cache
+
+    def _is_left_out(self, change: Change) -> bool:
+        """Return whether the holder of a change says, where it pickles, that it is not state."""
+        return any(leaves_out(owner, name) for owner, name in self._list_holders(change))
 
     def _open(self, node: Node) -> Node:
         """Return an object of a library as one of the program's, if all in it can be put back.
@@ -438,12 +439,7 @@ class Changes:
 
     def _is_of_tensor(self, change: Change) -> bool:
         """Return whether an attribute of a tensor holds what has changed."""
-        path = change.node.path
-        while path := path.rpartition(".")[0]:
-            held = self._watch.paths.get(path)
-            if held is not None and isinstance(held.owner, torch.Tensor):
-                return True
-        return False
+        return any(isinstance(owner, torch.Tensor) for owner, _ in self._list_holders(change))
 
     def _find_parts(self, node: Node) -> Iterator[Change]:
         hidden = self._hide(node.owner)

@@ -7,6 +7,7 @@ random generator), or opaque: an object of a library that does not say what its 
 
 import argparse
 import builtins
+import copyreg
 import enum
 import gc
 import inspect
@@ -219,6 +220,15 @@ class Dict(Holder):
     set_part: Callable[[Any, Any, Any], None] = _set_item
     takes: Callable[[Any, Any], bool] = lambda _owner, _key: True
 
+    def __post_init__(self) -> None:
+        if self.write is Kind.write:
+            object.__setattr__(self, "write", self._write_parts)
+
+    def _write_parts(self, owner: Any, content: dict[Any, Any]) -> None:
+        gone = dict.fromkeys(self.read(owner).keys() - content.keys(), MISSING)
+        for name, part in (gone | content).items():
+            self.set_part(owner, name, part)
+
 
 def _read_items(owner: Any) -> Any:
     return dict(owner.items()) if isinstance(owner, dict) else tuple(owner)
@@ -262,19 +272,6 @@ def make_record(kind: Any, values: list[Any]) -> Any:
     return made
 
 
-def _write_parts(
-    read: Callable[[Any], Any], set_part: Callable[[Any, Any, Any], None]
-) -> Callable[[Any, Any], None]:
-    """Return a function that sets the parts of a holder, and removes others."""
-
-    def write(owner: Any, content: Any) -> None:
-        gone = dict.fromkeys(read(owner).keys() - content.keys(), MISSING)
-        for name, part in (gone | content).items():
-            set_part(owner, name, part)
-
-    return write
-
-
 def _name_key(key: Any, place: int) -> str:
     if isinstance(key, enum.Enum):
         return f"[{type(key).__name__}.{key.name}]"
@@ -298,15 +295,11 @@ def leaves_out(owner: Any, name: str) -> bool:
     says = any(getattr(kind, own, None) is not getattr(object, own, None) for own in _SAVING)
     if part is MISSING or not says or _find_kind_of_type(kind) is not OPAQUE:
         return False  # an optimizer leaves out what the program adds to it
-    try:
-        pending = [owner.__reduce_ex__(2)]
-    except Exception:  # noqa: BLE001 - whatever a library raises
-        return False
-    seen = dict[int, Any]()
+    pending, seen = [_reduce(owner)], dict[int, Any]()
     while pending:
         saved = pending.pop()
         named = isinstance(saved, str) and saved in (name, name.strip("_"))
-        if named or saved is part or isinstance(saved, bytes):
+        if named or saved is part or isinstance(saved, bytes | Unreadable):
             return False
         enters = isinstance(saved, tuple | list | dict) and id(saved) not in seen
         seen[id(saved)] = saved
@@ -588,22 +581,24 @@ def _read_slots(owner: Any) -> dict[str, Any]:
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
+def _reduce(owner: Any) -> Any:
+    """Return what pickle would save of an object; ``Unreadable`` if it refuses, or is large."""
+    with suppress(Exception):  # whatever a library raises
+        if sys.getsizeof(owner) <= _MOST_SAVED_BYTES:
+            reduce = copyreg.dispatch_table.get(type(owner))  # as of a type ``int | str``
+            return owner.__reduce_ex__(2) if reduce is None else reduce(owner)
+    return Unreadable()
+
+
 def _list_saved(owner: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the objects that pickle would save of an object; ``Unreadable`` if it refuses."""
-    try:
-        large = sys.getsizeof(owner) > _MOST_SAVED_BYTES
-        saved = Unreadable() if large else owner.__reduce_ex__(2)
-    except Exception:  # noqa: BLE001 - whatever a library raises
-        yield Unreadable()
-        return
-    pending = [saved]
+    pending = [_reduce(owner)]
     while pending:
         part = pending.pop()
         if isinstance(part, list | tuple | dict):
             inner = part.items() if isinstance(part, dict) else part
             yield len(part)
-            many = len(part) > _MOST_SAVED_ITEMS
-            pending += [_encode_items(part)] if many else inner
+            pending += [_encode_items(part)] if len(part) > _MOST_SAVED_ITEMS else inner
         elif isinstance(part, np.ndarray) and not part.dtype.hasobject:
             yield part.tobytes()
         elif depth and find_kind(part) is OPAQUE and not hasattr(part, "__dict__"):
@@ -634,13 +629,10 @@ DICT = Dict(_read_items, _write_items, name=_name_key)
 WEAK = Dict(dict, takes=lambda own, _: isinstance(own, weakref.WeakKeyDictionary))
 # The parameters, buffers or modules of a module, which are named as attributes.
 TABLE = Dict(_read_items, _write_items)
-ATTRIBUTES, FUNCTION, VARIABLES = (
-    Dict(read, _write_parts(read, set_part), set_part=set_part, takes=takes, sign=sign)
-    for read, set_part, takes, sign in (
-        (_read_attributes, _set_attribute, _takes_attribute, Kind.sign),
-        (_read_function, _set_variable, _takes_variable, Kind.sign),
-        (_read_variables, _set_variable, _takes_variable, _sign_variables),
-    )
+ATTRIBUTES = Dict(_read_attributes, set_part=_set_attribute, takes=_takes_attribute)
+FUNCTION = Dict(_read_function, set_part=_set_variable, takes=_takes_variable)
+VARIABLES = Dict(
+    _read_variables, set_part=_set_variable, takes=_takes_variable, sign=_sign_variables
 )
 # What a function is applied to; the arguments are entered, and stay the same objects.
 PARTIAL = Holder(

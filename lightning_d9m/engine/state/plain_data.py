@@ -171,7 +171,7 @@ def _list_items(value: dict[Any, Any]) -> list[Any]:
 
 
 def _name_factory(factory: Any) -> str | None:
-    return next((name for name, kind in _KINDS.items() if kind is factory), None)
+    return next((name for name, kind in _FACTORIES.items() if kind is factory), None)
 
 
 def _pair(parts: list[Any]) -> dict[Any, Any]:
@@ -224,9 +224,10 @@ def _join_array(parts: list[Any]) -> Any:
     return np.frombuffer(parts[2], dtype).copy().reshape(parts[1])
 
 
-# What a ``defaultdict`` makes; code of the program is not sent.
+# What a ``defaultdict`` makes. A rank, or a file that a stranger may have written, names no others,
+# and code of the program is not sent.
 _MADE = (bool, int, float, complex, str, list, tuple, dict, set, deque, Counter, OrderedDict)
-_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in _MADE}
+_FACTORIES: dict[Any, Any] = {kind.__name__: kind for kind in _MADE}
 # The types that JSON lacks besides bytes: the type, the function to a list, and that back.
 _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
@@ -235,7 +236,7 @@ _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "defaultdict": (
         defaultdict,
         lambda own: [_name_factory(own.default_factory), *_list_items(own)],
-        lambda parts: defaultdict(_KINDS.get(parts[0]), _pair(parts[1:])),
+        lambda parts: defaultdict(_FACTORIES.get(parts[0]), _pair(parts[1:])),
     ),
     "dict": (dict, _list_items, _pair),
     "path": (PurePath, lambda own: [str(own)], lambda parts: Path(*parts)),
@@ -256,10 +257,6 @@ _FORMATS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
 # Dicts of these types have a form in checkpoints, with their items, attributes and, if it is one,
 # factory. The messages of ranks have fewer parts, see ``_FORMATS``.
 DICTS: dict[str, Any] = {kind.__name__: kind for kind in (Counter, OrderedDict, defaultdict)}
-# Those that a file, which a stranger may have written, may name.
-_FACTORIES: dict[str, Any] = {
-    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
-}
 
 
 def split_dict(value: Any) -> list[Any]:
@@ -269,8 +266,7 @@ def split_dict(value: Any) -> list[Any]:
         TypeError: If its factory is code of the program.
     """
     factory = getattr(value, "default_factory", None)
-    name = getattr(factory, "__name__", None)
-    if factory is not _FACTORIES.get(str(name)):
+    if (name := _name_factory(factory)) is None and factory is not None:
         raise TypeError(value)
     own = getattr(value, "__dict__", {})  # such as the versions that a `state_dict()` notes
     return [type(value).__name__, name, [[*pair] for pair in value.items()], {**own}]

@@ -168,8 +168,7 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
         ignored = read_names("ignored_metrics", ignored_metrics)
         self._recorder = TrainerRecorder(options, ledger_dir, ignored, spare_cwd=self._auto_added)
         self._shows_summary = summary
-        is_one = isinstance(accepted_unknown, str)
-        self._accepted = [accepted_unknown] if is_one else accepted_unknown
+        self._accepted = read_names("accepted_unknown", accepted_unknown)
         self._fit: Any = None  # the `ResumableFit` that runs, or has ended
         self._session: TrainerSession | None = None
         self._saves = AttributePatches()
@@ -363,12 +362,11 @@ class DeterminismCallback(_Callback):  # type: ignore[misc] # of the package tha
             module.apply_interrupt_variables(trainer, stage, run, self._recorder.end)
         # Before a manifest is added, so that a segment makes none.
         self._saves = record_saves(trainer, run)
-        if stage == "fit":
-            self._fit = ResumableFit(trainer, self._session, self._recorder, self._accepted)
         if trainer.is_global_zero:
             report_hash_seed()
         if stage == "fit":
-            self._recorder.run.prepare()
+            self._fit = ResumableFit(trainer, self._session, self._recorder, self._accepted)
+            run.prepare()
 
     def _close(self, end: End) -> None:
         session, self._session = self._session, None

@@ -25,7 +25,6 @@ from lightning_d9m.engine.ledger.format.records import (
     End,
     Evaluation,
     Header,
-    Resume,
     RunFacts,
     Scalar,
 )
@@ -131,22 +130,6 @@ class TrainerRecorder:
         # A resumed run continues its ledger, in which the state is recorded already.
         if is_new:
             self.record(trainer, session, "initial")
-
-    def add_reasons(self, trainer: Trainer, reasons: Sequence[str]) -> None:
-        """Record why a resumed fit is inexact, as found after it has begun.
-
-        The record is another one that names a continued ledger, without a name: readers take only
-        the reasons from it.
-        """
-        record = Resume(
-            parent="",
-            parent_check="",
-            epoch=trainer.current_epoch,
-            step=trainer.global_step,
-            batch=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
-            inexact=tuple(reasons),
-        )
-        self.run.append(record)
 
     def start_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Probe the state at the start of a batch."""

@@ -5,8 +5,7 @@ Ranks are those of ``torch.distributed``, as launched by torchrun, Fabric or Acc
 
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from functools import partial
 from inspect import unwrap
@@ -41,7 +40,7 @@ from lightning_d9m.engine.recording.description import describe_training
 from lightning_d9m.engine.recording.interruption import Interruption, InterruptRequest, read_request
 from lightning_d9m.engine.recording.run import OptionArguments, Run, RunOptions, share_new_folder
 from lightning_d9m.engine.state.changes import describe_unsaved
-from lightning_d9m.errors import CheckpointError, DriftError, InexactResumeError, SettingError
+from lightning_d9m.errors import CheckpointError, DriftError, SettingError
 from lightning_d9m.integrations.loop.wrapping import (
     find_controllable,
     unwrap_model,
@@ -660,7 +659,7 @@ class Recorder:
         problems += describe_unsaved(list_paths(saved["samplers"], UNKNOWN_DATA))
         if problems:
             text = f"This loop would not resume exactly: {' '.join(problems)}"
-            self._accept(text, problems)
+            self._report(text, problems)
         self._loaders.release()
         self._fit = self._loaders.fit = saved["fit"]
         self._resumed = saved
@@ -675,24 +674,11 @@ class Recorder:
         # Last: loading parts of the program, and what this method calls, may draw.
         restore_rng(decode_rng(saved["rng"]))
 
-    def _report(self, problem: str) -> None:
+    def _report(self, said: str, problems: Sequence[str] = ()) -> None:
         """Raise or warn if this loop does not continue the one that saved its state."""
         place = {"epoch": self.next_epoch, "step": self.global_step, "batch": self._batch}
-        reasons = {"kind": "resume", "parent": "", "parent_check": "", "inexact": [problem]}
-        self.run.append({**reasons, **place})
-        self._accept(problem, [problem])
-
-    def _accept(self, said: str, problems: list[str]) -> None:
-        """Raise the problems of a resume, or warn of them if that is chosen."""
-        text = (
-            f"{said}\nTo continue anyway, with a break that the ledger records, pass "
-            'on_inexact_resume="warn" to the recorder or callback, or set '
-            "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
-        )
-        if self.run.options.on_inexact_resume != "warn":
-            raise InexactResumeError(text, reasons=problems)
-        if self._ranks.rank == 0:
-            warnings.warn(text, stacklevel=2)
+        first = self._ranks.rank == 0
+        self.run.break_resume(said, problems or [said], is_first=first, **place)
 
     @property
     def _open_session(self) -> Session:

@@ -7,13 +7,20 @@ import os
 
 import fuzz_ledger
 import pytest
-from ledger_runs import chain_lines, find_breaks, make_facts, make_header, make_weights, write_lines
+from ledger_runs import (
+    LedgerWriter,
+    chain_lines,
+    find_breaks,
+    make_facts,
+    make_header,
+    make_weights,
+    write_lines,
+)
 
 from lightning_d9m.engine.ledger.folder import rank_path, read_ledger
 from lightning_d9m.engine.ledger.format import reader as rank_file
 from lightning_d9m.engine.ledger.format.reader import holds_record
 from lightning_d9m.engine.ledger.format.records import Digests, End
-from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.errors import LedgerError
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.output.comparison_text import format_comparison

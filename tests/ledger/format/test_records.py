@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_runs import make_digests, make_header
+from ledger_runs import make_digests, make_header, parse_record
 from msgspec import inspect
 
 from lightning_d9m.engine.ledger.format.records import (
@@ -24,7 +24,6 @@ from lightning_d9m.engine.ledger.format.records import (
     RunFacts,
     decode_record,
     encode_record,
-    parse_record,
 )
 
 # JSON's text of such a character, and that of its escape.

@@ -11,9 +11,15 @@ from contextlib import suppress
 
 import pytest
 from ledger_runs import list_batches, make_digests, make_facts
+from msgspec.structs import replace
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, rank_path, read_ledger
-from lightning_d9m.engine.ledger.format.records import Checkpoint, End
+from lightning_d9m.engine.ledger.format.records import (
+    Checkpoint,
+    End,
+    ProbeLayout,
+    ProbesRecord,
+)
 from lightning_d9m.engine.ledger.format.writer import LedgerWriter
 from lightning_d9m.engine.probes.trace import ProbeCollector
 from lightning_d9m.engine.probes.training import ProbePoint
@@ -214,27 +220,26 @@ def test_cut_anywhere(runs):
         assert not reader.complete
 
 
-PROBES = {"kind": "probes", "epoch": 0, "step": 1, "batch": 2, "layout": 0, "digests": b"f" * 16}
+PROBES = ProbesRecord(epoch=0, step=1, batch=2, layout=0, digests=b"f" * 16)
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         (make_digests("epoch", -1), r"'digests' .* field 'epoch' does not fit"),
-        ({"kind": "later"}, r"'later' .* field 'kind' does not fit"),
         (make_facts(trainer={"a": object()}), "cannot be written as JSON"),
-        (PROBES | {"step": -1}, "field 'step' does not fit"),
-        (PROBES | {"digests": b"f" * 32}, "must be 1 digests of 16 bytes, .* and has 32 bytes"),
-        (PROBES | {"layout": 1}, "field 'layout' is 1, and no record before it"),
+        (replace(PROBES, step=-1), "field 'step' does not fit"),
+        (replace(PROBES, digests=b"f" * 32), "must be 1 digests of 16 bytes, .* and has 32 bytes"),
+        (replace(PROBES, layout=1), "field 'layout' is 1, and no record before it"),
     ],
 )
 def test_a_malformed_record_is_not_written(writer, record, message):
     """What would not be readable is refused; the ledger goes on."""
-    writer.write({"kind": "layout", "id": 0, "places": [["loss", "loss", 0]]})
+    writer.write(ProbeLayout(id=0, places=(("loss", "loss", 0),)))
     writer.write(PROBES)
     with pytest.raises(LedgerError, match=message):
         writer.write(record)
-    writer.write(PROBES | {"step": 2, "batch": 3})
+    writer.write(replace(PROBES, step=2, batch=3))
     writer.write(END)
     assert [where[1] for where in list_batches(read_ledger(writer.path))] == [1, 2]
 

@@ -35,7 +35,6 @@ from lightning_d9m.engine.ledger.format.records import (
     Resume,
     RunFacts,
     Sources,
-    StepDigests,
     chain_record,
     decode_record,
 )
@@ -95,25 +94,13 @@ class RankReader(AbstractContextManager["RankReader"]):
             self.close()
             raise
 
-    @property
-    def chain_hash(self) -> str:
-        """The chain hash of the record that was read last: 16 hex digits."""
-        return self._chain_hash.decode()
-
-    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+    def records(self) -> Iterator[Record | Batch]:
         """Yield each record after the header, with batches in place of records of probes.
 
-        With ``lines_only`` it leaves out batches, and the state after the steps that follow a save.
         It leaves out checkpoints and sources, which no comparison reads.
         """
         for record in self.read_lines():
-            if isinstance(record, Checkpoint | Sources) or (
-                lines_only and isinstance(record, StepDigests)
-            ):
-                continue
-            if not isinstance(record, ProbesRecord):
-                yield record
-            elif not lines_only:
+            if isinstance(record, ProbesRecord):
                 places = self._layouts.get(record.layout, ())
                 try:
                     record.check_places(len(places))
@@ -121,10 +108,8 @@ class RankReader(AbstractContextManager["RankReader"]):
                     raise self._malformed(error) from error
                 batch = (record.epoch, record.step, record.batch, (places,), record.digests)
                 yield Batch(*batch, record.problem)
-
-    def line_records(self) -> Iterator[Record]:
-        """Yield each record after the header, without probes."""
-        return (record for record in self.records(lines_only=True) if not isinstance(record, Batch))
+            elif not isinstance(record, Checkpoint | Sources):
+                yield record
 
     def close(self) -> None:
         """Close the file."""
@@ -251,20 +236,17 @@ class LineageReader(RankReader):
     # The second record of a resumed run's file names the folder that it continues.
 
     def __init__(self, path: Path) -> None:
+        self._parts, problem = _follow(path)
         super().__init__(path)
-        try:
-            self._parts, self.problem = _follow(path)
-        except BaseException:
-            self.close()
-            raise
+        self.problem = problem
 
-    def records(self, *, lines_only: bool = False) -> Iterator[Record | Batch]:
+    def records(self) -> Iterator[Record | Batch]:
         """Yield each record after the header once, and batches in order among them."""
         parts: list[tuple[Path, Resume | None]] = [*self._parts, (self.path, None)]
         for number, (path, resume) in enumerate(parts):
             part = self if resume is None else RankReader(path, mark=resume.parent_check)
             with nullcontext(part) if part is self else part:
-                for record in RankReader.records(part, lines_only=lines_only):
+                for record in RankReader.records(part):
                     if resume is not None and not _counts(record, part, resume):
                         continue
                     if not (number and isinstance(record, RunFacts)):
@@ -291,7 +273,7 @@ def read_lineage(path: Path) -> Iterator[tuple[Path, Record]]:
 
 def _holds(path: Path, chain_hash: str) -> bool:
     with RankReader(path, mark=chain_hash) as reader:
-        return any(reader.marked for _ in reader.line_records()) or bool(reader.marked)
+        return any(reader.marked for _ in reader.read_lines()) or bool(reader.marked)
 
 
 def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], str]:
@@ -325,7 +307,7 @@ def _follow(path: Path) -> tuple[list[tuple[Path, Resume]], str]:
 def read_resume(path: Path) -> Resume | None:
     """Return the record with which a resumed run's file begins; None in another file."""
     with RankReader(path) as reader:
-        record = next(reader.line_records(), None)
+        record = next(reader.read_lines(), None)
         return record if isinstance(record, Resume) else None
 
 

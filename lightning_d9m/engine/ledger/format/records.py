@@ -13,9 +13,9 @@ from dataclasses import field as dataclass_field
 from functools import cache
 from hashlib import blake2b
 from math import isfinite
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
-from msgspec import Meta, MsgspecError, Struct, convert, field, structs, to_builtins
+from msgspec import Meta, MsgspecError, Struct, field, structs, to_builtins
 from msgspec.json import Decoder, Encoder
 
 from lightning_d9m.errors import DriftError
@@ -608,19 +608,6 @@ def decode_record(body: bytes) -> Record:
     except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _field_error(error) from error
     return record
-
-
-def parse_record(fields: Mapping[str, Json]) -> Record:
-    """Return a record that is given as JSON values by name; digests of probes are bytes.
-
-    Raises:
-        FieldError: When a field is missing, has another type, or is out of bounds.
-    """
-    try:
-        plain = to_builtins(fields, builtin_types=(bytes,), enc_hook=_to_plain)
-        return cast("Record", convert(plain, Record, builtin_types=(bytes,)))
-    except (MsgspecError, TypeError) as error:
-        raise _field_error(error) from error
 
 
 def _field_error(error: Exception) -> FieldError:

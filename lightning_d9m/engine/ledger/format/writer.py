@@ -1,7 +1,6 @@
 """The ledger's writer: a file to which whole records are appended, whatever ends the process."""
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -10,13 +9,11 @@ from lightning_d9m.engine.ledger.format.records import (
     MAX_HEADER,
     MAX_LINE,
     FieldError,
-    Json,
     ProbeLayout,
     ProbesRecord,
     Record,
     chain_record,
     encode_record,
-    parse_record,
 )
 from lightning_d9m.errors import LedgerError, explain_file_error, file_errors
 from lightning_d9m.text import quote
@@ -42,7 +39,7 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         self._closed = False
         self._failure: str | None = None
         # Those that are not written yet: more than one if a signal handler writes during a write.
-        self._waiting: list[Record | Mapping[str, Json]] = []
+        self._waiting: list[Record] = []
         self._is_writing = False
         # Of all whole records, and of those with the one under way: their bytes, the last check,
         # and how many places each layout has.
@@ -60,8 +57,8 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
         """The chain hash of the last record: 16 hex digits."""
         return self._written[1].decode()
 
-    def write(self, record: Record | Mapping[str, Json]) -> None:
-        """Append one record, typed or as JSON values by name.
+    def write(self, record: Record) -> None:
+        """Append one record.
 
         A signal handler may call this during a write, which then writes the handler's record, too.
         After a failure the writer refuses records: a ledger with a gap must not look complete.
@@ -90,22 +87,20 @@ class LedgerWriter(AbstractContextManager["LedgerWriter"]):
             finally:
                 self._is_writing = False
 
-    def _write(self, record: Record | Mapping[str, Json]) -> None:
+    def _write(self, record: Record) -> None:
         try:
             # The record before may have been interrupted (Ctrl-C within `os.write`), so it is
             # looked at only now. A handler cannot know how much the kernel had taken.
             self._resolve()
-            typed = parse_record(record) if isinstance(record, Mapping) else record
             layouts = self._written[2]
-            if isinstance(typed, ProbesRecord):
-                typed.check_places(layouts.get(typed.layout, 0))
-            if isinstance(typed, ProbeLayout):
-                layouts = {**layouts, typed.id: len(typed.places)}
-            self._append(encode_record(typed), layouts)
+            if isinstance(record, ProbesRecord):
+                record.check_places(layouts.get(record.layout, 0))
+            if isinstance(record, ProbeLayout):
+                layouts = {**layouts, record.id: len(record.places)}
+            self._append(encode_record(record), layouts)
         except FieldError as error:
-            kind = record.get("kind") if isinstance(record, Mapping) else record.kind
             raise LedgerError(
-                f"A record {quote(kind)} for {self.path} is malformed: {error}."
+                f"A record {quote(record.kind)} for {self.path} is malformed: {error}."
             ) from error
         except OSError as error:
             with suppress(OSError):

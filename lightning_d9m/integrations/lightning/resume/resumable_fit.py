@@ -8,14 +8,13 @@ the others.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from warnings import catch_warnings, filterwarnings, warn
+from warnings import catch_warnings, filterwarnings
 
 from lightning_d9m.attribute_patches import AttributePatches
 from lightning_d9m.engine.control.data.loaders import find_epoch_problem, find_loader_problems
 from lightning_d9m.engine.control.seeding import rng_restored
 from lightning_d9m.engine.hashing.checkpoint_manifest import make_manifest
 from lightning_d9m.engine.ledger.format.records import Resume
-from lightning_d9m.errors import InexactResumeError
 from lightning_d9m.integrations.lightning.resume.loaders import (
     drop_consumed_states,
     reads_when_iterated,
@@ -566,18 +565,15 @@ class ResumableFit(Fit):
         if not problems:
             return
         self._reasons += problems
-        self.recorder.add_reasons(self.trainer, problems)  # if its ledger is open
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        text = (
-            f"This run cannot be resumed exactly from the checkpoint:\n{listed}\n"
-            "To resume anyway, with a break that the ledger records, pass "
-            'DeterminismCallback(on_inexact_resume="warn") or set '
-            "LIGHTNING_D9M_ON_INEXACT_RESUME=warn."
+        trainer, listed = self.trainer, "\n".join(f"- {problem}" for problem in problems)
+        self.recorder.run.break_resume(  # its ledger may not be open yet
+            f"This run cannot be resumed exactly from the checkpoint:\n{listed}",
+            problems,
+            is_first=trainer.is_global_zero,
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            batch=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
         )
-        if not self.accepts_breaks:
-            raise InexactResumeError(text, reasons=problems)
-        if self.trainer.is_global_zero:
-            warn(text, stacklevel=2)
 
 
 def _add(checkpoint: dict[str, Any], state: dict[str, Any]) -> None:

@@ -84,9 +84,6 @@ class Inexact(Part):
     name, form, scope, checked = "inexact", list[str], "joined", "load"
 
     def capture(self, _phase: Phase) -> list[str]:
-        return []
-
-    def store(self, _captured: list[str]) -> list[str]:
         return [*self.fit.inexact]
 
     def problems(self, state: list[str]) -> list[str]:
@@ -99,7 +96,7 @@ class Unknown(Inexact):
 
     name = "unknown"
 
-    def store(self, _captured: list[str]) -> list[str]:
+    def capture(self, _phase: Phase) -> list[str]:
         return [*self.fit.unknown]
 
     def problems(self, state: list[str]) -> list[str]:
