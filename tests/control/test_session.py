@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -157,6 +158,40 @@ def test_a_second_thread_is_refused_while_a_session_is_open():
     assert results[0] == ""
     assert results[-1].startswith("A deterministic session or run is open in thread 'worker_")
     assert active_session() is None
+    assert state() == before
+
+
+def test_a_session_that_waits_for_a_later_one_can_be_entered_again():
+    before = state()
+    with pytest.raises(SettingError, match="opened later is still open"), deterministic() as outer:
+        inner = deterministic(seed=2)
+        inner.__enter__()
+    with outer:
+        inner.__exit__(None, None, None)
+        assert active_session() is outer
+    assert state() == before
+
+
+def test_a_thread_that_ends_its_block_closes_it_before_another_opens_one():
+    """The order of a race is forced: the second thread holds the lock as ``deterministic`` does."""
+    before, opened, holds = state(), threading.Event(), threading.Event()
+
+    def open_second():
+        assert opened.wait(60)
+        with session._lock:
+            holds.set()
+            refused = pytest.raises(SettingError, match="is open in thread 'MainThread'")
+            # The first thread cannot end its block meanwhile.
+            with refused:
+                time.sleep(0.2)
+                deterministic(seed=2).__enter__()
+
+    with ThreadPoolExecutor(1) as pool:
+        with deterministic(seed=1, threads=OTHER):
+            opened.set()
+            second = pool.submit(open_second)
+            assert holds.wait(60)
+        second.result()
     assert state() == before
 
 

@@ -188,13 +188,15 @@ class Session:
                 "a session for each block: `with deterministic(...)`."
             )
         self.scopes += 1
+        self._is_over = False  # a later session may have kept it open
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.scopes -= 1
-        if self.scopes == 0:
-            self._is_over = True
-            self.close()
+        with _lock:  # no other thread opens a session between the block's end and that of this one
+            self.scopes -= 1
+            if self.scopes == 0:
+                self._is_over = True
+                self.close()
 
 
 def _refuse_other_threads() -> None:
