@@ -98,6 +98,7 @@ class Inner(BatchSampler):
     def __init__(self, sampler, batch_size, drop_last):
         super().__init__(sampler, batch_size, drop_last)
         self.inner = BatchSampler(sampler, batch_size, drop_last)
+        self.inner.outer = self  # they hold each other
 
     def __iter__(self):
         return map(sorted, self.inner)

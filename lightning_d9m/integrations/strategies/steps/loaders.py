@@ -207,16 +207,17 @@ class BlockBatchSampler:
             yield batch
 
 
-def _replace_sampler(holder: Any, sampler: Any, samples: Any) -> Any:
+def _replace_sampler(holder: Any, sampler: Any, samples: Any, above: Sequence[Any] = ()) -> Any:
     """Return a copy of a batch sampler that has samples wherever it holds a sampler.
 
     It may hold it under several names, and in other samplers. All else is shared with the copy.
+    ``above`` are the samplers that hold this one: if it holds one of them, that stays as it is.
     """
-    replaced = {}
+    replaced, above = {}, (*above, holder)
     for name, value in vars(holder).items():
         made = samples if value is sampler else value
-        if isinstance(made, Sampler) and made is value:
-            made = _replace_sampler(value, sampler, samples)
+        if isinstance(made, Sampler) and made is value and not any(made is own for own in above):
+            made = _replace_sampler(value, sampler, samples, above)
         if made is not value:
             replaced[name] = made
     if not replaced:
