@@ -324,7 +324,7 @@ def test_a_recorder_that_cannot_load_its_parts_leaves_nothing_on(tmp_path, monke
     monkeypatch.setattr(interruption._FaultState, "fits", 0)
     recorder = Recorder(tmp_path, make_parts()[0], portable=True)
     with deterministic(seed=1):
-        with pytest.raises(KeyError), recorder:
+        with pytest.raises(CheckpointError, match=r"RESUME names, has \['other'\], and"), recorder:
             pass
         assert not is_portable()
     with pytest.raises(SettingError, match="The Recorder is not open"):

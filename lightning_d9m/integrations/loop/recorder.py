@@ -37,7 +37,12 @@ from lightning_d9m.engine.probes.training import ProbePoint, Training
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import Ranks
 from lightning_d9m.engine.recording.description import describe_training
-from lightning_d9m.engine.recording.interruption import Interruption, InterruptRequest, read_request
+from lightning_d9m.engine.recording.interruption import (
+    RESUME,
+    Interruption,
+    InterruptRequest,
+    read_request,
+)
 from lightning_d9m.engine.recording.run import OptionArguments, Run, RunOptions, share_new_folder
 from lightning_d9m.engine.state.changes import describe_unsaved
 from lightning_d9m.errors import CheckpointError, DriftError, SettingError
@@ -250,10 +255,8 @@ class Recorder:
             self.interruption = Interruption(request, self._ranks, before_stop=self.run.end)
             self.run.stop = request.stop
             if request.resume is not None and not self.is_hosted:
-                # The parts copy what they load to their own devices; a file names the device of
-                # the rank that saved it, which may not exist here.
-                load = partial(torch.load, map_location="cpu", weights_only=True)
-                saved = self._ranks.raise_on_all(partial(load, self._path_of_rank(request.resume)))
+                path = self._path_of_rank(request.resume)
+                saved = self._ranks.raise_on_all(lambda: self._load(path))
                 for name, part in self._name_parts().items():
                     part.load_state_dict(saved[name])
             self._opened = stack.pop_all()
@@ -451,6 +454,24 @@ class Recorder:
         step, batch = self.global_step, self._batch
         checkpoint = Checkpoint(path=str(path), epoch=self.next_epoch, step=step, batch=batch)
         self.run.note_checkpoint(checkpoint)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Read what ``_save`` has written.
+
+        Raises:
+            CheckpointError: If the file has other parts.
+        """
+        # The parts copy what they load to their own devices; a file names the device of the rank
+        # that saved it, which may not exist here.
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        expected = [*self._name_parts()]
+        content = [*saved] if isinstance(saved, dict) else type(saved).__name__
+        if content != expected:
+            raise CheckpointError(
+                f"{path}, which {RESUME} names, has {content}, and this Recorder resumes "
+                f"{expected}. Name a file that a Recorder of this program has saved."
+            )
+        return saved
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""
