@@ -89,13 +89,6 @@ def test_sessions_nest():
         assert torch.equal(torch.rand(2), second)
 
 
-def test_closing_before_a_block_that_began_later_is_an_error():
-    outer = Session(Settings(seed=1))
-    with Session(Settings(seed=2)), pytest.raises(SettingError, match="reverse order"):
-        outer.close()
-    outer.close()
-
-
 def test_blocks_may_end_in_another_order_than_they_began():
     """As that of a generator, which ends when the generator is closed."""
     before = state()
