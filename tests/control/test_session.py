@@ -153,6 +153,26 @@ def test_a_second_thread_is_refused_while_a_session_is_open():
     assert state() == before
 
 
+def test_no_other_thread_opens_a_session_while_a_block_ends(monkeypatch):
+    """Its session was closed, too, and with it the first one once more."""
+    close, may_open = Session.close, []
+
+    def try_to_open():
+        if found := session._lock.acquire(blocking=False):
+            session._lock.release()
+        return found
+
+    def close_late(ending):
+        with ThreadPoolExecutor(1) as pool:
+            may_open.append(pool.submit(try_to_open).result())
+        close(ending)
+
+    monkeypatch.setattr(Session, "close", close_late)
+    with deterministic(seed=1):
+        pass
+    assert may_open == [False]
+
+
 def test_a_thread_may_open_a_session_after_enable_and_after_another_thread():
     """``enable`` at the top of a program, and one training at a time in threads."""
     outer = enable(seed=1)

@@ -195,10 +195,12 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.scopes -= 1
-        if self.scopes == 0:
-            self._is_over = True
-            self.close()
+        # Another thread would open a session between the end of this block and its close.
+        with _lock:
+            self.scopes -= 1
+            if self.scopes == 0:
+                self._is_over = True
+                self.close()
 
 
 def _refuse_other_threads() -> None:
