@@ -5,7 +5,7 @@ import gc
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -148,6 +148,16 @@ def fixed_rng() -> None:
     # torch.manual_seed notes the stack for devices that have not started: 2 ms, in each test.
     seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
     seed(0)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Return torch's function that sets the number of threads, which is put back at the end."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

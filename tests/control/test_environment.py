@@ -227,21 +227,13 @@ def test_a_program_that_reads_uninitialized_memory_is_exact_with_the_fill_alone(
     assert len(set(found[0])) == 1
 
 
-@pytest.fixture
-def threads_restored():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @ALONE
-@pytest.mark.usefixtures("threads_restored")
-def test_a_product_differs_between_numbers_of_threads_unless_one_is_pinned():
+def test_a_product_differs_between_numbers_of_threads_unless_one_is_pinned(set_threads):
     numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
     factors = 1 + numbers * 1e-4
     free, pinned = [], set()
     for number in (1, 2):
-        torch.set_num_threads(number)
+        set_threads(number)
         free.append(digest(factors.prod()))  # one reduction, cut into a part for each thread
         with deterministic(threads=2):
             pinned.add(digest(factors.prod()))
@@ -251,11 +243,10 @@ def test_a_product_differs_between_numbers_of_threads_unless_one_is_pinned():
 
 
 @ALONE
-@pytest.mark.usefixtures("threads_restored")
-def test_a_number_that_somebody_changes_is_found():
+def test_a_number_that_somebody_changes_is_found(set_threads):
     with deterministic(threads=2) as pinned:
         pinned.verify()
-        torch.set_num_threads(1)
+        set_threads(1)
         with pytest.raises(SettingError, match="1 CPU threads are in use, and 2 were pinned"):
             pinned.verify()
         with deterministic() as free:

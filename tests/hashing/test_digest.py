@@ -106,13 +106,6 @@ def test_lazy_conjugation_and_negation_are_carried_out():
     assert digest(zeros) == digest(torch.zeros(200_000))
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def test_number_of_threads_does_not_count(set_threads, monkeypatch):
     monkeypatch.setattr(xxh3, "_SHARE", 2)
     large = _bytes(3_000_000).view(-1, 100)

@@ -44,9 +44,13 @@ class Bits(Flag):
     B = 2
 
 
+# Two NaNs of which only the last bit differs, each equal to nothing; a field that is not set.
+QUIET, ODD = np.array([0x7FF8 << 48, 0x7FF8 << 48 | 1], np.uint64).view(np.float64).tolist()
+UNSET = Record(1)
+del UNSET.content
 # No two of these are the same value.
 DISTINCT = [
-    None, False, True, 0, 1, -1, 2**70, -(2**70), 10**5000, 0.0, -0.0, 1.0, math.inf, math.nan,
+    None, False, True, 0, 1, -1, 2**70, -(2**70), 10**5000, 0.0, -0.0, 1.0, math.inf,
     5e-324, 0j, 1 + 0j, complex(0.0, -0.0), "", "1", "None", "ü", "\ud800", b"", b"1", Path("1"),
     Path("a/b"), Color.RED, Color.BLUE, Number.ONE, Bits.A, Bits.A | Bits.B, [], (), {}, set(),
     [[]], [()], ([],), [1, 2], [2, 1], (1, 2), [[1], 2], [[1, 2]], {1, 2}, {1: 2}, {2: 1},
@@ -57,8 +61,9 @@ DISTINCT = [
     torch.ones(2), [torch.ones(1)], torch.Generator().manual_seed(1),
     torch.Generator().manual_seed(2), np.ones(1), np.ones(1, np.float32), np.ones((1, 1)),
     deque(), deque([1]), deque([2]), deque([1], 3), [deque([1])],
-    np.ones(1, ">f8"), np.float64(1), np.float32(1), np.int64(1), np.True_, np.datetime64(1, "s"),
-    np.datetime64(1, "ms"), np.array("1"),
+    QUIET, ODD, {QUIET: 1, ODD: 2}, {QUIET: 1, ODD: 3}, {QUIET: 1, float("nan"): 2}, {QUIET: 1},
+    UNSET, Record(None), np.ones(1, ">f8"), np.float64(1), np.float32(1), np.int64(1), np.True_,
+    np.datetime64(1, "s"), np.datetime64(1, "ms"), np.array("1"),
 ]  # fmt: skip
 
 NESTED = st.recursive(
@@ -108,17 +113,6 @@ def test_class_of_a_mapping_does_not_count():
     assert digest_value(torch.Size([1, 2])) == digest_value((1, 2))
 
 
-def test_nan_payloads_and_nan_keys_count():
-    quiet, odd = (
-        np.array([0x7FF8000000000000, 0x7FF8000000000001], np.uint64).view(np.float64).tolist()
-    )
-    assert digest_value(quiet) != digest_value(odd)
-    assert digest_value({quiet: 1, odd: 2}) != digest_value({quiet: 1, odd: 3})
-    twice = {float("nan"): 1, float("nan"): 2}
-    assert len(twice) == 2
-    assert digest_value(twice) != digest_value({float("nan"): 1})
-
-
 def test_value_that_holds_itself_is_refused():
     loop = {"a": [1]}
     loop["a"].append(loop)
@@ -126,13 +120,6 @@ def test_value_that_holds_itself_is_refused():
         digest_value(loop)
     shared = [1]
     assert digest_value([shared, shared]) == digest_value([[1], [1]])
-
-
-def test_a_field_that_is_not_set_is_left_out():
-    record = Record(1)
-    before = digest_value(record)
-    del record.content
-    assert len({before, digest_value(record), digest_value(Record(None))}) == 3
 
 
 def test_deeply_nested_value_is_refused():

@@ -21,31 +21,31 @@ TARGET = Target(torch="2.13.0+cpu", mpi=False)
 CUDA_TARGET = Target(torch="2.13.0+cu130", mpi=False, cuda="13.0", capabilities=("80", "90"))
 
 
+def write_program(path, *lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.fixture
 def tools(tmp_path):
     """Return a function that makes a PATH with the programs named and nothing else."""
+    folder = tmp_path / "tools"
 
     def make(*names):
         for name in names:
-            program = tmp_path / "tools" / name
-            program.parent.mkdir(exist_ok=True)
-            program.write_text("#!/bin/sh\n")
-            program.chmod(0o755)
-        return {"PATH": str(tmp_path / "tools")}
+            write_program(folder / name)
+        return {"PATH": str(folder)}
 
     return make
 
 
 @pytest.fixture
-def describe(tmp_path):
+def describe(tmp_path_factory):
     """Return a function that returns the variables of a build, given target and variables."""
-
-    def describe(target, variables):
-        work = tmp_path / f"work{len(list(tmp_path.iterdir()))}"
-        work.mkdir()
-        return build_environment(target, work, variables)
-
-    return describe
+    make_folder = tmp_path_factory.mktemp
+    return lambda target, variables: build_environment(target, make_folder("work"), variables)
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +85,10 @@ def make_toolkit(tmp_path):
 
     def make(folder, version):
         home = tmp_path / folder
-        for name in ("bin", "include"):
-            (home / name).mkdir(parents=True)
+        (home / "include").mkdir(parents=True)
         (home / "include" / "cuda_runtime.h").touch()
-        nvcc = home / "bin" / "nvcc"
-        nvcc.write_text(
-            f"#!/bin/sh\necho Cuda compilation tools, release {version}, V{version}.1\n"
-        )
-        nvcc.chmod(0o755)
+        said = f"Cuda compilation tools, release {version}, V{version}.1"
+        write_program(home / "bin" / "nvcc", f"echo {said}")
         return str(home)
 
     return make
@@ -170,10 +166,8 @@ def test_the_cache_key_names_all_that_a_wheel_depends_on():
     [("a.cc:3: error: no such thing\nlate", "a.cc:3: error: no such"), ("one\n two \n\n", "two")],
 )
 def test_a_failed_build_names_the_log_and_the_first_error(monkeypatch, tmp_path, said, cause):
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho compiling error.cc.o\nprintf '{said}'\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    lines = "echo compiling error.cc.o", f"printf '{said}'", "exit 1"
+    monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", *lines))
     log, shown = tmp_path / "build.log", []
     with pytest.raises(CommandError, match=f"build.log and its first error is: {cause}"):
         build_wheel(tmp_path, log, {}, shown.append)

@@ -25,17 +25,15 @@ from lightning_d9m.errors import StackDifferenceError
 ONE = {"torch.version": "2.13.0", "device.driver": "560.35.03", "cpu.count": 8, "torch.cuda": None}
 
 
-def test_what_changes_bits_shows(monkeypatch):
+def test_what_changes_bits_shows(monkeypatch, set_threads):
     """Two threads are another stack than one, float64 another than float32."""
-    before = capture_stack()
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    before, dtype = capture_stack(), torch.get_default_dtype()
+    set_threads(torch.get_num_threads() + 1)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     try:
-        torch.set_num_threads(threads + 1)
         torch.set_default_dtype(torch.float64)
-        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
         after = capture_stack()
     finally:
-        torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
     found = {name for name, _, _ in stack_differences(before, after)}
     assert found >= {"threads.intraop", "flag.default_dtype", "flag.cudnn.benchmark"}

@@ -344,6 +344,7 @@ def list_value_cases() -> Iterator[EdgeCase]:
         call = partial(_differentiate, nnf.ctc_loss, scores, *arguments)
         yield EdgeCase("ctc_loss", "joined labels", call)
     scores, target = torch.randn(2, 5, 4, 3).log_softmax(1), torch.arange(24).view(2, 4, 3) % 5
+    target[1, 0] = -100  # pixels that are ignored, which no mean counts
     for reduction in ("none", "mean"):
         call = partial(nnf.nll_loss, scores, target, reduction=reduction)
         yield EdgeCase("nll_loss2d", reduction, call)

@@ -60,12 +60,13 @@ TYPES = {
     "group norm": lambda x: torch.nn.GroupNorm(2, 4)(x.view(1, 4, 2)),
     "copysign": lambda x: torch.copysign(x, WHOLE[:4].repeat(2)),
     "remainder": lambda x: x % 0.3,
+    "root of a number": lambda x: x[2].rsqrt(),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", TYPES.values(), ids=TYPES)
-def test_numbers_of_16_bits_keep_their_type(function, dtype):
+def test_numbers_keep_their_type(function, dtype):
     values = torch.arange(8.0).to(dtype)
     expected = function(values)
     with portable():

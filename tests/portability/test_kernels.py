@@ -39,13 +39,10 @@ def by_torch():
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
-def _threads(request, monkeypatch):
+def _threads(request, monkeypatch, set_threads):
     """Two threads share out also what one would compute sooner."""
     monkeypatch.setattr(library, "_ALONE", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    set_threads(request.param)
 
 
 @DTYPES

@@ -72,24 +72,19 @@ def test_a_generator_of_a_device_is_refused():
 
 def _record(folder, threads, *, portable=True, reference=None, **options):
     """Train a linear layer with a recorder on this many threads; return the ledger."""
-    before = torch.get_num_threads()
-    try:
-        with deterministic(seed=1):
-            torch.set_num_threads(threads)
-            model = torch.nn.Linear(3, 2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer.param_groups[0].update(options)
-            with Recorder(folder, model, optimizer, portable=portable, reference=reference) as run:
-                for batch in run.batches([torch.ones(4, 3)]):
-                    assert is_portable() == portable
-                    model(batch).sum().backward()
-                    optimizer.step()
-                    run.step()
-                run.epoch()
-            assert not is_portable()
-            return run.ledger
-    finally:
-        torch.set_num_threads(before)
+    with deterministic(seed=1, threads=threads):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0].update(options)
+        with Recorder(folder, model, optimizer, portable=portable, reference=reference) as run:
+            for batch in run.batches([torch.ones(4, 3)]):
+                assert is_portable() == portable
+                model(batch).sum().backward()
+                optimizer.step()
+                run.step()
+            run.epoch()
+        assert not is_portable()
+        return run.ledger
 
 
 def test_a_portable_reference_of_another_stack_is_accepted_and_the_report_lists_it(tmp_path):

@@ -10,11 +10,12 @@ from functools import partial
 
 import pytest
 import torch
+from ledger_runs import make_facts, make_header
 from msgspec.structs import replace
 from rank_threads import RANKS, Threads
 
 from lightning_d9m.engine.ledger.folder import read_ledger
-from lightning_d9m.engine.ledger.format.records import End, Evaluation, Header, Resume, RunFacts
+from lightning_d9m.engine.ledger.format.records import End, Evaluation, Resume
 from lightning_d9m.engine.ledger.stack import SHARDED_PARAMETERS
 from lightning_d9m.engine.probes.training import Training
 from lightning_d9m.engine.ranks.ranks import Ranks
@@ -31,15 +32,17 @@ from lightning_d9m.errors import (
 NOTE = Evaluation(name="a", epoch=0, step=0, batches=1, outputs="0" * 32)
 
 
-def make_run(folder, ranks, *, stack="2", sharded=False, **policy):
+def make_run(folder, ranks, *, stack="2", sharded=False, parent=None, **policy):
     """Return a run of a model of the two weights `a` and `b`, and the model."""
     model = torch.nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
-    words = {"rank": ranks.rank, "world_size": 1 if ranks.is_alone else RANKS, "fit": 0, "seed": 1}
     stack = stack if isinstance(stack, dict) else {"torch": stack}
-    header = Header(**words, created="", package="0", settings={}, stack=stack)
+    world_size = 1 if ranks.is_alone else RANKS
+    header = make_header(rank=ranks.rank, world_size=world_size, settings={}, stack=stack)
     replicated = None if sharded or ranks.is_alone else ReplicatedState(weights=["a", "b"])
-    facts = RunFacts(model="m", parameters=2, train=[])
     run = Run(RunOptions(**policy))
+    if parent is not None:
+        run.resume(parent, None, warnings.warn)
+    facts = make_facts(train=[])
     run.begin(ranks, Training(model), lambda: (header, facts, replicated), lambda: folder)
     return run, model
 
@@ -205,14 +208,8 @@ def test_the_end_has_the_place_of_the_last_state(tmp_path, act, words, place):
 
 
 def test_a_resumed_run_that_records_nothing_ends_where_it_began(tmp_path):
-    run = Run(RunOptions())
     parent = Resume(parent="", parent_check="", epoch=3, step=9, batch=0)
-    run.resume(parent, None, warnings.warn)
-    training = Training(torch.nn.Linear(1, 1))
-    words = {"rank": 0, "world_size": 1, "fit": 0, "seed": 1, "created": "", "package": "0"}
-    header = Header(**words, settings={}, stack={})
-    facts = RunFacts(model="m", parameters=2, train=[])
-    run.begin(Ranks(0), training, lambda: (header, facts, None), lambda: tmp_path)
+    run, _ = make_run(tmp_path, Ranks(0), parent=parent)
     run.end(End(status="failed"))
     end = read_ledger(tmp_path).outcome(0).end
     assert (end.epoch, end.step) == (3, 9)

@@ -1,7 +1,5 @@
 """Compare a ledger with mutations of itself: clear errors, bounded memory, no false verdict.
 
-    python tests/support/fuzz_ledger.py -n 10000 [-o FILE]
-
 Each mutation changes the records of a small run with probes. Half of them change bytes; the other
 half change values, order or number of records and compute all checks again, so that only the schema
 and the comparison can notice. A mutation fails if the comparison raises anything but a
@@ -9,16 +7,12 @@ and the comparison can notice. A mutation fails if the comparison raises anythin
 which an independent reader finds different contents.
 """
 
-import argparse
 import json
 import random
 import signal
-import tempfile
-import time
 import tracemalloc
 from base64 import b64decode
 from collections import Counter
-from pathlib import Path
 
 from ledger_runs import LedgerWriter, make_digests, make_facts, make_header
 
@@ -288,30 +282,3 @@ def fuzz(count, seed, folder):
             failures.append({"mutation": number, "wrong": wrong})
     tracemalloc.stop()
     return outcomes, failures
-
-
-def main():
-    """Mutate, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", "--number", type=int, default=10_000)
-    parser.add_argument("-s", "--seed", type=int, default=1)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes, failures = fuzz(arguments.number, arguments.seed, Path(folder))
-    result = {
-        "mutations": arguments.number,
-        "seed": arguments.seed,
-        "seconds": round(time.perf_counter() - began, 1),
-        "outcomes": {" ".join(key): count for key, count in sorted(outcomes.items())},
-        "failures": failures[:100],
-    }
-    print(json.dumps(result, indent=1))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(1 if failures else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -192,7 +192,8 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _lock:  # no other thread opens a session between the block's end and that of this one
+        # Another thread would open a session between the end of this block and its close.
+        with _lock:
             self.scopes -= 1
             if self.scopes == 0:
                 self._is_over = True

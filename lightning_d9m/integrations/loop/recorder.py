@@ -463,7 +463,7 @@ class Recorder:
         """
         # The parts copy what they load to their own devices; a file names the device of the rank
         # that saved it, which may not exist here.
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         expected = [*self._name_parts()]
         content = [*saved] if isinstance(saved, dict) else type(saved).__name__
         if content != expected:
@@ -471,7 +471,7 @@ class Recorder:
                 f"{path}, which {RESUME} names, has {content}, and this Recorder resumes "
                 f"{expected}. Name a file that a Recorder of this program has saved."
             )
-        return saved
+        return cast(dict[str, Any], saved)
 
     def _name_parts(self) -> dict[str, Any]:
         """Return all that is saved by name; this recorder, which restores generators, is last."""

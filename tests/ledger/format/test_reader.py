@@ -4,6 +4,7 @@ Ledgers of resumed runs are read as one run, and say where it was interrupted.
 """
 
 import os
+from base64 import b64encode
 
 import fuzz_ledger
 import pytest
@@ -13,6 +14,7 @@ from ledger_runs import (
     find_breaks,
     make_facts,
     make_header,
+    make_probes,
     make_weights,
     write_lines,
 )
@@ -192,6 +194,21 @@ def test_a_wrong_record_with_a_valid_check(runs, tmp_path, monkeypatch, change, 
     with pytest.raises(LedgerError, match=message) as caught:
         read(path)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": 1}, "line 3: field 'layout' is 1, and no record before it"),
+        ({"digests": b64encode(bytes(32)).decode()}, "must be 1 digests of 16 .* has 32 bytes"),
+    ],
+)
+def test_probes_that_do_not_fit_their_layout(tmp_path, change, message):
+    layout, probes = make_probes([("loss", "loss")], [(1,)])
+    probes |= {"digests": b64encode(probes["digests"]).decode()} | change
+    path = tmp_path / "rank-0.jsonl"
+    with pytest.raises(LedgerError, match=message):
+        read(write_lines(path, [make_header().as_record(), layout, probes]))
 
 
 def test_mutations_are_refused_or_judged_right(tmp_path, monkeypatch):

@@ -160,13 +160,6 @@ def test_a_body_that_is_no_record(body, message):
         decode_record(body)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}])
-def test_a_value_that_is_no_json_is_not_written(value):
-    facts = RunFacts(model="m", parameters=1, train=(), trainer={"a": value})
-    with pytest.raises(FieldError, match=r"cannot be written as JSON|does not fit"):
-        encode_record(facts)
-
-
 def test_a_text_without_utf_8_is_escaped():
     """As the name of a file in Latin-1, at which a training must not end."""
     name = os.fsdecode(b"caf\xe9")

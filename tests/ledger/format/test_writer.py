@@ -99,38 +99,43 @@ def test_a_full_disk_leaves_whole_records(writer, runs, monkeypatch, code):
     assert read_ledger(writer.path).outcome(0).records == 1
 
 
-@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-def test_ctrl_c_in_the_middle_of_a_write(writer, runs, monkeypatch, written):
+@pytest.fixture(params=[0, 10, None], ids=["nothing", "a part", "all"])
+def interrupt(request, monkeypatch):
+    """Return a function that lets a part of the next write through, and then calls another."""
+
+    def begin(action):
+        def interrupted(fd, data):
+            monkeypatch.setattr(os, "write", real)
+            size = real(fd, data[: request.param])
+            action()
+            return size
+
+        real = os.write
+        monkeypatch.setattr(os, "write", interrupted)
+        return request.param is None  # whether all gets through
+
+    return begin
+
+
+def press_ctrl_c():
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_the_middle_of_a_write(writer, runs, interrupt):
     """Whether the record got through is read off the file; the chain stays whole."""
-    real = os.write
-
-    def interrupted(fd, data):
-        real(fd, data[:written])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            writer.write(runs.facts())
+    is_written = interrupt(press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(runs.facts())
     writer.write(End(status="failed", error="KeyboardInterrupt"))
     reader, records = read_all(writer.path)
-    assert len(records) == (2 if written is None else 1)
+    assert len(records) == 1 + is_written
     assert reader.complete
 
 
-@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-def test_a_signal_handler_writes_in_the_middle_of_a_write(writer, runs, monkeypatch, written):
+def test_a_signal_handler_writes_in_the_middle_of_a_write(writer, runs, interrupt):
     """As one does that saves a checkpoint: its record comes after the one under way."""
-    real = os.write
-
-    def interrupted(fd, data):
-        monkeypatch.setattr(os, "write", real)
-        size = real(fd, data[:written])
-        writer.write(Checkpoint(path="a", epoch=0, step=1, batch=1))
-        writer.write(Checkpoint(path="b", epoch=0, step=1, batch=1))
-        return size
-
-    monkeypatch.setattr(os, "write", interrupted)
+    saves = [Checkpoint(path=path, epoch=0, step=1, batch=1) for path in "ab"]
+    interrupt(lambda: [*map(writer.write, saves)])
     writer.write(runs.facts())
     writer.write(END)
     reader, _ = read_all(writer.path)
@@ -140,18 +145,10 @@ def test_a_signal_handler_writes_in_the_middle_of_a_write(writer, runs, monkeypa
     assert written == [("run", None), ("checkpoint", "a"), ("checkpoint", "b"), ("end", None)]
 
 
-@pytest.mark.parametrize("written", [0, 10, None], ids=["nothing", "a part", "all"])
-def test_ctrl_c_in_the_middle_of_a_layout(writer, monkeypatch, written):
+def test_ctrl_c_in_the_middle_of_a_layout(writer, interrupt):
     """What follows, as the probes of a state at an exception, refers to a layout that is there."""
-    real = os.write
-
-    def interrupted(fd, data):
-        monkeypatch.setattr(os, "write", real)
-        real(fd, data[:written])
-        raise KeyboardInterrupt
-
     probes = ProbeCollector(writer.write)
-    monkeypatch.setattr(os, "write", interrupted)
+    interrupt(press_ctrl_c)
     for step in range(3):
         probes.begin(ProbePoint(0, step, step))
         probes.add("loss", "loss", step)
@@ -228,6 +225,7 @@ PROBES = ProbesRecord(epoch=0, step=1, batch=2, layout=0, digests=b"f" * 16)
     [
         (make_digests("epoch", -1), r"'digests' .* field 'epoch' does not fit"),
         (make_facts(trainer={"a": object()}), "cannot be written as JSON"),
+        (make_facts(trainer={"a": {1, 2}}), "does not fit"),
         (replace(PROBES, step=-1), "field 'step' does not fit"),
         (replace(PROBES, digests=b"f" * 32), "must be 1 digests of 16 bytes, .* and has 32 bytes"),
         (replace(PROBES, layout=1), "field 'layout' is 1, and no record before it"),
