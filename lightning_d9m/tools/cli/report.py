@@ -11,7 +11,7 @@ from lightning_d9m.tools.cli.arguments import LEDGERS, STATUS, choose_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
-from lightning_d9m.tools.launch.run import read_runs
+from lightning_d9m.tools.launch.runs import read_runs
 from lightning_d9m.tools.output.html_page import (
     GENERATOR_TAG,
     ComparedRuns,
