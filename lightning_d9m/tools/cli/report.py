@@ -15,7 +15,7 @@ from lightning_d9m.tools.launch.runs import read_runs
 from lightning_d9m.tools.output.html_page import (
     GENERATOR_TAG,
     ComparedRuns,
-    LoggedValues,
+    LoggedPairs,
     render_page,
 )
 from lightning_d9m.tools.output.repeat_text import RepeatReport
@@ -61,7 +61,7 @@ def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
 
 def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     """Compare two ledgers, and keep the values that they have logged."""
-    values = LoggedValues()
+    values = LoggedPairs()
     ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=values.watch)
