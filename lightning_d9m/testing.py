@@ -20,7 +20,7 @@ from lightning_d9m.errors import NotBitExactError, SettingError
 from lightning_d9m.integrations.loop.optimizer_steps import OptimizerSteps
 from lightning_d9m.text import describe_pair
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
-from lightning_d9m.tools.launch.run import pair_fits
+from lightning_d9m.tools.launch.runs import pair_fits
 from lightning_d9m.tools.output.comparison_text import format_comparison
 
 _PAIR = 2

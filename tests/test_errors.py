@@ -20,7 +20,7 @@ def find_unlike_runs(g):
     fit = SimpleNamespace(header=SimpleNamespace(fit=0), path=g.folder / "fit-000")
     found = iter([{"fit-000": fit}, {"fit-000": fit, "fit-001": fit}])
     runs = g.module.Runs(["true"], g.folder)
-    run = import_module(f"{PREFIX}tools.launch.run").Run
+    run = import_module(f"{PREFIX}tools.launch.runs").RunResult
     g.patch.setattr(runs, "run", lambda *_, **__: run(next(found)))
     equal = SimpleNamespace(one_is_longer=False, verdict="equal")
     g.patch.setattr(g.module, "compare_ledgers", lambda *_: equal)
@@ -89,7 +89,7 @@ CASES = [
     ),
     (
         "tools.segments.segment",
-        lambda g: g.module.find_first_fit(g.module.Run({})),
+        lambda g: g.module.find_first_fit(g.module.RunResult({})),
         "The command wrote no ledger of a fit.",
     ),
     ("tools.segments.goto", go_into_a_loop_of_optimizers, "Add lightning_d9m.Recorder"),

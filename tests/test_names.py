@@ -5,8 +5,10 @@ finds any: a test file of its name in a folder of one of its rooms, its doctests
 import it, those that give the command of its name, and those of the sources that import it.
 """
 
+import ast
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,16 @@ def test_every_source_has_tests():
 def test_a_source_without_tests_is_found(source):
     """Also one that has the name of a source of another room."""
     assert find_tests(PACKAGE / source) == []
+
+
+def test_the_name_of_a_class_means_one_thing():
+    places = defaultdict(list)
+    for path, text in SOURCES.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                places[node.name].append(path)
+    assert len(places) > 100
+    assert {name: paths for name, paths in places.items() if paths[1:]} == {}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Each stack has a virtual environment in FOLDER, which is made if it is not there, and gets the wheel
 that is built here. The interpreter that it names must be on PATH. The parts: ``repeat`` trains
 examples/digits.py twice with ``d9m repeat`` and two loader workers, ``resume`` resumes it with
-``d9m repeat --interrupt``, ``tests`` runs the tests of control and of the callback from this
+``d9m repeat --interrupt``, ``tests`` runs the tests of hooks, control and the callback from this
 checkout against the wheel, each with a time limit of fifteen minutes: from Python 3.14 on, each
 loader worker imports torch.
 benchmarks/results/stacks.json and its page keep the results; what does not run keeps the result
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS = ("repeat", "resume", "tests")
 TESTS = (
+    "tests/test_hooks.py",
     "tests/control/test_session.py",
     "tests/control/test_seeding.py",
     "tests/control/test_settings.py",

@@ -17,7 +17,7 @@ from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.cli import locate as locate_module
 from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.cli.main import main
-from lightning_d9m.tools.launch import run as launched
+from lightning_d9m.tools.launch import runs as launched
 from lightning_d9m.tools.launch.processes import make_rank_variables, run_once
 from lightning_d9m.tools.launch.progress import RunProgress
 from lightning_d9m.tools.locate import search as search_module

@@ -14,7 +14,7 @@ from lightning_d9m.engine.control.environment import EarlyVariables
 from lightning_d9m.errors import SettingError, StackDifferenceError, TooLateError
 from lightning_d9m.integrations.strategies.horovod.environment import (
     PINNED,
-    compare_ranks,
+    compare_stacks,
     connect_store,
     list_variables,
 )
@@ -92,9 +92,9 @@ def test_a_second_run_uses_the_running_horovod(running):
 
 
 def test_ranks_that_differ_are_named_with_the_field():
-    compare_ranks({"op": "average"}, lambda own: [own, dict(own)])
+    compare_stacks({"op": "average"}, lambda own: [own, dict(own)])
     with pytest.raises(StackDifferenceError, match=r"Rank 2 .*\n  strategy.op") as caught:
-        compare_ranks({"op": "average"}, lambda own: [own, own, own | {"strategy.op": "sum"}])
+        compare_stacks({"op": "average"}, lambda own: [own, own, own | {"strategy.op": "sum"}])
     assert caught.value.differences == (("strategy.op", "average", "sum"),)
 
 

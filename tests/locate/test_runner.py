@@ -9,7 +9,7 @@ import pytest
 from ledger_program import PROGRAM
 
 from lightning_d9m.errors import CommandError
-from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.launch.runs import Runs, make_output
 from lightning_d9m.tools.locate import runner as runners
 from lightning_d9m.tools.locate.runner import WHOLE, Runner
 from lightning_d9m.tools.segments.segment import Segment

@@ -10,7 +10,7 @@ from ledger_runs import make_weights, write_rank
 
 from lightning_d9m.engine.ledger.folder import create_ledger_folder, read_ledger
 from lightning_d9m.engine.ledger.format.records import Digests
-from lightning_d9m.tools.launch.run import Run
+from lightning_d9m.tools.launch.runs import RunResult
 from lightning_d9m.tools.output.columns import format_table
 from lightning_d9m.tools.output.repeat_text import (
     RepeatReport,
@@ -56,7 +56,7 @@ def test_saved_files_are_not_numbered_as_a_fit(tmp_path):
     kinds = ("fit", "saved", "fit", "final")
     folders = [create_ledger_folder(tmp_path, kind) for kind in kinds]
     fits = {own.name: read_ledger(write_rank(own, [weights])) for own in folders}
-    report = RepeatReport({1: Run(fits), 2: Run(fits)}, tmp_path, ["true"])
+    report = RepeatReport({1: RunResult(fits), 2: RunResult(fits)}, tmp_path, ["true"])
     assert [row["fit"] for row in report.rows[:4]] == [1, "saved", 2, "final"]
 
 
@@ -66,7 +66,7 @@ def test_saved_values_without_a_digest_are_named(tmp_path, capsys):
         moment="saved w.pt", epoch=0, step=0, totals=dict.fromkeys(groups, DIGEST), groups=groups
     )
     folder = create_ledger_folder(tmp_path, "saved")
-    run = Run({folder.name: read_ledger(write_rank(folder, [saved]))})
+    run = RunResult({folder.name: read_ledger(write_rank(folder, [saved]))})
     RepeatReport({1: run, 2: run}, tmp_path, ["true"]).print_out("text")
     assert "note: saved without a digest, so not compared: w.pt: ema." in capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_ledgers_that_nothing_ended_are_incomplete(tmp_path, end):
     weights = make_weights("epoch", 0, {"w": DIGEST}, totals={"weights": DIGEST})
     folder = create_ledger_folder(tmp_path)
     fits = {folder.name: read_ledger(write_rank(folder, [weights], end=end))}
-    report = RepeatReport({1: Run(fits), 2: Run(fits)}, tmp_path, ["true"])
+    report = RepeatReport({1: RunResult(fits), 2: RunResult(fits)}, tmp_path, ["true"])
     told = report.state_verdict()
     if end:
         assert told == "equal: the fits of 2 runs agree bit for bit in 2 records each."

@@ -8,7 +8,7 @@ import pytest
 from lightning_d9m.errors import SettingError
 from lightning_d9m.tools.proof.training import (
     Proof,
-    Training,
+    ProvenTraining,
     read_statement,
     write_statement,
 )
@@ -17,7 +17,7 @@ PROOF = Proof(
     "https://in-toto.io/Statement/v1",
     "urn:lightning-d9m:training:1",
     [],
-    Training("run", {}, [], {"a": "0" * 64}, {}),
+    ProvenTraining("run", {}, [], {"a": "0" * 64}, {}),
 )
 
 

@@ -27,7 +27,7 @@ from lightning_d9m.engine.ledger.format.records import (
     encode_record,
 )
 from lightning_d9m.errors import CommandError, LedgerError
-from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.launch.runs import RunResult, Runs
 from lightning_d9m.tools.segments.check import (
     COMPILED,
     CheckedSegment,
@@ -277,7 +277,7 @@ def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, mo
         return write_rank(create_ledger_folder(tmp_path), records, **words)
 
     parts = (read_ledger(write(epochs, program={SEGMENT: "until 28"})) for epochs in (1, 2))
-    runs = (Run({"fit-000": part}) for part in parts)
+    runs = (RunResult({"fit-000": part}) for part in parts)
     name = "lightning_d9m.tools.segments.segment.run_segment"
     monkeypatch.setattr(name, lambda *_, **__: next(runs))
     recorded, known = RecordedRun(write(3)), CheckedSegment(0, 0, 27)

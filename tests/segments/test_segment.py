@@ -12,7 +12,7 @@ from lightning_d9m.engine.ledger.format.records import Checkpoint, End, Resume, 
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.comparison.ledgers import compare
-from lightning_d9m.tools.launch.run import Runs
+from lightning_d9m.tools.launch.runs import Runs
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     Segment,

@@ -48,13 +48,15 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+# The folder tests/horovod, which pytest's path has, is a namespace of that name: without a file.
+_HOROVOD = importlib.util.find_spec("horovod")
 # What the trainings of the tests import.
 TRAINING = (
     "lightning.pytorch",
     "lightning_d9m.integrations.lightning.callback",
     "sklearn.datasets",
     "torch.distributed.checkpoint",
-    *(["horovod.torch"] if importlib.util.find_spec("horovod") else []),
+    *(["horovod.torch"] if _HOROVOD and _HOROVOD.origin else []),
 )
 _SHARED = "D9M_FORKING_PYTHON"  # the path that workers take from the process that starts them
 _MOST_FILES = 200  # that a process inherits

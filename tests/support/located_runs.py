@@ -13,7 +13,7 @@ from torch.distributed import FileStore
 from lightning_d9m.engine.ledger.folder import LEDGER_VARIABLE
 from lightning_d9m.errors import CommandError
 from lightning_d9m.tools.cli.main import main
-from lightning_d9m.tools.launch import run as launched
+from lightning_d9m.tools.launch import runs as launched
 from lightning_d9m.tools.locate.search import Search
 
 

@@ -69,7 +69,7 @@ from lightning_d9m.engine.state.state import LeaveOut, Node, Watch, holds_data
 from lightning_d9m.errors import RanksDisagreeError, SettingError
 
 # Objects in a longer container are compared together, without a node for each.
-_MOST_ITEMS = 1000
+_MOST_NODES = 1000
 # Of the changes that are encoded, and of each, about: a cache may be larger than the model. An
 # average of the weights usually is, and is in the checkpoint already, from the callback's
 # ``state_dict``.
@@ -725,8 +725,8 @@ def _is_long(value: Any) -> bool:
     """Return whether a container holds so many objects that they have no node each."""
     kind = find_kind(value)
     if kind is OBJECTS:
-        return value.size > _MOST_ITEMS and holds_objects(value.flat)
-    return kind in (ITEMS, DICT, LONG) and len(value) > _MOST_ITEMS and holds_objects(value)
+        return value.size > _MOST_NODES and holds_objects(value.flat)
+    return kind in (ITEMS, DICT, LONG) and len(value) > _MOST_NODES and holds_objects(value)
 
 
 def _is_unreadable(change: Change) -> bool:

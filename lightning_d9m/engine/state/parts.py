@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.errors import SettingError
-from lightning_d9m.program import LIGHTNING, is_of_framework
+from lightning_d9m.program import LIGHTNING, PACKAGE_FOLDERS, is_of_framework
 
 # Of most elements of data. An element of a subclass may have attributes.
 PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -68,14 +68,13 @@ _POSITIONS = {"pos": 624, "buffer_pos": 4}
 QUESTIONS = ("qsize", "locked", "_is_owned", "tell")
 """Methods that return the size of a queue, whether a lock is held, and a position in a file."""
 # A longer container holds data, which are compared and not entered; a set is opaque.
-_MOST_ITEMS = 100_000
+_MOST_ENTERED = 100_000
 # Of what pickle would save of an object. A larger one is unknown, and not read at each save.
 _MOST_SAVED_BYTES, _MOST_SAVED_ITEMS = 2**24, 1000
 # Names what memory of an object holds that is not an attribute. No attribute has parentheses.
 _MEMORY = "memory()"
 _PATHS = sysconfig.get_paths()
 _LIBRARY_FOLDERS = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_PACKAGES = {"site-packages", "dist-packages"}
 _SIZED = (list, dict, set, deque, tuple)
 _STATEFUL = (
     *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace),
@@ -660,7 +659,7 @@ def find_kind(value: Any) -> Kind | None:
     if isinstance(value, types.FunctionType | type | types.ModuleType):
         found = FUNCTION if isinstance(value, types.FunctionType) else VARIABLES
         return found if is_of_program(value) else None
-    if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ITEMS:
+    if kind in (ITEMS, DICT, SET) and len(value) > _MOST_ENTERED:
         return OPAQUE if kind is SET else LONG
     if kind is SET and any(find_kind(item) is not None for item in value):
         return OPAQUE
@@ -732,7 +731,7 @@ def _is_source_of_program(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
     # Other environments, on whose packages this one builds, have folders of these names.
     outside = file is not None and not (
-        file.startswith(_LIBRARY_FOLDERS) or _PACKAGES & {*Path(file).parts}
+        file.startswith(_LIBRARY_FOLDERS) or PACKAGE_FOLDERS & {*Path(file).parts}
     )
     return not is_of_framework(name) and (name == "__main__" or outside)
 

@@ -217,7 +217,7 @@ def name_part(path: str, kind: Holder, key: Any, place: int) -> str:
 _FOREIGN = {*LIGHTNING, "pandas"}
 _DATA = (TENSOR, ARRAY, OBJECTS)
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_MOST_ITEMS = 1000  # a longer list holds data
+_MOST_SEARCHED = 1000  # a longer list holds data
 
 
 def search(
@@ -276,7 +276,7 @@ def _list_parts(value: Any, level: int) -> Collection[tuple[Any, Any]]:
     """Return the names and the parts of an object."""
     kind = find_kind(value)
     if kind in (ITEMS, DICT):
-        is_data = len(value) > _MOST_ITEMS or not holds_objects(value)
+        is_data = len(value) > _MOST_SEARCHED or not holds_objects(value)
         return () if is_data else [*_list_pairs(value)]
     package = str(getattr(type(value), "__module__", "")).partition(".")[0]
     if kind not in (ATTRIBUTES, OPAQUE, PARTIAL, FUNCTION) or (package in _FOREIGN and level):

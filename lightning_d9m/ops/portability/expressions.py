@@ -2,8 +2,8 @@
 
 A formula is a Python function of numbers. Its operators, and the functions below, name operations
 that IEEE 754 or the arithmetic of whole numbers defines, so that each way to compute them gives the
-same bits: C (``Code``), or Triton (``triton.formulas.Line``), whose text torch operations run, too.
-This module imports only the standard library, because a wheel's build loads it.
+same bits: C (``Code``), or Triton (``triton.formulas.TritonCode``), whose text torch operations
+run, too. This module imports only the standard library, because a wheel's build loads it.
 """
 
 import math
@@ -166,7 +166,7 @@ def write_row(
     return lines, each, after
 
 
-class Kernel:
+class RowKernel:
     """A formula of the elements of rows, which returns its outputs by their names.
 
     Attributes:

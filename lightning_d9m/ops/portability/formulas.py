@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 from lightning_d9m.ops.portability.expressions import (
     Columns,
-    Kernel,
     Matrix,
+    RowKernel,
     Rows,
     operation,
 )  # fmt: skip
@@ -425,7 +425,7 @@ def _silu_backward(g: Any, x: Any) -> Any:
     return g * (s * (1.0 + x * (1.0 - s)))
 
 
-KERNELS: dict[str, Kernel] = {}
+KERNELS: dict[str, RowKernel] = {}
 """Formulas of rows; those without optional inputs have the names of these at the end."""
 
 
@@ -435,7 +435,7 @@ def _kernel(formula: Callable[..., Any]) -> Callable[..., Any]:
     for choice in product((True, False), repeat=len(optional)):
         absent = [name for name, given in zip(optional, choice, strict=True) if not given]
         name = "_without_".join((formula.__name__.removeprefix("_"), *absent))
-        KERNELS[name] = Kernel(formula, absent)
+        KERNELS[name] = RowKernel(formula, absent)
     return formula
 
 
@@ -565,7 +565,7 @@ OF_TWO = {name for name, formula in FUNCTIONS.items() if len(signature(formula).
 """The functions of two numbers."""
 
 for _name, _formula in FUNCTIONS.items():
-    KERNELS[_name] = Kernel(partial(_apply, _formula), () if _name in OF_TWO else ("y",))
+    KERNELS[_name] = RowKernel(partial(_apply, _formula), () if _name in OF_TWO else ("y",))
 
 
 def write_sources() -> dict[str, str]:

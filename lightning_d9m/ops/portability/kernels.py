@@ -17,7 +17,7 @@ from torch._prims_common import compute_elementwise_output_strides
 
 from lightning_d9m.ops.patches.exact_sums import KERNEL, Layout, Pieces
 from lightning_d9m.ops.patches.triton.launch import natives, run_kernel
-from lightning_d9m.ops.portability.expressions import Kernel as RowKernel
+from lightning_d9m.ops.portability.expressions import RowKernel
 from lightning_d9m.ops.portability.formulas import KERNELS
 from lightning_d9m.ops.portability.library import find_kernel, run
 

@@ -27,7 +27,7 @@ _ALONE = 2**16
 _PROCESS = os.getpid()
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 
-Kernel = Callable[..., None]
+CompiledKernel = Callable[..., None]
 """Shares the results of a compiled function out among threads."""
 
 
@@ -90,23 +90,23 @@ def _check(library: ctypes.CDLL) -> None:
         )
 
 
-def _take(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Kernel:
+def _take(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> CompiledKernel:
     address = ctypes.cast(getattr(library, f"{name}_{_TYPES[dtype]}"), ctypes.c_void_p)
     return partial(library.d9m_share, address.value)
 
 
 @cache
-def _find(name: str, dtype: torch.dtype) -> Kernel | None:
+def _find(name: str, dtype: torch.dtype) -> CompiledKernel | None:
     library = load()
     return None if library is None or dtype not in _TYPES else _take(library, name, dtype)
 
 
-def find_kernel(name: str, values: Tensor) -> Kernel | None:
+def find_kernel(name: str, values: Tensor) -> CompiledKernel | None:
     """Return the kernel for tensors like this one; None if torch operations serve."""
     return _find(name, values.dtype) if values.device.type == "cpu" else None
 
 
-def run(kernel: Kernel, count: int, cost: int, *given: Any) -> None:
+def run(kernel: CompiledKernel, count: int, cost: int, *given: Any) -> None:
     """Compute all results of a kernel.
 
     Args:

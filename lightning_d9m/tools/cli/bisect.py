@@ -9,7 +9,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize, printable
 from lightning_d9m.tools.cli.arguments import COMMAND, get_command
 from lightning_d9m.tools.history.bisection import Bisection, Commit, Repository
-from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.launch.runs import Runs, make_output
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence
 from lightning_d9m.tools.output.terminal import format_next_steps, wrap

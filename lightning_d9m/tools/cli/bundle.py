@@ -26,7 +26,7 @@ from lightning_d9m.tools.cli.arguments import (
 from lightning_d9m.tools.cli.report import compare_chosen
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.history.bundle import SecretFilter, read_located, write_bundle
-from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.launch.runs import Runs, make_output
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.terminal import find_command, wrap

@@ -26,7 +26,7 @@ from lightning_d9m.tools.cli.arguments import (
 )
 from lightning_d9m.tools.launch.jobs import run_jobs
 from lightning_d9m.tools.launch.progress import describe_left
-from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.launch.runs import Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.terminal import wrap
 from lightning_d9m.tools.proof.training import (

@@ -9,7 +9,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape, pluralize
 from lightning_d9m.tools.cli.arguments import STATUS, TRAINING, get_command, whole_number
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
-from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.launch.runs import Runs, make_output
 from lightning_d9m.tools.output.columns import print_result
 from lightning_d9m.tools.output.comparison_text import format_evidence, state_verdict
 from lightning_d9m.tools.output.terminal import wrap

@@ -20,7 +20,7 @@ from lightning_d9m.errors import SettingError
 from lightning_d9m.text import escape
 from lightning_d9m.tools.cli.arguments import COMMAND, STATUS, get_command
 from lightning_d9m.tools.history.bundle import LOCATE_JSON, list_source
-from lightning_d9m.tools.launch.run import Runs, make_output
+from lightning_d9m.tools.launch.runs import Runs, make_output
 from lightning_d9m.tools.lint.rules import Finding
 from lightning_d9m.tools.locate.cause_lines import explains, find_cause_lines
 from lightning_d9m.tools.locate.runner import Runner, RunPair

@@ -37,7 +37,7 @@ from lightning_d9m.tools.cli.arguments import (
 from lightning_d9m.tools.comparison.printed_output import compare_printed
 from lightning_d9m.tools.launch.left_files import FileWatch
 from lightning_d9m.tools.launch.processes import count_threads
-from lightning_d9m.tools.launch.run import Run, Runs, make_output
+from lightning_d9m.tools.launch.runs import RunResult, Runs, make_output
 from lightning_d9m.tools.output.check_text import print_check
 from lightning_d9m.tools.output.repeat_text import RepeatReport
 from lightning_d9m.tools.output.terminal import print_error
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.interrupt:
         return STATUS[_interrupt_and_resume(runs, arguments).verdict]
     watch = FileWatch(argv, output)
-    made: dict[int, Run] = {}
+    made: dict[int, RunResult] = {}
     report: RepeatReport | None = None
     failure, plan = "", list(_plan_runs(argv, arguments))
     try:

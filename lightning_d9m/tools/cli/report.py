@@ -11,11 +11,11 @@ from lightning_d9m.tools.cli.arguments import LEDGERS, STATUS, choose_ledgers
 from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.history.bundle import find_located, list_located, read_located
 from lightning_d9m.tools.launch.progress import show_progress
-from lightning_d9m.tools.launch.run import read_runs
+from lightning_d9m.tools.launch.runs import read_runs
 from lightning_d9m.tools.output.html_page import (
     GENERATOR_TAG,
     ComparedRuns,
-    LoggedValues,
+    LoggedPairs,
     render_page,
 )
 from lightning_d9m.tools.output.repeat_text import RepeatReport
@@ -61,7 +61,7 @@ def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
 
 def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     """Compare two ledgers, and keep the values that they have logged."""
-    values = LoggedValues()
+    values = LoggedPairs()
     ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=values.watch)

@@ -18,7 +18,7 @@ from lightning_d9m.engine.ledger.command import make_git_environment
 from lightning_d9m.errors import CommandError, SettingError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.processes import running_processes
-from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.launch.runs import RunResult, Runs
 from lightning_d9m.tools.segments.segment import Segment, run_segment
 
 _REFERENCE = "LIGHTNING_D9M_REFERENCE"
@@ -294,13 +294,13 @@ class Bisection:
                 part = Segment(None, self.until, kind="epoch")
                 run = run_segment(self.runs, part, name, title, **words)
         except CommandError as error:  # the commit cannot be checked out, or has no such part
-            run = Run({}, failure=error)
+            run = RunResult({}, failure=error)
         seconds = round(time.monotonic() - start, 3)
         trial = self._judge(commit, run, seconds)
         self.trials.append(trial)
         return trial
 
-    def _judge(self, commit: Commit, run: Run, seconds: float) -> Trial:
+    def _judge(self, commit: Commit, run: RunResult, seconds: float) -> Trial:
         """Compare the ledgers of a training with the reference."""
         reference = self.runs.fits
         for name in (name for name in reference if name in run.fits):

@@ -19,7 +19,7 @@ from lightning_d9m.engine.probes.outside import VARIABLE as WATCH
 from lightning_d9m.engine.recording.interruption import FOLDER, INTERRUPT, KEEP
 from lightning_d9m.errors import CommandError, LedgerError
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers, find_rank_drift
-from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.launch.runs import RunResult, Runs
 from lightning_d9m.tools.segments.pair import PairWatch
 from lightning_d9m.tools.segments.segment import Segment, is_drift, list_ends, run_segment
 
@@ -89,7 +89,7 @@ class Runner:
         self._runs = runs
         self._variables = variables
         self._beside = beside
-        self.made: list[Run] = []
+        self.made: list[RunResult] = []
         self.failed: list[str] = []
         self._numbers = count(1)
         self._looks = 0
@@ -104,7 +104,7 @@ class Runner:
         later: int = 0,
         watched: Path | None = None,
         **settings: str,
-    ) -> Run:
+    ) -> RunResult:
         """Run once.
 
         Args:
@@ -150,12 +150,12 @@ class Runner:
         return folder, {**self._variables, **variables}
 
     @staticmethod
-    def _find_failure(run: Run) -> CommandError | LedgerError | None:
+    def _find_failure(run: RunResult) -> CommandError | LedgerError | None:
         """Return why a run failed, unless a difference between ranks ended it."""
         drifts = run.failure is not None and any(map(is_drift, list_ends(*run.fits.values())))
         return None if drifts else run.failure
 
-    def run_first(self, stage: str, **settings: str) -> list[Run]:
+    def run_first(self, stage: str, **settings: str) -> list[RunResult]:
         """Run twice, and compare while the runs train; both end where they first differ."""
         made = [self._prepare(settings, keeps=True) for _ in range(_PAIR)]
         folders = [folder for folder, _ in made]
@@ -250,7 +250,7 @@ class Runner:
         limit = max(self._seconds, _FEWEST_SECONDS)
         return made < _MOST_SEGMENTS and time.monotonic() - begun < limit
 
-    def _compare(self, *runs: Run) -> RunPair:
+    def _compare(self, *runs: RunResult) -> RunPair:
         expected, actual = (run.fits for run in runs)
         both = [name for name in expected if name in actual]
         firsts = [

@@ -58,7 +58,7 @@ _WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
 
 
 @dataclass(slots=True)
-class LoggedValues:
+class LoggedPairs:
     """Collects the values at the ends of epochs; pass ``watch`` to ``compare_ledgers``.
 
     Attributes:
@@ -100,7 +100,7 @@ class ComparedRuns:
     """
 
     comparison: Comparison
-    values: LoggedValues
+    values: LoggedPairs
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
     located: Sequence[str] = ()

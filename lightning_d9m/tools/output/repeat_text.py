@@ -19,7 +19,7 @@ from lightning_d9m.engine.ledger.stack import LOGICAL_RANKS
 from lightning_d9m.text import cut_digests, escape, pluralize, printable
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
 from lightning_d9m.tools.launch.left_files import FileWatch
-from lightning_d9m.tools.launch.run import Run
+from lightning_d9m.tools.launch.runs import RunResult
 from lightning_d9m.tools.output.columns import (
     Column,
     format_markdown_table,
@@ -172,7 +172,7 @@ class RepeatReport:
 
     def __init__(
         self,
-        runs: Mapping[int, Run],
+        runs: Mapping[int, RunResult],
         output: Path,
         command: Sequence[str],
         *,

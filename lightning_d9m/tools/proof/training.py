@@ -93,7 +93,7 @@ class _Statement(
 
 
 # What a reader would take for proven although nothing checks it is refused.
-class Training(Struct, forbid_unknown_fields=True):
+class ProvenTraining(Struct, forbid_unknown_fields=True):
     """The predicate of a proof: facts on its files, which docs/proof.md describes."""
 
     ledger: str
@@ -116,7 +116,7 @@ class _Result(Struct, rename={"time": "timeCreated", "check": "urn:lightning-d9m
     check: CheckReport
 
 
-Proof: TypeAlias = _Statement[Literal["urn:lightning-d9m:training:1"], Training]
+Proof: TypeAlias = _Statement[Literal["urn:lightning-d9m:training:1"], ProvenTraining]
 _Verdict: TypeAlias = _Statement[Literal["https://in-toto.io/attestation/svr/v0.1"], _Result]
 
 
@@ -227,7 +227,7 @@ def make_proof(recorded: RecordedRun, models: Sequence[Path], folder: Path) -> P
     files = {name(path): path for path in (*_list_files(recorded), *models)}
     subject = [_Subject(own, {"sha256": hash_file(path)}) for own, path in files.items()]
     packages, gaps = dict(_hash_packages(sources)), dict(_list_gaps(recorded, final))
-    said = Training(name(ledger.path), run, [*map(name, models)], packages, gaps)
+    said = ProvenTraining(name(ledger.path), run, [*map(name, models)], packages, gaps)
     return Proof(_FORM, "urn:lightning-d9m:training:1", subject, said)
 
 

@@ -25,7 +25,7 @@ from lightning_d9m.engine.ledger.keys import Item
 from lightning_d9m.errors import CommandError, LedgerError, file_errors, written_whole
 from lightning_d9m.text import describe_names, escape, pluralize
 from lightning_d9m.tools.comparison.ledgers import Comparison, compare_ledgers
-from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.launch.runs import RunResult, Runs
 from lightning_d9m.tools.segments.segment import (
     HASH_SEED,
     RecordedRun,
@@ -368,7 +368,7 @@ class _States:
 
 
 def _compare(
-    recorded: RecordedRun, run: Run, segment: Segment, checked: CheckedSegment, due: int
+    recorded: RecordedRun, run: RunResult, segment: Segment, checked: CheckedSegment, due: int
 ) -> _Attempt:
     """Compare a run of a segment; return the comparison, too, if a second run must explain it."""
     ledger = find_first_fit(run)

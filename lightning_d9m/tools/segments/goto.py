@@ -16,7 +16,7 @@ from lightning_d9m.engine.ledger.kinds import PROBE_KINDS
 from lightning_d9m.engine.recording.interruption import DIFFERS, FOLDER, NEVER, NONFINITE, WITHIN
 from lightning_d9m.errors import CheckpointError, CommandError, SettingError
 from lightning_d9m.tools.launch.processes import run_in_terminal
-from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.launch.runs import RunResult, Runs
 from lightning_d9m.tools.segments.segment import (
     RecordedRun,
     SavedPoint,
@@ -106,7 +106,7 @@ def trace_step(
     step = segment.stop - 1
     steps = {"LIGHTNING_D9M_PROBES": probes, "LIGHTNING_D9M_PROBE_STEPS": f"{step}:{step + 1}"}
 
-    def trace(name: str) -> Run:
+    def trace(name: str) -> RunResult:
         return recorded.run(runs, segment, name, f"step {step}", variables=steps)
 
     run = None

@@ -37,7 +37,7 @@ from lightning_d9m.engine.recording.interruption import (
 from lightning_d9m.errors import CommandError, LedgerError, SettingError, file_errors
 from lightning_d9m.text import escape
 from lightning_d9m.tools.comparison.ledgers import Comparison, RecordObserver, compare_ledgers
-from lightning_d9m.tools.launch.run import Run, Runs
+from lightning_d9m.tools.launch.runs import RunResult, Runs
 
 HASH_SEED = "PYTHONHASHSEED"
 _PROVABLE = "LIGHTNING_D9M_PROVABLE"
@@ -292,14 +292,14 @@ class RecordedRun:
         other = sorted({name for name, text in found if known.get(name) != text})
         return other if sources else ["it has no record of it"]
 
-    def run(self, runs: Runs, segment: Segment, name: str, title: str, **options: Any) -> Run:
+    def run(self, runs: Runs, segment: Segment, name: str, title: str, **options: Any) -> RunResult:
         """Run a segment of it as it ran itself; see ``run_segment``."""
         options["variables"] = {**self.variables, **options.get("variables", {})}
         # An exception that has ended the run may come again in its last segment.
         may_fail = self.has_failed and segment.stop >= self.stop
         return run_segment(runs, segment, name, title, may_fail=may_fail, **options)
 
-    def compare(self, run: Run, watch: RecordObserver | None = None) -> Comparison:
+    def compare(self, run: RunResult, watch: RecordObserver | None = None) -> Comparison:
         """Compare with a run of a segment; ``watch`` as in ``compare_ledgers``.
 
         Raises:
@@ -308,7 +308,7 @@ class RecordedRun:
         return compare_ledgers(self.ledger, find_first_fit(run), watch=watch)
 
 
-def find_first_fit(run: Run) -> Ledger:
+def find_first_fit(run: RunResult) -> Ledger:
     """Return the ledger of the first fit of a run.
 
     Raises:
@@ -329,7 +329,7 @@ def run_segment(
     variables: Mapping[str, str] = MappingProxyType({}),
     may_fail: bool = False,
     **options: Any,
-) -> Run:
+) -> RunResult:
     """Run a segment with the command of ``runs``, in the folder ``name``.
 
     ``options`` are further arguments of ``Runs.run``. The ledger of a run that ends with a

@@ -34,7 +34,7 @@ _CHECKED = (
 )
 
 
-class Settings(Part):
+class SavedSettings(Part):
     """The settings of the run, which select its random streams."""
 
     name, scope, checked = "settings", "run", "load"
@@ -56,7 +56,7 @@ class Settings(Part):
         return [*found, *filter(None, [find_hybrid_sharding([self.trainer.strategy])])]
 
 
-class Ledger(Part):
+class SavedLedger(Part):
     """The folder of the ledger, and the check of the rank's last record; None if none was open."""
 
     name, form = "ledger", dict[str, str] | None

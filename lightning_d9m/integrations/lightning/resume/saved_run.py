@@ -32,12 +32,12 @@ FORMAT = 3
 # metric is then reset, a generator then set. The generators of training come last, because what
 # restores the others may draw. The last two collect what all others note.
 PARTS: tuple[type[Part], ...] = (
-    *(run_facts.Settings, position.Position, position.Limits, position.Stopped),
+    *(run_facts.SavedSettings, position.Position, position.Limits, position.Stopped),
     *(
         optimizers.Groups,
         optimizers.Frozen,
         optimizers.Buffers,
-        run_facts.Ledger,
+        run_facts.SavedLedger,
         run_facts.Pending,
     ),
     *(logged.CallbackMetrics, optimizers.Schedulers, program.Program, logged.Reset),

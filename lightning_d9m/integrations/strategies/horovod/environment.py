@@ -147,7 +147,7 @@ def _find_address() -> str:
         return "127.0.0.1"
 
 
-def compare_ranks(
+def compare_stacks(
     options: Mapping[str, Scalar], gather: Callable[[Any], Sequence[Mapping[str, Scalar]]]
 ) -> None:
     """Compare the strategy's options and the stacks of all ranks, which ``gather`` returns.

@@ -19,7 +19,7 @@ from lightning_d9m.engine.ranks.groups import (
 from lightning_d9m.engine.state.plain_data import decode_plain, encode_plain
 from lightning_d9m.errors import RankLostError, SettingError
 from lightning_d9m.integrations.strategies.horovod.environment import (
-    compare_ranks,
+    compare_stacks,
     connect_store,
     import_horovod,
     list_variables,
@@ -211,7 +211,7 @@ class HorovodDeterministicStrategy(DDPDeterministicStrategy):
         }
         # Before the model is set up: what differs would otherwise show only as a drift after an
         # epoch.
-        compare_ranks(options, self.gather_values)
+        compare_stacks(options, self.gather_values)
 
     def setup_distributed(self) -> None:
         """Connect the processes by torch, over a store whose address Horovod sends."""

@@ -13,7 +13,7 @@ Gradients = list[Tensor | None]
 """Gradients, or sums of them; None is a missing one, which counts as +0.0."""
 
 
-class Part(ABC):
+class Summand(ABC):
     """A large gradient, or the small ones of a bucket, which are added at once.
 
     It holds the sums of the subtrees whose gradients have come in, one after the other. They are

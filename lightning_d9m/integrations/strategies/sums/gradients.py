@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from lightning_d9m.engine.ranks.groups import ranks_of_group
 from lightning_d9m.engine.ranks.ranks import agree
 from lightning_d9m.errors import SettingError
-from lightning_d9m.integrations.strategies.sums.accumulation import Part, as_real, is_half
+from lightning_d9m.integrations.strategies.sums.accumulation import Summand, as_real, is_half
 from lightning_d9m.integrations.strategies.sums.exchange import (
     LocalSum,
     RootExchange,
@@ -56,14 +56,14 @@ class _Slot:
     parameter: Parameter
     start: int
     view: Tensor
-    part: Part | None = None
+    part: Summand | None = None
 
     def describe(self) -> str:
         """Return the name and layout, which must be the same on every process."""
         return f"{self.name} {tuple(self.view.shape)} {self.view.dtype} {self.start}"
 
 
-class _LargePart(Part):
+class _LargeGradient(Summand):
     """A gradient that is added as soon as it arrives."""
 
     def __init__(self, slot: _Slot) -> None:
@@ -82,7 +82,7 @@ class _LargePart(Part):
         return as_real(gradient)
 
 
-class _SmallPart(Part):
+class _SmallGradients(Summand):
     """The small gradients of a bucket and the flags of all, packed in one call after the large."""
 
     def __init__(self, bucket: "_Bucket", slots: Sequence[_Slot], start: int, step: int) -> None:
@@ -163,13 +163,13 @@ class _Bucket:
             _Slot(self, position, name, each, start, _view_like(self.flat, start, each))
             for position, ((name, each), start) in enumerate(zip(members, starts, strict=False))
         ]
-        self.parts: list[Part] = []
+        self.parts: list[Summand] = []
         for slot in self.slots:
             if _is_large(slot.parameter):
-                slot.part = _LargePart(slot)
+                slot.part = _LargeGradient(slot)
                 self.parts.append(slot.part)
         count = len(self.parts)
-        self.parts.append(_SmallPart(self, self.slots[count:], starts[count], step))
+        self.parts.append(_SmallGradients(self, self.slots[count:], starts[count], step))
         self.fired: set[int] = set()
         self.missing: set[int] = set()
         self.lacking: set[int] | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9m.ops.patches.triton.launch import jit, prepare_launch
-from lightning_d9m.ops.portability.expressions import TEXTS, Code, Kernel, declare, write_row
+from lightning_d9m.ops.portability.expressions import TEXTS, Code, RowKernel, declare, write_row
 from lightning_d9m.ops.portability.formulas import KERNELS, TWO_OVER_PI
 from lightning_d9m.ops.portability.triton import kernels
 from lightning_d9m.ops.portability.triton.kernels import BLOCK, LANES
@@ -45,7 +45,7 @@ _OF_ROWS = {"total": ("0.0", "lanes + {}", "{} + add_lanes(lanes, 1, 5)"), "grea
 _BEGIN = [f"i = first + tl.arange(0, {LANES})[None, :] + r * 0", "here = there & (i < n)"]
 
 
-class Line(Code):
+class TritonCode(Code):
     """A number in Triton."""
 
     texts = _TEXTS
@@ -77,13 +77,13 @@ def _add_up(one: Code, element: Code, known: Container[Code]) -> list[str]:
     return [f"{one.name} = tl.full([BLOCK, 1], {start}, REAL)", *loop]
 
 
-def write_kernel(kernel: Kernel) -> str:
+def write_kernel(kernel: RowKernel) -> str:
     """Return the source of a kernel, a program of which computes ``BLOCK`` rows or elements.
 
     Its arguments are the fresh outputs, the inputs, the number of all rows or elements, the length
     of a row, and the period of ``Rows``.
     """
-    before, each, after = write_row(kernel.trace(Line, _PLACES), _add_up)
+    before, each, after = write_row(kernel.trace(TritonCode, _PLACES), _add_up)
     # All inputs have one type, see `compute`; a tensor with an element for each place is always
     # there.
     like = next(name for name, place in kernel.inputs.items() if place == "at")

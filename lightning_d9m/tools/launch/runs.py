@@ -57,7 +57,7 @@ def make_output(chosen: Path | None) -> Path:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """The ledgers of one run.
 
     Attributes:
@@ -101,7 +101,7 @@ class Runs:
         later: int = 0,
         killed_when: Callable[[], bool] = lambda: False,
         **options: Any,
-    ) -> Run:
+    ) -> RunResult:
         """Run the command once.
 
         Args:
@@ -141,7 +141,7 @@ class Runs:
         title: str,
         variables: Sequence[Mapping[str, str]],
         killed_when: Callable[[], bool],
-    ) -> list[Run]:
+    ) -> list[RunResult]:
         """Run the command twice, see ``run_beside``; runs may fail.
 
         Raises:
@@ -177,7 +177,7 @@ class Runs:
         command: Sequence[str],
         *,
         was_killed: bool,
-    ) -> Run:
+    ) -> RunResult:
         """Return the ledgers that a run has left in its folder."""
         try:
             # The header may be missing where a command has ended early.
@@ -186,7 +186,7 @@ class Runs:
             paired = pair_fits(self.fits or fits, fits)
         except LedgerError as error:
             # The log of a run that failed says more than the ledger that it left.
-            return Run({}, seconds=seconds, failure=failure or error)
+            return RunResult({}, seconds=seconds, failure=failure or error)
         if not fits and failure is None:
             failure = CommandError(
                 f"The command {describe_command(command)} ended well but wrote no ledger. Let it "
@@ -200,7 +200,7 @@ class Runs:
         if failure is None:
             self.seconds = seconds
         self.fits = self.fits or fits
-        return Run(paired, seconds=seconds, failure=failure)
+        return RunResult(paired, seconds=seconds, failure=failure)
 
 
 def _read_fits(folder: Path, *, are_whole: bool = True) -> dict[str, Ledger]:
@@ -215,17 +215,17 @@ def _read_fits(folder: Path, *, are_whole: bool = True) -> dict[str, Ledger]:
     return fits
 
 
-def read_runs(output: Path) -> dict[int, Run]:
+def read_runs(output: Path) -> dict[int, RunResult]:
     """Return the runs that `d9m repeat` left in a folder, by number; empty if it is not one.
 
     Raises:
         LedgerError: If a ledger cannot be read.
     """
-    runs: dict[int, Run] = {}
+    runs: dict[int, RunResult] = {}
     for folder in sorted(output.glob("run-[0-9][0-9][0-9]")):
         if fits := _read_fits(folder):
             fits = pair_fits(runs[1].fits, fits) if 1 in runs else fits
-            runs[int(folder.name[4:])] = Run(fits)
+            runs[int(folder.name[4:])] = RunResult(fits)
     return runs if 1 in runs else {}
 
 

@@ -8,7 +8,7 @@ from ledger_program import PROGRAM
 
 from lightning_d9m.engine.ledger.folder import list_fits, read_ledger
 from lightning_d9m.errors import CommandError, LedgerError, SettingError
-from lightning_d9m.tools.launch.run import Runs, make_output, pair_fits
+from lightning_d9m.tools.launch.runs import Runs, make_output, pair_fits
 
 
 @pytest.fixture
