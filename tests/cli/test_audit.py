@@ -22,11 +22,16 @@ def test_the_accumulating_index_put_of_two_threads_is_caught(two_threads):
         for case in list_cases()
         if case.op == "index_put_accumulate" and case.parameters["values"] == 2_000_000
     )
-    conditions = measure_case(case, "cpu", "float32", 4, 600)
+    for _ in range(5):  # until the threads have raced
+        conditions = measure_case(case, "cpu", "float32", 4, 600)
+        if conditions["default"]["spread"]["distinct"] > 1:
+            break
     outputs = {condition: entry["spread"]["distinct"] for condition, entry in conditions.items()}
     assert outputs.pop("default") > 1
     assert outputs == {"deterministic": 1, "patched": 1, "oracle": 1}
-    assert [entry["spread"]["runs"] for entry in conditions.values()] == [2, 4, 4, 4]
+    raced, *others = (entry["spread"]["runs"] for entry in conditions.values())
+    assert 2 <= raced <= 4
+    assert others == [4, 4, 4]
     assert conditions["default"]["spread"]["vermv"] > 0
     assert conditions["default"]["spread"]["vc"] > 0
     assert conditions["patched"]["ratio"] > 0
