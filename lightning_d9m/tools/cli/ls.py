@@ -13,7 +13,6 @@ from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.repeat_text import RunRow, list_run_columns, make_run_row
-from lightning_d9m.tools.output.terminal import terminal_width
 
 ARGUMENTS = """
 folder:FOLDER?  folder to search (default: the working folder)
@@ -71,5 +70,5 @@ def _format_rows(rows: Sequence[RunRow]) -> list[str]:
         *list_run_columns(rows)[1:],
         Column("end", lambda row: row["end"].removeprefix("finished")),
     ]
-    table = format_table(columns, rows, terminal_width(), plain=False).splitlines()
+    table = format_table(columns, rows, plain=False).splitlines()
     return [*table, *(escape(row["problem"], 400) for row in rows if row["problem"])]

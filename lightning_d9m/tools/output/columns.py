@@ -31,12 +31,7 @@ class Column(Generic[Row]):
 
 
 def format_table(
-    columns: Sequence[Column[Row]],
-    rows: Sequence[Row],
-    width: int = 0,
-    *,
-    plain: bool = True,
-    wraps: bool = False,
+    columns: Sequence[Column[Row]], rows: Sequence[Row], *, plain: bool = True, width: int = 0
 ) -> str:
     """Return a table as text, with two spaces between columns; it has no lines.
 
@@ -45,10 +40,8 @@ def format_table(
     Args:
         columns: Its columns.
         rows: Its rows.
-        width: The width of the terminal. Where it is too small, lines are longer and nothing is
-            cut.
         plain: Whether to leave out colors on a terminal too.
-        wraps: Whether cells are wrapped instead where the width is too small.
+        width: The width at which cells are wrapped; 0 for lines of any length.
     """
     # Here and not above: rich takes a while to load, and JSON needs none of it.
     from rich.console import Console
@@ -69,8 +62,7 @@ def format_table(
             )
         )
     # A console of the terminal's width would shrink the table to it, and wrap or cut its cells.
-    if not wraps:
-        width = max(width, Console(width=10_000).measure(table).maximum)
+    width = width or Console(width=10_000).measure(table).maximum
     # With None rich finds out by itself, and heeds NO_COLOR and FORCE_COLOR.
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:

@@ -33,7 +33,7 @@ from lightning_d9m.tools.output.comparison_text import (
     list_limits,
     state_verdict,
 )
-from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width, wrap
+from lightning_d9m.tools.output.terminal import list_next_steps, wrap
 
 _VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
@@ -231,7 +231,7 @@ class RepeatReport:
         lines = list(self._list_evidence(verbose=verbose))[:-1]
         markdown = format_markdown_table(columns, self.rows)
         if chosen == "text":
-            table = format_table(columns, self.rows, terminal_width(), plain=False)
+            table = format_table(columns, self.rows, plain=False)
             lines = [*table.splitlines(), "", *lines, *[""] * bool(lines)]
             lines.append(f"ledgers: {self._output}")
         steps = self._list_next_steps() if self._differing else []

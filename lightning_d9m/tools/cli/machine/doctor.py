@@ -53,8 +53,7 @@ def _list_lines(findings: Sequence["CheckResult"]) -> list[str]:
         Column["CheckResult"]("", status, meaning=status),
         Column["CheckResult"]("", _describe),
     )
-    width = terminal_width()
-    return format_table(columns, findings, width, plain=False, wraps=True).splitlines()
+    return format_table(columns, findings, plain=False, width=terminal_width()).splitlines()
 
 
 def _describe(finding: "CheckResult") -> str:
