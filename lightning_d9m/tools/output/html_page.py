@@ -113,13 +113,10 @@ class ComparedRuns:
 
 def render_page(compared: ComparedRuns) -> str:
     """Return the whole page."""
-    from importlib.resources import files
-
     comparison, values, report = compared.comparison, compared.values, compared.report
     ledgers = compared.ledgers
     # With the folder of a logger's version, as all runs may be named alike below it.
     names = ("/".join(path.parts[-3:]) for path in (comparison.expected, comparison.actual))
-    style = files("lightning_d9m.tools.output") / "templates" / "style.css"
     found = comparison.divergences
     # Only equal runs have one digest of their final weights.
     final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
@@ -137,7 +134,7 @@ def render_page(compared: ComparedRuns) -> str:
         basis=state_verdict(comparison).partition(": ")[2],
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights="" if final is None else final.totals.get("weights", ""),
-        facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
+        facts=list(_list_run_facts(ledgers)),
         command=find_command(ledgers),
         located=[
             printable(line[:_LONGEST]) + " ..." * (len(line) > _LONGEST)
@@ -153,17 +150,15 @@ def render_page(compared: ComparedRuns) -> str:
         values=list(_list_values(values.pairs)),
         values_rank=values.rank,
         values_left=len(values.left_out),
-        style=style.read_text(),
     )  # fmt: skip
 
 
-def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
+def _list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, ...]]:
     """Yield (name, value in each run) of what ran, where a run has it."""
-    headers = [ledger.header for ledger in ledgers]
     for name, read in _FACTS.items():
-        values = [read(header) for header in headers]
+        values = [read(ledger.header) for ledger in ledgers]
         if any(value not in (None, "") for value in values):
-            yield name, ["" if value is None else str(value) for value in values]
+            yield name, *("" if value is None else str(value) for value in values)
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
