@@ -1,7 +1,6 @@
 """``d9m ls``: list the ledgers under a folder."""
 
 import argparse
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,15 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append(_make_row(number, entry, before[-1] if before else None))
             if progress is not None:
                 progress(len(rows))
-    print_result(arguments.format, rows, _format_rows(rows))
+    columns: list[Column[RunRow]] = [
+        Column("ledger", lambda row: escape(row["ledger"], 400)),
+        Column("date", lambda row: escape(row["created"][5:16].replace("T", " "))),
+        *list_run_columns(rows)[1:],
+        Column("end", lambda row: row["end"].removeprefix("finished")),
+    ]
+    table = format_table(columns, rows, plain=False).splitlines()
+    problems = (escape(row["problem"], 400) for row in rows if row["problem"])
+    print_result(arguments.format, rows, [*table, *problems])
     return 0
 
 
@@ -61,14 +68,3 @@ def _make_row(number: int, entry: FoundLedger, before: FoundLedger | None) -> Ru
             facts["problem"] = str(error)
     empty = dict.fromkeys(("seed", "weights", "loss", "loss_hex"), "") | {"processes": None}
     return {"run": number + 1, "fit": entry.kind, **empty, "verdict": "invalid", **facts}
-
-
-def _format_rows(rows: Sequence[RunRow]) -> list[str]:
-    columns: list[Column[RunRow]] = [
-        Column("ledger", lambda row: escape(row["ledger"], 400)),
-        Column("date", lambda row: escape(row["created"][5:16].replace("T", " "))),
-        *list_run_columns(rows)[1:],
-        Column("end", lambda row: row["end"].removeprefix("finished")),
-    ]
-    table = format_table(columns, rows, plain=False).splitlines()
-    return [*table, *(escape(row["problem"], 400) for row in rows if row["problem"])]
