@@ -46,7 +46,6 @@ def format_table(
     # Here and not above: rich takes a while to load, and JSON needs none of it.
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     has_titles = any(column.title for column in columns)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=has_titles)
@@ -56,10 +55,7 @@ def format_table(
     for row in rows:
         # rich would take brackets in a str for a style: "weight[bold]".
         table.add_row(
-            *(
-                style(own.meaning(row), own.cell(row)) if own.meaning else Text(own.cell(row))
-                for own in columns
-            )
+            *(style(own.meaning(row) if own.meaning else "", own.cell(row)) for own in columns)
         )
     # A console of the terminal's width would shrink the table to it, and wrap or cut its cells.
     width = width or Console(width=10_000).measure(table).maximum
