@@ -101,29 +101,6 @@ def short(figure: object) -> str:
     return "" if figure is None else str(figure)
 
 
-def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> str:
-    r"""Return a result as Markdown: the verdict, a table, and the evidence as it is printed.
-
-    Fences in the evidence are broken up, so that they stay in their block.
-
-    >>> print(format_markdown("equal: 5 records.", ["reference: a"]))
-    **equal**: 5 records.
-    <BLANKLINE>
-    ```text
-    reference: a
-    ```
-    """
-    word, colon, rest = verdict.partition(":")
-    # The word of the verdict is bold, as it is colored on a terminal.
-    parts = [f"**{word}**{colon}{rest}"]
-    if table:
-        parts.append(table)
-    if evidence:
-        lines = "\n".join(evidence).replace("```", "` ` `")
-        parts.append(f"```text\n{lines}\n```")
-    return "\n\n".join(parts)
-
-
 def print_result(
     chosen: str,
     facts: object,
@@ -140,7 +117,13 @@ def print_result(
     if chosen == "json":
         print(json.dumps(facts, indent=2))
     elif chosen == "markdown":
-        print(format_markdown(verdict, lines, table))
+        word, colon, rest = verdict.partition(":")
+        # The word of the verdict is bold, as it is colored on a terminal.
+        parts = [f"**{word}**{colon}{rest}", *filter(None, [table])]
+        # Fences in the evidence are broken up, so that they stay in their block.
+        text = "\n".join(lines).replace("```", "` ` `")
+        parts += [f"```text\n{text}\n```"] if lines else []
+        print("\n\n".join(parts))
     else:
         lines = [*lines, *format_next_steps(steps)]
         print_lines([*wrap(verdict), "", *lines] if verdict else lines)
