@@ -84,7 +84,9 @@ CASES = [
     ("tools.cli.machine.install_horovod", run_pip_that_fails, "` failed with exit status"),
     (
         "tools.cli.locate",
-        lambda g: g.module._read_runs(SimpleNamespace(expected="a", actual=None)),
+        lambda g: g.module.run(
+            SimpleNamespace(argv=["b"], expected="a", actual=None, no_determinism=False)
+        ),
         "One run is given, a. Give two",
     ),
     (

@@ -39,7 +39,7 @@ def test_a_weight_of_one_rank(runs):
     assert (drift.batch, drift.count, drift.compared) == (2, 1, 3)
     assert (drift.expected, drift.actual) == ("00" * 16, "02" * 16)
     assert find(runs, changes=[(1, 2, "weight")], known=None) is None
-    assert "different weights, which" in find_rank_cause(drift, steps_seen=True).text
+    assert "different weights, which" in find_rank_cause(drift).text
 
 
 def test_what_is_sharded_does_not_count(runs):
@@ -59,7 +59,7 @@ def test_a_buffer_that_the_run_names(runs):
     known = WEIGHT | {"group": "buffers", "name": "a.mean"}
     drift = find(runs, changes=[(1, 2, "buffer")], places=places, known=known)
     assert place(drift) == (1, "batch", 2, "buffer", "a.mean")
-    assert "different buffers" in find_rank_cause(drift, steps_seen=True).text
+    assert "different buffers" in find_rank_cause(drift).text
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,7 @@ def test_an_entry_at_the_end_of_an_epoch(runs, group, name):
     drift = find_rank_drift(read_ledger(runs.write(3, edit=edit, world_size=2)))
     assert place(drift) == (1, "epoch", ends[0], group, name)
     assert drift.count == 1
-    texts = {find_rank_cause(drift, steps_seen=seen).text for seen in (False, True)}
-    assert len(texts) == 2
+    assert "hold different" in find_rank_cause(drift).text
 
 
 def test_rank_0_differs_from_all_others(runs):

@@ -23,8 +23,8 @@ DIGEST = "0123456789abcdef0123456789abcdef"
 ROW = {"run": 1, "fit": 1, "seed": 0, "weights": DIGEST, "verdict": "equal", "processes": None}
 
 
-def show(rows, width=80, *, verbose=False):
-    return format_table(list_run_columns(rows, verbose=verbose), rows, width)
+def show(rows, *, verbose=False):
+    return format_table(list_run_columns(rows, verbose=verbose), rows)
 
 
 @given(st.floats(width=32, allow_nan=True), st.integers(0, 2**32 - 1), st.integers(1, 2))

@@ -105,33 +105,22 @@ COMMAND = f"""{TIMEOUT}
 
 
 def declare_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
-    """Declare the arguments of a command's module."""
-    declare(parser, command.ARGUMENTS, **getattr(command, "SETTINGS", {}))
-    parser.set_defaults(run=command.run, parser=parser)
-    parser.epilog = f"example: {command.EXAMPLE}"
-
-
-def declare(parser: argparse.ArgumentParser, text: str, **settings: Mapping[str, Any]) -> None:
-    """Declare the arguments that a text describes: for each a form, two blanks, and the help.
+    """Declare the arguments that a text of a module describes: a form, two blanks, and the help.
 
     The forms are ``-o, --output DIR`` for an option with a value, ``--json`` for a flag,
     ``name:PATH`` for a positional argument, and ``-- COMMAND`` for all words behind ``--``. Behind
     the value, ``?`` stands for at most one, ``*`` and ``+`` for several, and ``...`` for an option
     that may be given again; ``{a,b}`` is a choice. The name of a value decides its type. An
-    argument after ``| `` excludes the one before.
-
-    Args:
-        parser: The parser of a command.
-        text: The description; further lines of an argument are indented.
-        settings: Further settings of an argument, by its name.
+    argument after ``| `` excludes the one before. Further lines of an argument are indented.
     """
-    blocks = re.split(r"\n+(?=\S)", text.strip("\n"))
+    blocks = re.split(r"\n+(?=\S)", command.ARGUMENTS.strip("\n"))
     group: Any = parser
     has_words = False
-    parser.set_defaults(format="text")
+    parser.set_defaults(run=command.run, parser=parser, format="text")
+    parser.epilog = f"example: {command.EXAMPLE}"
     short = {"action": "store_const", "dest": "format", "default": argparse.SUPPRESS}
     formats = {name: {**short, "const": name} for name in ("json", "markdown")}
-    settings = {"format": {"default": "text"}, **formats, **settings}
+    settings = {**formats, **getattr(command, "SETTINGS", {})}
     for number, block in enumerate(blocks):
         form, _, described = block.removeprefix("| ").partition("  ")
         if not block.startswith("| "):

@@ -45,7 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_out(search: Bisection, arguments: argparse.Namespace) -> None:
     output = search.runs.output
-    facts = _list_facts(search) | {"output": str(output)}
+    guilty, named = search.guilty, ("verdict", "seconds", "reason")
+    comparison = guilty.comparison if guilty else None
+    facts = {
+        "candidates": [asdict(commit) for commit in search.candidates],
+        "commits": search.commits,
+        "comparison": comparison.as_json() if comparison else None,
+        "trials": [
+            {"commit": trial.commit.sha, **{name: getattr(trial, name) for name in named}}
+            for trial in search.trials
+        ],
+        "output": str(output),
+    }
     lines = format_bisection(search, verbose=arguments.verbose)
     print_result(arguments.format, facts, [*lines, "", f"ledgers: {output}"])
 
@@ -65,22 +76,6 @@ def _find_commits(repository: Repository, commits: str) -> tuple[Commit, Commit]
             f"{bad.short}. Give a commit that comes before it: GOOD..BAD."
         )
     return good, bad
-
-
-def _list_facts(found: Bisection) -> dict[str, object]:
-    """Return the result as JSON types."""
-    guilty = found.guilty
-    comparison = guilty.comparison if guilty else None
-    named = ("verdict", "seconds", "reason")
-    return {
-        "candidates": [asdict(commit) for commit in found.candidates],
-        "commits": found.commits,
-        "comparison": comparison.as_json() if comparison else None,
-        "trials": [
-            {"commit": trial.commit.sha, **{name: getattr(trial, name) for name in named}}
-            for trial in found.trials
-        ],
-    }
 
 
 def format_bisection(found: Bisection, *, verbose: bool = False) -> list[str]:

@@ -72,7 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     variables |= {"LIGHTNING_D9M_CONTROL": "off"} if arguments.no_determinism else {}
     if arguments.no_determinism and "PYTHONHASHSEED" not in os.environ:
         variables["PYTHONHASHSEED"] = "random"  # Python's default; run_once sets 0 otherwise
-    known = _read_runs(arguments)
+    if arguments.expected is not None and arguments.actual is None:
+        raise SettingError(
+            f"One run is given, {arguments.expected}. Give two, whose difference is searched for, "
+            "or none, which trains twice."
+        )
+    paths = arguments.expected, arguments.actual
+    known = None if None in paths else (RecordedRun(paths[0]), RecordedRun(paths[1]))
     # A part that runs again needs what the runs had, such as their hash seed.
     variables |= {} if known is None else known[0].variables
     output = make_output(arguments.output)
@@ -101,18 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
     shown = found.as_json() | {"output": str(output)}
     print_result(arguments.format, shown, [*lines, f"ledgers:  {output}"])
     return STATUS[found.verdict]
-
-
-def _read_runs(arguments: argparse.Namespace) -> tuple[RecordedRun, RecordedRun] | None:
-    """Return the two runs that are given; None without any."""
-    if arguments.expected is None:
-        return None
-    if arguments.actual is None:
-        raise SettingError(
-            f"One run is given, {arguments.expected}. Give two, whose difference is searched for, "
-            "or none, which trains twice."
-        )
-    return RecordedRun(arguments.expected), RecordedRun(arguments.actual)
 
 
 def describe(found: SearchResult, *, determinism: bool, verbose: bool = False) -> Iterator[str]:

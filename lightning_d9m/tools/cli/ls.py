@@ -1,7 +1,6 @@
 """``d9m ls``: list the ledgers under a folder."""
 
 import argparse
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from lightning_d9m.tools.comparison.ledgers import compare_ledgers
 from lightning_d9m.tools.launch.progress import show_progress
 from lightning_d9m.tools.output.columns import Column, format_table, print_result
 from lightning_d9m.tools.output.repeat_text import RunRow, list_run_columns, make_run_row
-from lightning_d9m.tools.output.terminal import terminal_width
 
 ARGUMENTS = """
 folder:FOLDER?  folder to search (default: the working folder)
@@ -35,7 +33,15 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append(_make_row(number, entry, before[-1] if before else None))
             if progress is not None:
                 progress(len(rows))
-    print_result(arguments.format, rows, _format_rows(rows))
+    columns: list[Column[RunRow]] = [
+        Column("ledger", lambda row: escape(row["ledger"], 400)),
+        Column("date", lambda row: escape(row["created"][5:16].replace("T", " "))),
+        *list_run_columns(rows)[1:],
+        Column("end", lambda row: row["end"].removeprefix("finished")),
+    ]
+    table = format_table(columns, rows, plain=False).splitlines()
+    problems = (escape(row["problem"], 400) for row in rows if row["problem"])
+    print_result(arguments.format, rows, [*table, *problems])
     return 0
 
 
@@ -62,14 +68,3 @@ def _make_row(number: int, entry: FoundLedger, before: FoundLedger | None) -> Ru
             facts["problem"] = str(error)
     empty = dict.fromkeys(("seed", "weights", "loss", "loss_hex"), "") | {"processes": None}
     return {"run": number + 1, "fit": entry.kind, **empty, "verdict": "invalid", **facts}
-
-
-def _format_rows(rows: Sequence[RunRow]) -> list[str]:
-    columns: list[Column[RunRow]] = [
-        Column("ledger", lambda row: escape(row["ledger"], 400)),
-        Column("date", lambda row: escape(row["created"][5:16].replace("T", " "))),
-        *list_run_columns(rows)[1:],
-        Column("end", lambda row: row["end"].removeprefix("finished")),
-    ]
-    table = format_table(columns, rows, terminal_width(), plain=False).splitlines()
-    return [*table, *(escape(row["problem"], 400) for row in rows if row["problem"])]

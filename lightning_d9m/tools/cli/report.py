@@ -15,7 +15,7 @@ from lightning_d9m.tools.launch.runs import read_runs
 from lightning_d9m.tools.output.html_page import (
     GENERATOR_TAG,
     ComparedRuns,
-    LoggedPairs,
+    LoggedDifferences,
     render_page,
 )
 from lightning_d9m.tools.output.repeat_text import RepeatReport
@@ -34,7 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare ledgers, write the page, and return the status of the verdict."""
     check_output(arguments.output, force=arguments.force)
     found = compare_chosen(arguments)
-    write_page(arguments.output, render_page(found))
+    page = render_page(found)
+    what = f"The report {arguments.output} cannot be written"
+    with file_errors(LedgerError, what), written_whole(arguments.output) as part:
+        part.write_text(page, encoding="utf-8")
     lines = [f"{found.verdict}: the report is {printable(str(arguments.output))}"]
     print_lines([*lines, *list_located(found.ledgers)])
     return STATUS[found.verdict]
@@ -61,7 +64,7 @@ def compare_chosen(arguments: argparse.Namespace) -> ComparedRuns:
 
 def compare_pair(expected: Ledger, actual: Ledger) -> ComparedRuns:
     """Compare two ledgers, and keep the values that they have logged."""
-    values = LoggedPairs()
+    values = LoggedDifferences()
     ledgers = expected, actual
     with show_progress("records compared") as progress:
         comparison = compare_ledgers(*ledgers, progress=progress, watch=values.watch)
@@ -82,10 +85,3 @@ def check_output(path: Path, *, force: bool) -> None:
             f"{path} exists and is not a report of lightning_d9m, so it was left unchanged. Name "
             "another file with -o, or replace it with --force."
         )
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write a report."""
-    what = f"The report {path} cannot be written"
-    with file_errors(LedgerError, what), written_whole(path) as part:
-        part.write_text(page, encoding="utf-8")

@@ -32,17 +32,14 @@ class Cause:
     narrows: bool = False
 
 
-def _read_causes() -> Iterator[tuple[str, Cause]]:
-    for stanza in read_stanzas(Path(__file__).with_name("causes.txt")):
-        fields = {name: value for name, [value] in stanza.items()}
-        kind = fields.get("kind", fields["cause"])
-        cause = Cause(
-            kind, fields["differs"], fields.get("advice", ""), narrows="narrows" in fields
-        )
-        yield fields["cause"], cause
-
-
-_CAUSES = dict(_read_causes())
+_STANZAS = read_stanzas(Path(__file__).with_name("causes.txt"))
+_FIELDS = [{name: value for name, [value] in stanza.items()} for stanza in _STANZAS]
+_CAUSES = {
+    own["cause"]: Cause(
+        own.get("kind", own["cause"]), own["differs"], own.get("advice", ""), "narrows" in own
+    )
+    for own in _FIELDS
+}
 UNINITIALIZED, OUTSIDE, OUTSIDE_NUMBER = (_CAUSES[name] for name in ("empty", "outside", "number"))
 # Kind of what differs by the group of digests at the end of an epoch.
 _KINDS = {
@@ -69,8 +66,6 @@ _NEEDS = {
 }
 # Places of modules: what differs there is computed within the step.
 _INSIDE = ("input", "output", "loss", "grad_output", "local_gradient")
-_OF_MODULES = frozenset({"input", "output", "grad_output"})
-_OF_PARAMETERS = frozenset({"weight", "buffer", "gradient", "local_gradient", "weights", "buffers"})
 
 
 def earliest_divergences(comparison: Comparison) -> tuple[Divergence, ...]:
@@ -97,7 +92,7 @@ def _select_ops(found: Iterable[Divergence], module: str | None) -> Iterator[Div
             for place in own.places
             if place.kind != "op"
             or module == ROOT
-            or (module and f"{module_of(place.kind, place.name)}.".startswith(f"{module}."))
+            or (module and f"{place.name.partition('::')[0]}.".startswith(f"{module}."))
         ]
         if places:
             yield replace(own, places=places)
@@ -198,13 +193,9 @@ def _describe_ends(comparison: Comparison) -> str:
     return f"{said[0][:1].upper()}{'; '.join(said)[1:]}." if said else ""
 
 
-def find_rank_cause(drift: Divergence, *, steps_seen: bool) -> Cause:
-    """Return the cause of ranks that drift apart within one run, from the first place.
-
-    ``steps_seen`` says whether the state at each step of that epoch was compared.
-    """
-    moment = "seen" if drift.moment == "epoch" and steps_seen else drift.moment
-    text = _CAUSES.get(f"ranks {moment}", _CAUSES["ranks"]).text
+def find_rank_cause(drift: Divergence) -> Cause:
+    """Return the cause of ranks that drift apart within one run, from the first place."""
+    text = _CAUSES.get(f"ranks {drift.moment}", _CAUSES["ranks"]).text
     kind = KIND_OF_GROUP.get(drift.kind, drift.kind)
     state = _CAUSES[kind].kind if kind in _CAUSES else kind
     return replace(_CAUSES["ranks"], text=text.format(state))
@@ -291,30 +282,12 @@ def name_module(found: Divergence) -> str:
     'encoder'
     >>> name_module(Place(kind="local_gradient", name="encoder.0.weight"))
     'encoder.0'
-    >>> name_module(Place(kind="op", name="encoder.0::aten.max.dim:1"))
-    'encoder.0'
     >>> name_module(Place(kind="loss", name="loss")) == ROOT
     True
     """
-    if found.kind not in _INSIDE and found.kind != "op":
-        return ROOT
-    module = module_of(found.kind, found.name)
-    if found.kind in ("input", "grad_output"):
+    module = found.name.partition(":")[0].removeprefix(ROOT)
+    if found.kind in ("input", "grad_output", "local_gradient"):
         module = module.rpartition(".")[0]
+    elif found.kind != "output":
+        return ROOT
     return module or ROOT
-
-
-def module_of(kind: str, name: str) -> str:
-    """Return the path of the module that a place or a digest belongs to; "" is the model itself.
-
-    >>> module_of("output", "encoder.0:hidden"), module_of("gradient", "encoder.0.weight")
-    ('encoder.0', 'encoder.0')
-    >>> module_of("op", "encoder.0::aten.mm.default"), module_of("loss", "loss")
-    ('encoder.0', '')
-    """
-    if kind == "op":
-        return name.partition("::")[0].removeprefix(ROOT)
-    path = name.partition(":")[0]
-    if kind in _OF_PARAMETERS:
-        return path.rpartition(".")[0]
-    return path.removeprefix(ROOT) if kind in _OF_MODULES else ""

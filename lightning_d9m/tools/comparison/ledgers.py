@@ -114,18 +114,6 @@ class RunSide:
         if isinstance(item, Resume):
             self.breaks += (item,)
 
-    def note_alone(self, item: Item) -> None:
-        """Count a record that the other run does not have."""
-        self.first_record = self.first_record or describe_record(item)
-        self.records += 1
-        self.beyond += 1
-
-    def forget_beyond(self) -> None:
-        """Leave out the records after the last one of both."""
-        self.records -= self.beyond
-        self.beyond = 0
-        self.first_record = self.first_record if self.records else ""
-
     @property
     def alone(self) -> int:
         """Number of records and places that the other run does not have."""
@@ -527,7 +515,9 @@ class _RankPass:
                     self.result.uncompared_batches += 1
                     continue
                 if one is None or other is None:
-                    self._sides[one is None].note_alone(item)
+                    side = self._sides[one is None]
+                    side.first_record = side.first_record or describe_record(item)
+                    side.records, side.beyond = side.records + 1, side.beyond + 1
                 elif one is not other and isinstance(one, RunFacts) and isinstance(other, RunFacts):
                     self.result.records += 1
                     self.refusals = run_refusals(one, other)
@@ -544,7 +534,8 @@ class _RankPass:
         for side, file, is_part, longer in files:
             side.truncated, side.problem = file.truncated, file.problem
             if is_part and side.end in ("", "stopped"):  # it says nothing of what follows
-                longer.forget_beyond()
+                longer.records, longer.beyond = longer.records - longer.beyond, 0
+                longer.first_record = longer.first_record if longer.records else ""
         if any(self._are_parts):
             last_step = self._sides[self._are_parts.index(True)].last_step
             self.result.segment = (start[2], last_step)

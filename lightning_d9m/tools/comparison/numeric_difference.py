@@ -44,14 +44,9 @@ class Magnitude:
 
     def as_record(self) -> Mapping[str, object]:
         """Return the figures for JSON; floats as ``float.hex()``."""
-        return {
-            "count": self.count,
-            "total": self.total,
-            "ulps": self.ulps,
-            "absolute": self.absolute.hex(),
-            "relative": self.relative.hex(),
-            "examples": [[list(at), a.hex(), b.hex()] for at, a, b in self.examples],
-        }
+        examples = [[list(at), a.hex(), b.hex()] for at, a, b in self.examples]
+        sizes = {"absolute": self.absolute.hex(), "relative": self.relative.hex()}
+        return vars(self) | sizes | {"examples": examples}
 
 
 def measure_difference(expected: Tensor, actual: Tensor) -> Magnitude | None:

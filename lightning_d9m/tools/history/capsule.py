@@ -245,7 +245,9 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
             is_undefined = entry["op"].partition(".")[2].startswith(UNDEFINED)
             if not is_undefined and digest_value(refer(left)) != entry["digest"]:
                 outcome.different += 1
-                outcome.first = outcome.first or _describe(number, entry)
+                role = "backward of " if entry["backward"] else ""
+                where = f", {role}{entry['source']}" if entry["source"] else ""
+                outcome.first = outcome.first or f"operation {number}, {entry['op']}{where}"
             leaves = (tree_leaves(tree, is_leaf=is_tagged) for tree in (entry["left"], left))
             for reference, tensor in zip(*leaves, strict=False):
                 is_value = is_reference(reference) and isinstance(tensor, Tensor)
@@ -255,12 +257,6 @@ def run_step(facts: CapsuleFacts, content: Mapping[str, Any]) -> StepOutcome:
                     # replaced.
                     values.setdefault(reference["key"], flatten(tensor))
     return outcome
-
-
-def _describe(number: int, entry: Mapping[str, Any]) -> str:
-    role = "backward of " if entry["backward"] else ""
-    where = f", {role}{entry['source']}" if entry["source"] else ""
-    return f"operation {number}, {entry['op']}{where}"
 
 
 def _select_needed(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,19 +274,13 @@ def _run_op(entry: Mapping[str, Any], values: Mapping[str, Tensor], outcome: Ste
             _, *left = run_op(look_up(given, values))
         for own in tree_leaves(left):
             if isinstance(own, Tensor) and own.layout is torch.sparse_coo:
-                _check_indices(own)
+                # Indices outside of the tensor, where an operation on it would write, raise here:
+                # backward passes make sparse gradients by an operation that does not check that.
+                torch._validate_sparse_coo_tensor_args(own._indices(), own._values(), own.shape)  # noqa: SLF001 - as torch.load does
     except Exception as error:  # noqa: BLE001 - an operation may raise anything; it is reported
         outcome.obstacle = outcome.obstacle or f"{entry['op']}: {error}"
         return None
     return keep(left)
-
-
-def _check_indices(sparse: Tensor) -> None:
-    """Raise if indices lie outside of the tensor, where an operation on it would write.
-
-    Backward passes make sparse gradients by an operation that does not check that.
-    """
-    torch._validate_sparse_coo_tensor_args(sparse._indices(), sparse._values(), sparse.shape)  # noqa: SLF001 - as torch.load does
 
 
 def _check_op(name: str) -> None:

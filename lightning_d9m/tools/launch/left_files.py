@@ -45,10 +45,9 @@ class FileWatch:
         self._left_out = str(left_out.resolve())
         self._files = self._list_files()
         self._runs = 0
-        self._written: dict[str, list[int]] = {}
+        # By path, what each run wrote there; None where that was not read, as too much was written.
+        self._written: dict[str, dict[int, str | None]] = {}
         self._read: dict[str, list[int]] = {}
-        # What each run wrote there; None where too much was written to read it.
-        self._contents: dict[str, list[str | None]] = {}
 
     def note_run(self) -> None:
         """Note what changed in a run, after it."""
@@ -58,30 +57,23 @@ class FileWatch:
             # A new file has no sign before, so it counts as written.
             known_sign, known_read = before.get(path, (None, read))
             if known_sign != sign:
-                self._written.setdefault(path, []).append(self._runs)
+                self._written.setdefault(path, {})[self._runs] = None
             # Most systems mount with relatime, which notes only the first read after a write: a
             # time that has changed proves a read, and one that has not proves nothing.
             elif known_read != read:
                 self._read.setdefault(path, []).append(self._runs)
-        self._read_contents()
-
-    def _read_contents(self) -> None:
-        """Note the content of each file that the last run and all before it wrote."""
-        left = _MOST_BYTES
-        for path, runs in self._written.items():
-            if len(runs) == runs[-1] == self._runs and any(
-                map(Path(path).is_relative_to, self._own)
-            ):
-                content = None
-                with suppress(OSError):  # it was removed meanwhile, or may not be read
-                    status = Path(path).stat()
-                    # To open a pipe would wait for the other end.
-                    if S_ISREG(status.st_mode) and status.st_size <= left:
-                        left -= status.st_size
-                        content = hash_file(Path(path))
-                    # This must not count as a read by the next run.
-                    self._files[path] = self._files[path][0], Path(path).stat().st_atime_ns
-                self._contents.setdefault(path, []).append(content)
+        left = _MOST_BYTES  # of the contents of what this run and all before it wrote
+        for path, contents in self._written.items():
+            if len(contents) < self._runs or not self._is_own(path):
+                continue
+            with suppress(OSError):  # it was removed meanwhile, or may not be read
+                status = Path(path).stat()
+                # To open a pipe would wait for the other end.
+                if S_ISREG(status.st_mode) and status.st_size <= left:
+                    left -= status.st_size
+                    contents[self._runs] = hash_file(Path(path))
+                # This must not count as a read by the next run.
+                self._files[path] = self._files[path][0], Path(path).stat().st_atime_ns
 
     def describe_written(self, is_compared: Callable[[str], bool]) -> str:
         """Return a sentence on the files that every run wrote and whose content is in no ledger.
@@ -90,22 +82,21 @@ class FileWatch:
             is_compared: Whether a ledger has the content of a file of this name.
         """
         found: dict[str, list[str]] = {"different bytes": [], "not compared": [], "equal bytes": []}
-        for path, contents in sorted(self._contents.items()):
-            if len(contents) == self._runs and not is_compared(Path(path).name):
-                known = None not in contents
-                kinds = ("different bytes", "equal bytes") if known else ("not compared",) * 2
-                found[kinds[len(set(contents)) == 1]].append(path)
-        # Under names that differ in more than numbers, which no counterpart can be found for.
-        alone = [path for path, runs in sorted(self._written.items()) if len(runs) == 1]
-        names = Counter(map(_without_numbers, alone))
-        alone = [
-            path
-            for path in alone
-            if names[_without_numbers(path)] == 1
-            and any(map(Path(path).is_relative_to, self._own))
-            and not is_compared(Path(path).name)
-        ]
-        if len({self._written[path][0] for path in alone}) == self._runs:
+        names = Counter(
+            _without_numbers(path) for path, runs in self._written.items() if len(runs) == 1
+        )
+        alone = []
+        for path, contents in sorted(self._written.items()):
+            if is_compared(Path(path).name) or not self._is_own(path):
+                continue
+            if len(contents) == self._runs:
+                digests = {*contents.values()}
+                kind = "different bytes" if len(digests) > 1 else "equal bytes"
+                found["not compared" if None in digests else kind].append(path)
+            # Under names that differ in more than numbers, which no counterpart can be found for.
+            elif len(contents) == names[_without_numbers(path)] == 1:
+                alone.append(path)
+        if len({run for path in alone for run in self._written[path]}) == self._runs:
             found["under another name in each run, not compared"] = alone
         said = [f"{self._list_names(paths)} ({kind})" for kind, paths in found.items() if paths]
         return f"all runs wrote files that no ledger covers: {'; '.join(said)}." if said else ""
@@ -121,12 +112,12 @@ class FileWatch:
         used = [
             path
             for path, runs in self._written.items()
-            if max((*runs, *self._read.get(path, ()))) > runs[0]
-            and (first_alone or any(map(Path(path).is_relative_to, self._own)))
+            if max((*runs, *self._read.get(path, ()))) > min(runs)
+            and (first_alone or self._is_own(path))
         ]
         said = "written in one run and read or written in a later one"
         if not used and first_alone:
-            used = [path for path, runs in self._written.items() if runs[0] == 1]
+            used = [path for path, runs in self._written.items() if 1 in runs]
             said = "written in run 1"
         if not used:
             return ""
@@ -139,6 +130,9 @@ class FileWatch:
         names = [os.path.relpath(path) if self._is_below(path) else path for path in paths]
         more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         return f"{', '.join(map(printable, names[:_MOST_SHOWN]))}{more}"
+
+    def _is_own(self, path: str) -> bool:
+        return any(map(Path(path).is_relative_to, self._own))
 
     def _is_below(self, path: str) -> bool:
         return Path(path).is_relative_to(self._own[0])

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class StatusLine:
     """A context in which ``update`` shows a line; it is erased at the end.
 
-    ``live`` says whether it is shown: on a terminal, unless ``quiet`` is set.
+    ``live`` says whether it is shown: on a terminal.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.live = not quiet and sys.stderr.isatty()
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
 
     def __enter__(self) -> "Self":
         if self.live:

@@ -9,7 +9,6 @@ they end. Where the initial digests differ too, seed, ordinal, model and data de
 import json
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -247,19 +246,17 @@ def pair_fits(expected: Mapping[str, Ledger], actual: Mapping[str, Ledger]) -> d
         {name: _list_keys(name, fit) for name, fit in fits.items()} for fits in (expected, actual)
     ]
     pairs: dict[str, str] = {}
+    left = dict(keys[1])
     for level in range(4):  # of the keys by which a fit finds its counterpart
-        # A fit that found its counterpart by a more exact key keeps it.
-        taken = set(pairs.values())
-        waiting: dict[Hashable, list[str]] = defaultdict(list)
-        for name, levels in keys[1].items():
-            if name not in taken:
-                waiting[levels[level]].append(name)
         for name, levels in keys[0].items():
-            if name not in pairs and (names := waiting[levels[level]]):
+            names = [other for other, own in left.items() if own[level] == levels[level]]
+            # A fit that found its counterpart by a more exact key keeps it.
+            if names and name not in pairs:
                 # Of several with the same key, one of the same name is preferred.
-                pairs[name] = names.pop(names.index(name) if name in names else 0)
+                pairs[name] = name if name in names else names[0]
+                del left[pairs[name]]
     paired = {name: actual[pairs[name]] for name in expected if name in pairs}
-    for name in sorted(actual.keys() - set(pairs.values())):
+    for name in sorted(left):
         # It must not take the name of a fit that it does not match.
         free = (f"{_kind(name)}-{number:03d}" for number in count())
         taken = expected.keys() | paired.keys()

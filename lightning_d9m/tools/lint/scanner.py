@@ -138,20 +138,10 @@ def _describe(report: Report, path: str, lines: Sequence[str]) -> Finding:
     line, end_line = node.lineno, node.end_lineno or node.lineno
     start = _find_column(lines[line - 1], node.col_offset)
     end = _find_column(lines[end_line - 1], node.end_col_offset or 0)
-    return Finding(
-        file=path,
-        line=line,
-        column=start,
-        rule=report.rule,
-        end_line=end_line,
-        end_column=end,
-        certainty=report.certainty,
-        reason=report.reason,
-        fix=report.fix,
-        code=lines[line - 1][start - 1 : end - 1 if line == end_line else None][:CODE],
-        op=report.op,
-        edit=report.edit,
-    )
+    code = lines[line - 1][start - 1 : end - 1 if line == end_line else None][:CODE]
+    place = {"line": line, "column": start, "end_line": end_line, "end_column": end, "code": code}
+    said = {name: value for name, value in vars(report).items() if name != "node"}
+    return Finding(file=path, **place, **said)
 
 
 def _find_column(line: str, offset: int) -> int:

@@ -55,19 +55,15 @@ def list_files(paths: Sequence[Path], exclude: Iterable[str] = ()) -> dict[str, 
         # A pipe or a device may block the process that opens it.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise SettingError(f"{str(path)!r} is neither a file nor a folder. Give one of these.")
-    files: dict[str, str] = {}
-    seen: set[str] = set()
+    files: dict[str, tuple[str, str]] = {}
     for path in paths:
         found: Iterable[tuple[str, str]] = [(str(path), "")]
         if path.is_dir():
             found = _walk(str(path), patterns, find_ignored(path))
-        for name, problem in found:
+        for entry in found:
             # A link and its file are one, and paths may overlap.
-            real = os.path.realpath(name)
-            if real not in seen:
-                seen.add(real)
-                files[name] = problem
-    return files
+            files.setdefault(os.path.realpath(entry[0]), entry)
+    return dict(files.values())
 
 
 def find_ignored(folder: Path) -> frozenset[str]:

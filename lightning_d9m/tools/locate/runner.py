@@ -33,8 +33,6 @@ _PAIR = 2
 WHOLE = "whole run"
 # The folder of the checkpoints that a run keeps for later looks.
 KEPT = "kept"
-# torch fills new memory only while deterministic algorithms are on.
-_FILLED = {"LIGHTNING_D9M_CONTROL": "on", "LIGHTNING_D9M_FILL_UNINITIALIZED_MEMORY": "1"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class Runner:
         stage: str,
         *,
         segment: Segment | None = None,
-        filled: bool = False,
         later: int = 0,
         watched: Path | None = None,
         **settings: str,
@@ -110,16 +107,15 @@ class Runner:
         Args:
             stage: Name of the look, for the progress line.
             segment: The part of the run; None for all of it.
-            filled: Whether to switch on everything that fills new memory.
             later: The number of runs of the look that follow.
             watched: The folder of a run that has ended; this one ends where it first differs.
-            **settings: Settings of the probes, by name.
+            **settings: Settings of the session and the probes, by name.
 
         Raises:
             CommandError: If the run fails for another reason than a ``DriftError``, or leaves no
                 ledger.
         """
-        folder, variables = self._prepare(settings, filled=filled, keeps=stage == WHOLE)
+        folder, variables = self._prepare(settings, keeps=stage == WHOLE)
         title = f"{folder.name.replace('-', ' ')}, {stage}"
         words: dict[str, Any] = {"variables": variables, "later": later}
         if segment is not None:
@@ -136,16 +132,14 @@ class Runner:
         self.made.append(run)
         return run
 
-    def _prepare(
-        self, settings: Mapping[str, str], *, filled: bool = False, keeps: bool = False
-    ) -> tuple[Path, dict[str, str]]:
+    def _prepare(self, settings: Mapping[str, str], *, keeps: bool) -> tuple[Path, dict[str, str]]:
         """Return the folder of the next run, and its variables.
 
         With ``keeps`` it keeps checkpoints, from which later looks begin.
         """
         folder = self._runs.output / f"run-{next(self._numbers):03d}"
         variables = {f"LIGHTNING_D9M_{name.upper()}": text for name, text in settings.items()}
-        variables |= (_FILLED if filled else {}) | {WATCH: str(folder)}
+        variables[WATCH] = str(folder)
         variables |= {INTERRUPT: KEEP, FOLDER: str(folder / KEPT)} if keeps else {}
         return folder, {**self._variables, **variables}
 
@@ -205,7 +199,6 @@ class Runner:
         tries: int,
         *,
         segment: Segment | None = None,
-        filled: bool = False,
         **settings: str,
     ) -> Iterator[RunPair]:
         """Run, and yield how each further run compares with the first one.
@@ -219,18 +212,21 @@ class Runner:
         """
         begun = time.monotonic()
         self._looks += 1
-        words: dict[str, Any] = {"segment": segment, "filled": filled, **settings}
+        words: dict[str, Any] = {"segment": segment, **settings}
         if stage == WHOLE and self._beside:
             first, *others = self.run_first(stage, **settings)
         else:
-            self._announce(stage)
+            if self._runs.seconds is not None:
+                look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
+                print(look, file=sys.stderr, flush=True)
             first, others = self.run(stage, later=1, **words), []
         folder = next(iter(first.fits.values())).path.parent
         # The first run cannot know which operation will differ; each later one compares with it.
         if "evidence" in settings:
             words["evidence_of"] = str(folder)
-        made = 1
-        while others or made < 2 * tries or (segment is not None and self._allows(made, begun)):
+        made, most = 1, 2 * tries if segment is None else _MOST_SEGMENTS
+        limit = max(self._seconds, _FEWEST_SECONDS)
+        while others or made < 2 * tries or (made < most and time.monotonic() - begun < limit):
             if not others:
                 watched = folder if stage == WHOLE else None
                 others = [self.run(stage, watched=watched, **words)]
@@ -239,16 +235,6 @@ class Runner:
             if stage == WHOLE and not self._seconds:
                 self._seconds = time.monotonic() - begun
             yield self._compare(first, others.pop())
-
-    def _announce(self, stage: str) -> None:
-        if self._runs.seconds is not None:
-            look = f"look {self._looks} of at most {_MOST_LOOKS}: {stage}"
-            print(look, file=sys.stderr, flush=True)
-
-    def _allows(self, made: int, begun: float) -> bool:
-        """Return whether a segment is run once more, for a rare difference."""
-        limit = max(self._seconds, _FEWEST_SECONDS)
-        return made < _MOST_SEGMENTS and time.monotonic() - begun < limit
 
     def _compare(self, *runs: RunResult) -> RunPair:
         expected, actual = (run.fits for run in runs)

@@ -56,6 +56,8 @@ _RANK_PROBES = "weight,buffer,optimizer,gradient"
 _STEPS = "rng,weight,buffer,optimizer,batch,loss,local_gradient,gradient,scalar,monitor"
 _MODULE_PROBES = f"{_STEPS},input,output,grad_output"
 _OP_PROBES = f"{_MODULE_PROBES},op"
+# torch fills new memory only while deterministic algorithms are on.
+_FILLED = {"control": "on", "fill_uninitialized_memory": "1"}
 # Of each step and module, whatever the program selects.
 _EVERYWHERE = {"probe_steps": ":", "probe_modules": "*"}
 # The kinds of causes of two runs that running a part of them again adds nothing to.
@@ -425,7 +427,7 @@ class Search:
         if found.cause is not None and found.cause.kind != "op":
             return
         pairs = self._runner.run_pairs(
-            "filled memory", self._tries, segment=self._choose_segment(first), filled=True
+            "filled memory", self._tries, segment=self._choose_segment(first), **_FILLED
         )
         differ, made = False, 1  # run; each pair has one more
         for pair in pairs:
@@ -443,8 +445,7 @@ class Search:
         self._found.pair, self._found.ranks = pair, len(pair.expected.files)
         self._found.divergences = (drift,)
         self._found.reference_rank = reference_rank(drift)
-        # The first look has probes of each step, but shards are not compared across ranks.
-        self._found.cause = find_rank_cause(drift, steps_seen=drift.moment == "batch")
+        self._found.cause = find_rank_cause(drift)
         self._found.looks.append(f"{WHOLE}: {describe_place([drift])}")
         kind = kind_of_place(drift)
         if kind is None:  # the state of a scheduler

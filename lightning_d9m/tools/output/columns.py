@@ -31,12 +31,7 @@ class Column(Generic[Row]):
 
 
 def format_table(
-    columns: Sequence[Column[Row]],
-    rows: Sequence[Row],
-    width: int = 0,
-    *,
-    plain: bool = True,
-    wraps: bool = False,
+    columns: Sequence[Column[Row]], rows: Sequence[Row], *, plain: bool = True, width: int = 0
 ) -> str:
     """Return a table as text, with two spaces between columns; it has no lines.
 
@@ -45,15 +40,12 @@ def format_table(
     Args:
         columns: Its columns.
         rows: Its rows.
-        width: The width of the terminal. Where it is too small, lines are longer and nothing is
-            cut.
         plain: Whether to leave out colors on a terminal too.
-        wraps: Whether cells are wrapped instead where the width is too small.
+        width: The width at which cells are wrapped; 0 for lines of any length.
     """
     # Here and not above: rich takes a while to load, and JSON needs none of it.
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     has_titles = any(column.title for column in columns)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=has_titles)
@@ -63,14 +55,10 @@ def format_table(
     for row in rows:
         # rich would take brackets in a str for a style: "weight[bold]".
         table.add_row(
-            *(
-                style(own.meaning(row), own.cell(row)) if own.meaning else Text(own.cell(row))
-                for own in columns
-            )
+            *(style(own.meaning(row) if own.meaning else "", own.cell(row)) for own in columns)
         )
     # A console of the terminal's width would shrink the table to it, and wrap or cut its cells.
-    if not wraps:
-        width = max(width, Console(width=10_000).measure(table).maximum)
+    width = width or Console(width=10_000).measure(table).maximum
     # With None rich finds out by itself, and heeds NO_COLOR and FORCE_COLOR.
     console = Console(width=width, highlight=False, force_terminal=False if plain else None)
     with console.capture() as capture:
@@ -113,29 +101,6 @@ def short(figure: object) -> str:
     return "" if figure is None else str(figure)
 
 
-def format_markdown(verdict: str, evidence: Sequence[str], table: str = "") -> str:
-    r"""Return a result as Markdown: the verdict, a table, and the evidence as it is printed.
-
-    Fences in the evidence are broken up, so that they stay in their block.
-
-    >>> print(format_markdown("equal: 5 records.", ["reference: a"]))
-    **equal**: 5 records.
-    <BLANKLINE>
-    ```text
-    reference: a
-    ```
-    """
-    word, colon, rest = verdict.partition(":")
-    # The word of the verdict is bold, as it is colored on a terminal.
-    parts = [f"**{word}**{colon}{rest}"]
-    if table:
-        parts.append(table)
-    if evidence:
-        lines = "\n".join(evidence).replace("```", "` ` `")
-        parts.append(f"```text\n{lines}\n```")
-    return "\n\n".join(parts)
-
-
 def print_result(
     chosen: str,
     facts: object,
@@ -152,7 +117,13 @@ def print_result(
     if chosen == "json":
         print(json.dumps(facts, indent=2))
     elif chosen == "markdown":
-        print(format_markdown(verdict, lines, table))
+        word, colon, rest = verdict.partition(":")
+        # The word of the verdict is bold, as it is colored on a terminal.
+        parts = [f"**{word}**{colon}{rest}", *filter(None, [table])]
+        # Fences in the evidence are broken up, so that they stay in their block.
+        text = "\n".join(lines).replace("```", "` ` `")
+        parts += [f"```text\n{text}\n```"] if lines else []
+        print("\n\n".join(parts))
     else:
         lines = [*lines, *format_next_steps(steps)]
         print_lines([*wrap(verdict), "", *lines] if verdict else lines)

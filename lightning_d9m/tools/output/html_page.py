@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from lightning_d9m.engine.ledger.differences import Divergence, name_call
 from lightning_d9m.engine.ledger.folder import Ledger
@@ -52,39 +52,52 @@ _FACTS: dict[str, Callable[[Header], object]] = {
     "Python": lambda header: header.stack.get("python.version"),
     "lightning_d9m": lambda header: header.package,
 }
-_ValuePair: TypeAlias = tuple[int, float | None, float | None]
 # Where a narrow window breaks a long name: before a word, and not within it or a number.
 _WORD = re.compile(r"(?<=[./:_])(?=[^\W\d])")
 
 
+# A table, not a chart: runs that differ by ulps have one curve, and loggers draw curves already.
 @dataclass(slots=True)
-class LoggedPairs:
-    """Collects the values at the ends of epochs; pass ``watch`` to ``compare_ledgers``.
+class LoggedDifferences:
+    """Finds where the values at the ends of epochs differ; pass ``watch`` to ``compare_ledgers``.
 
     Attributes:
-        pairs: The loss and the logged values of the first rank by name, at most ``_MAX_SERIES``:
-            (step, the reference's value, this run's value), None where a run has no such record.
-        rank: The rank whose values are kept; None before.
+        rows: For the loss and the logged values of the first rank, at most ``_MAX_SERIES``, by
+            name: the first step at which it differs, and both values there; the greatest
+            difference, and its step.
+        rank: The rank whose values are compared; None before.
         left_out: The names of its other values.
     """
 
-    pairs: dict[str, list[_ValuePair]] = field(default_factory=dict)
+    rows: dict[str, list[Any]] = field(default_factory=dict)
     rank: int | None = None
     left_out: set[str] = field(default_factory=set)
 
     def watch(self, rank: int, one: Item | None, other: Item | None, _: Divergence | None) -> None:
-        """Keep the values of a pair of records; a ``RecordObserver``."""
+        """Note the values of a pair of records; a ``RecordObserver``."""
         self.rank = rank if self.rank is None else self.rank
         both = [own for own in (one, other) if isinstance(own, Digests) and own.moment == "epoch"]
-        if not both or rank != self.rank:
-            return
-        values = [own.list_values() if isinstance(own, Digests) else {} for own in (one, other)]
-        for name in values[0] | values[1]:
-            if name in self.pairs or len(self.pairs) < _MAX_SERIES:
-                pair = (values[0].get(name), values[1].get(name))
-                self.pairs.setdefault(name, []).append((both[-1].step, *pair))
-            else:
+        if both and rank == self.rank:
+            values = (own.list_values() if isinstance(own, Digests) else {} for own in (one, other))
+            self.note(both[-1].step, *values)
+
+    def note(self, step: int, expected: Mapping[str, float], actual: Mapping[str, float]) -> None:
+        """Note the values of both runs at a step."""
+        for name in {**expected, **actual}:
+            if name not in self.rows and len(self.rows) == _MAX_SERIES:
                 self.left_out.add(name)
+                continue
+            row = self.rows.setdefault(name, ["equal", "", "", None, ""])
+            one, other = expected.get(name), actual.get(name)
+            # As texts, in which 0.0 differs from -0.0, and NaN does not differ from itself.
+            shown = ["missing" if own is None else repr(own) for own in (one, other)]
+            if shown[0] == shown[1]:
+                continue
+            if row[0] == "equal":
+                row[:3] = step, *shown
+            size = math.nan if one is None or other is None else abs(one - other)
+            if math.isfinite(size) and (row[3] is None or size > row[3]):
+                row[3:] = size, step
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class ComparedRuns:
     """
 
     comparison: Comparison
-    values: LoggedPairs
+    values: LoggedDifferences
     ledgers: tuple[Ledger, Ledger]
     report: RepeatReport | None = None
     located: Sequence[str] = ()
@@ -113,13 +126,10 @@ class ComparedRuns:
 
 def render_page(compared: ComparedRuns) -> str:
     """Return the whole page."""
-    from importlib.resources import files
-
     comparison, values, report = compared.comparison, compared.values, compared.report
     ledgers = compared.ledgers
     # With the folder of a logger's version, as all runs may be named alike below it.
     names = ("/".join(path.parts[-3:]) for path in (comparison.expected, comparison.actual))
-    style = files("lightning_d9m.tools.output") / "templates" / "style.css"
     found = comparison.divergences
     # Only equal runs have one digest of their final weights.
     final = ledgers[1].outcome(min(ledgers[1].files)).final if comparison.equal else None
@@ -137,7 +147,7 @@ def render_page(compared: ComparedRuns) -> str:
         basis=state_verdict(comparison).partition(": ")[2],
         cause=find_cause(comparison) if found or comparison.stack else None,
         weights="" if final is None else final.totals.get("weights", ""),
-        facts=[(name, *sides) for name, sides in list_run_facts(ledgers)],
+        facts=list(_list_run_facts(ledgers)),
         command=find_command(ledgers),
         located=[
             printable(line[:_LONGEST]) + " ..." * (len(line) > _LONGEST)
@@ -150,49 +160,23 @@ def render_page(compared: ComparedRuns) -> str:
         places=places,
         places_left=sum(entry.count for entry in found) - len(places),
         runs=None if report is None else list_cells(list_run_columns(report.rows), report.rows),
-        values=list(_list_values(values.pairs)),
+        values=[(name, *row[:3], short(row[3]), row[4]) for name, row in values.rows.items()],
         values_rank=values.rank,
         values_left=len(values.left_out),
-        style=style.read_text(),
     )  # fmt: skip
 
 
-def list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[str]]]:
+def _list_run_facts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, ...]]:
     """Yield (name, value in each run) of what ran, where a run has it."""
-    headers = [ledger.header for ledger in ledgers]
     for name, read in _FACTS.items():
-        values = [read(header) for header in headers]
+        values = [read(ledger.header) for ledger in ledgers]
         if any(value not in (None, "") for value in values):
-            yield name, ["" if value is None else str(value) for value in values]
+            yield name, *("" if value is None else str(value) for value in values)
 
 
 def _describe_commit(program: Mapping[str, Scalar]) -> str:
     commit = str(program.get("git.commit") or "")
     return f"{commit}, with changes" if commit and program.get("git.dirty") else commit
-
-
-# A table, not a chart: runs that differ by ulps have one curve, and loggers draw curves already.
-def _list_values(values: Mapping[str, Sequence[_ValuePair]]) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each logged value: where it differs, and how much.
-
-    A row has its name; the first step at which it differs, and both values there; the greatest
-    difference, and its step.
-    """
-    for name, pairs in values.items():
-        # As texts, in which 0.0 differs from -0.0, and NaN does not differ from itself.
-        differing = [entry for entry in pairs if repr(entry[1]) != repr(entry[2])]
-        if not differing:
-            yield name, "equal", "", "", "", ""
-            continue
-        step, *both = differing[0]
-        sizes = [
-            (abs(one - other), -step)
-            for step, one, other in differing
-            if one is not None and other is not None and math.isfinite(one - other)
-        ]
-        most, at = max(sizes, default=(None, None))
-        shown = ["missing" if own is None else repr(own) for own in both]
-        yield name, step, *shown, short(most), "" if at is None else -at
 
 
 @cache

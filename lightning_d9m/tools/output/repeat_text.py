@@ -33,7 +33,7 @@ from lightning_d9m.tools.output.comparison_text import (
     list_limits,
     state_verdict,
 )
-from lightning_d9m.tools.output.terminal import list_next_steps, terminal_width, wrap
+from lightning_d9m.tools.output.terminal import list_next_steps, wrap
 
 _VERDICTS = {"equal": "equal", "incomplete": "incomplete"}
 _SEVERAL = 2  # later runs, of which some may agree
@@ -207,6 +207,7 @@ class RepeatReport:
                 if found is not None:
                     self._compared.append(FitOutcome(name, ledger, found, row))
         self._differing = [fit for fit in self._compared if fit.row["verdict"] == "differs"]
+        self._differing_runs = {fit.row["run"] for fit in self._differing}
         self._partial = [fit for fit in self._compared if fit.row["verdict"] == "incomplete"]
         self._unmatched = [
             number for number, run in runs.items() if run.fits.keys() != first.keys()
@@ -231,7 +232,7 @@ class RepeatReport:
         lines = list(self._list_evidence(verbose=verbose))[:-1]
         markdown = format_markdown_table(columns, self.rows)
         if chosen == "text":
-            table = format_table(columns, self.rows, terminal_width(), plain=False)
+            table = format_table(columns, self.rows, plain=False)
             lines = [*table.splitlines(), "", *lines, *[""] * bool(lines)]
             lines.append(f"ledgers: {self._output}")
         steps = self._list_next_steps() if self._differing else []
@@ -269,7 +270,7 @@ class RepeatReport:
         """Return the verdict in one or two sentences."""
         runs = len(self._runs)
         if self.verdict == "different":
-            count = len(self._list_runs(self._differing) | set(self._unmatched))
+            count = len(self._differing_runs | set(self._unmatched))
             verb = "differs" if count == 1 else "differ"
             first = ""
             for entry in self._differing[:1]:
@@ -300,13 +301,9 @@ class RepeatReport:
                 return said
         return ""
 
-    @staticmethod
-    def _list_runs(entries: Sequence[FitOutcome]) -> set[int]:
-        return {entry.row["run"] for entry in entries}
-
     def _describe_rate(self) -> str:
         """Say so if the others agree, or if only some of several runs differ."""
-        compared, differing = len(self._runs) - 1, len(self._list_runs(self._differing))
+        compared, differing = len(self._runs) - 1, len(self._differing_runs)
         if self._counts or not differing or compared < _SEVERAL:
             return ""
         if differing < compared:
@@ -367,9 +364,12 @@ class RepeatReport:
         )
 
     def _list_next_steps(self) -> list[tuple[str, str]]:
-        compared, runs = len(self._runs) - 1, _show_path(self._output)
+        compared, path = len(self._runs) - 1, self._output
+        # For a shell, relative to the current folder if it is below it.
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        runs = printable(shlex.quote(str(path)))
         # A pair of `d9m locate` would often agree, so it needs more of them.
-        rare = len(self._list_runs(self._differing)) < compared
+        rare = len(self._differing_runs) < compared
         tries = f"--tries {2 * compared} " if rare else ""
         steps = list_next_steps(f"{tries}-- {printable(shlex.join(self._command))}", runs)
         # `d9m locate` runs on one number of processes, on which runs may well agree.
@@ -390,10 +390,3 @@ class RepeatReport:
                 for entry in self._differing
             ],
         }
-
-
-def _show_path(path: Path) -> str:
-    """Return a path for a shell, relative to the current folder if it is below it."""
-    current = Path.cwd()
-    shown = path.relative_to(current) if path.is_relative_to(current) else path
-    return printable(shlex.quote(str(shown)))

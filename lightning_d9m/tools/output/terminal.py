@@ -32,11 +32,11 @@ _WORDS = {
 _STYLES = {word: style for style, words in _WORDS.items() for word in words.split(", ")}
 
 
-def style(meaning: str, shown: str | None = None) -> "Text":
-    """Return a word, or what is shown for it, in the color of its meaning."""
+def style(meaning: str, shown: str) -> "Text":
+    """Return text in the color of its meaning, if that has one."""
     from rich.text import Text
 
-    return Text(meaning if shown is None else shown, _STYLES.get(meaning, ""))
+    return Text(shown, _STYLES.get(meaning, ""))
 
 
 def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:

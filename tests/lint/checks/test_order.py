@@ -19,7 +19,6 @@ CASES = {
     # Names that are made of each other; once the search in them did not end.
     LISTED + "    files = [n + folder for n in files]\n    other = [n for n in files]\n"
     "    files = [n for n in other]\n    return files": True,
-    "    pattern = 'a.txt'\n    return np.array(glob.glob(pattern))": False,
     "    return glob.glob('*.txt')": True,
     "    return np.array(glob.glob('*.txt'))": True,
     "    kept = []\n    for n in os.listdir(folder):\n        kept.append(n)\n"

@@ -173,7 +173,6 @@ def count(x, weights):
     c = torch.bincount(x, weights=weights)  # expect: D9M101
     d = x.bincount(weights, 10)  # expect: D9M101
     e = torch.histc(x, bins=10)  # expect: D9M101
-    f = torch.histc(x.long(), bins=10)  # fine
     g = x.cpu().bincount(weights)  # fine
     h = np.bincount([1, 2], weights=[0.5, 0.5])  # fine
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,27 +87,14 @@ def measure_rows(
                 status.update(f"{text}{left if len(done) > known else ''}")
                 if not status.live:
                     print(text, file=sys.stderr, flush=True)
-                done[key] = _measure_row(case, dtype, settings, file)
+                row: dict[str, Any] = {"key": key, "op": case.op, "parameters": {**case.parameters}}
+                limits = settings["runs"], settings["seconds"]
+                found = measure_case(case, settings["device"], dtype, *limits)
+                done[key] = row | {"dtype": dtype, "conditions": found}
+                # After a line that an interruption cut, a new one begins.
+                file.write(f"\n{json.dumps({'settings': settings, 'row': done[key]})}")
+                file.flush()
     return [done[case.key(dtype)] for case, dtype in plan]
-
-
-def _measure_row(
-    case: Case, dtype: str, settings: Mapping[str, Any], file: IO[str]
-) -> dict[str, Any]:
-    """Measure a case and append its row to a file."""
-    row = {
-        "key": case.key(dtype),
-        "op": case.op,
-        "parameters": dict(case.parameters),
-        "dtype": dtype,
-        "conditions": measure_case(
-            case, settings["device"], dtype, settings["runs"], settings["seconds"]
-        ),
-    }
-    # After a line that an interruption cut, a new one begins.
-    file.write(f"\n{json.dumps({'settings': settings, 'row': row})}")
-    file.flush()
-    return row
 
 
 def _read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -52,7 +52,7 @@ def find_problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def render_findings(summary: Mapping[str, Any]) -> str:
+def list_findings(summary: Mapping[str, Any]) -> list[str]:
     """Return the findings for a terminal, the ops that vary first."""
     ops, problems = summary["ops"], find_problems(summary["rows"])
     # What varies is what the reader looks for.
@@ -60,18 +60,16 @@ def render_findings(summary: Mapping[str, Any]) -> str:
     steady = [entry for entry in ops if entry not in varied]
     odd = [entry for entry in steady if entry["findings"]]
     found = pluralize(len(problems), "problem") if problems else "No patched op varied or failed"
-    head = (
-        f"{found}. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
-        f"{len(varied)}; neither varied nor refused: {len(steady) - len(odd)}."
-    )
-    lines = [
-        head,
+    return [
+        (
+            f"{found}. Ops: {len(ops)}, in {len(summary['rows'])} cases; varied: "
+            f"{len(varied)}; neither varied nor refused: {len(steady) - len(odd)}."
+        ),
         *problems,
         "",
         *(" ".join((f"{entry['op']}: varies.", *entry["findings"])) for entry in varied),
         *(f"{entry['op']}: steady. {' '.join(entry['findings'])}" for entry in odd),
     ]
-    return "\n".join(lines)
 
 
 def render_markdown(summary: Mapping[str, Any]) -> str:

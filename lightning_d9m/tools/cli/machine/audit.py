@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_d9m.tools.audit.ops.report import (
     find_problems,
-    render_findings,
+    list_findings,
     render_markdown,
     summarize,
 )
@@ -62,6 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     summary = summarize(settings, measure_rows(folder, plan, settings))
     (folder / "ops.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "ops.md").write_text(render_markdown(summary))
-    lines = wrap_on_terminal(render_findings(summary).splitlines())
+    lines = wrap_on_terminal(list_findings(summary))
     print_result(arguments.format, summary, [*lines, f"audit: {folder / 'ops.md'}, ops.json"])
     return 1 if find_problems(summary["rows"]) else 0

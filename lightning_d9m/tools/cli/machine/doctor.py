@@ -1,7 +1,6 @@
 """``d9m doctor``: settings of this machine that make runs nondeterministic, and their fixes."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -42,19 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
         found = f"{pluralize(problems, 'problem')} found"
     elif notes := statuses.count("note"):
         found += f", but {pluralize(notes, 'note')}"
-    print_result(arguments.format, facts, [f"{found}.", "", *_list_lines(findings)])
-    return int("problem" in statuses)
-
-
-def _list_lines(findings: Sequence["CheckResult"]) -> list[str]:
-    """Return a table of findings: the status, then what was found, why it matters and the fix."""
     status = attrgetter("status")
     columns = (
         Column["CheckResult"]("", status, meaning=status),
         Column["CheckResult"]("", _describe),
     )
-    width = terminal_width()
-    return format_table(columns, findings, width, plain=False, wraps=True).splitlines()
+    table = format_table(columns, findings, plain=False, width=terminal_width())
+    print_result(arguments.format, facts, [f"{found}.", "", *table.splitlines()])
+    return int("problem" in statuses)
 
 
 def _describe(finding: "CheckResult") -> str:

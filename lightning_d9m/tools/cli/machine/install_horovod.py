@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         done = "built" if wheel is None or arguments.rebuild else "installed"
         _pip(*REQUIREMENTS)  # those that are installed stay as they are
         if done == "built":
-            wheel = _build_into(folder, target, quiet=arguments.format == "json")
+            wheel = _build_into(folder, target)
         # Without an index: this wheel, which was built for this torch, and nothing newer.
         _pip("--no-index", "--no-deps", "--force-reinstall", str(wheel))
         failure = _try_installed(target)
@@ -104,16 +104,15 @@ def _find_target(*, mpi: bool, gpu: str) -> Target:
     return Target(torch=version, mpi=mpi, cuda=cuda, capabilities=tuple(capabilities))
 
 
-def _build_into(folder: Path, target: Target, *, quiet: bool) -> Path:
+def _build_into(folder: Path, target: Target) -> Path:
     """Build a wheel and move it into its cache folder, so that a partial wheel never appears."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
         environment = build_environment(target, Path(name), os.environ)
-        if not quiet:
-            title = f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}"
-            print(title, file=sys.stderr, flush=True)
-        with StatusLine(quiet=quiet) as line:
+        title = f"Building Horovod {HOROVOD_VERSION} for torch {target.torch}; log: {log}"
+        print(title, file=sys.stderr, flush=True)
+        with StatusLine() as line:
             built = build_wheel(Path(name), log, environment, line.update)
         return built.replace(folder / built.name)
 

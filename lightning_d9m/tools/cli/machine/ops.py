@@ -30,15 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     steps = []
     if arguments.name is None:
         records: object = [op.as_record() for op in OPS]
-        width = terminal_width(200)
-        table = format_table(_COLUMNS, OPS, width, plain=False, wraps=on_terminal)
+        width = terminal_width(200) if on_terminal else 0
+        table = format_table(_COLUMNS, OPS, plain=False, width=width)
         if on_terminal:
             steps = [("d9m ops NAME", "prints all facts about an op")]
     else:
         op = search_op(arguments.name)
         facts = [("name", op.name), ("status", op.status), *list_op_facts(op)]
-        records, width = op.as_record(), terminal_width()
-        table = format_table(_FACTS, facts, width, plain=False, wraps=True)
+        records = op.as_record()
+        table = format_table(_FACTS, facts, plain=False, width=terminal_width())
     lines = table.splitlines()
     print_result(arguments.format, records, lines, steps=steps)
     return 0

@@ -259,29 +259,12 @@ def _repeated(call: Call, op: str) -> str | None:
     return None if isinstance(call.read(1, "repeats", default=UNKNOWN), int) else op
 
 
-def _of_fractions(call: Call, op: str) -> str | None:
-    """Accept an op unless its input is cast to integers, which are counted exactly."""
-    match _find_input(call):
-        case ast.Call(ast.Attribute(attr=method), args, keywords):
-            dtypes = [*args, *(word.value for word in keywords if word.arg == "dtype")]
-            names = [dtype.attr for dtype in dtypes if isinstance(dtype, ast.Attribute)]
-            whole = any(name.strip("u").startswith("int") for name in names)
-            return None if whole or method in NAMES["integer casts"] else op
-    return op
-
-
 def _of_sparse(call: Call, op: str) -> str | None:
     """Accept an op of a sparse tensor."""
-    first = _find_input(call)
-    parts = ast.walk(first) if first is not None else ()
+    first = call.get(0, "input") or call.receiver
+    parts = ast.walk(find_value(first, call.scope)[0]) if first is not None else ()
     sparse = any("sparse" in part.attr for part in parts if isinstance(part, ast.Attribute))
     return op if sparse else None
-
-
-def _find_input(call: Call) -> ast.AST | None:
-    """Return the value of the first argument, or of the receiver."""
-    first = call.get(0, "input") or call.receiver
-    return None if first is None else find_value(first, call.scope)[0]
 
 
 def _selected(call: Call, op: str) -> str | None:

@@ -17,7 +17,6 @@ from lightning_d9m.tools.lint.tree import (
     Tree,
     is_named,
     mentions,
-    read_constant,
     read_kind,
     read_last_name,
     resolve,
@@ -53,21 +52,12 @@ def check_listing(call: Call) -> Iterator[Report]:
         path_like = call.method in {"iterdir", "rglob"} or one_pattern
         if not path_like or read_kind(call.receiver, call.scope) == "tensor":
             return
-    if _expects_one_file(call) or _is_message(call.node, call.tree):
-        return
-    if _decides(call.node, call.tree):
-        edit = "" if walks else _edit_order(call.node, call.tree)
-        yield Report("D9M302", call.node, "depends", edit=edit)
-
-
-def _expects_one_file(call: Call) -> bool:
-    """Return whether a pattern has no wildcard, or one name is unpacked: ``[only] = ...``."""
     match call.parent:
         case ast.Assign([ast.Tuple([_]) | ast.List([_]), *_]):
-            return True
-    takes_pattern = call.method or call.name.startswith("glob.")
-    pattern = read_constant(call.get(0), call.scope) if takes_pattern else None
-    return isinstance(pattern, str) and not any(mark in pattern for mark in "*?[")
+            return  # it has one element
+    if not _is_message(call.node, call.tree) and _decides(call.node, call.tree):
+        edit = "" if walks else _edit_order(call.node, call.tree)
+        yield Report("D9M302", call.node, "depends", edit=edit)
 
 
 def check_modification_time(call: Call) -> Iterator[Report]:
