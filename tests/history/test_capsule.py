@@ -1,8 +1,6 @@
 """``d9m bundle --step``: a step runs again from its capsule, without the program and its data."""
 
 import json
-import os
-import subprocess
 import sys
 import zipfile
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from ledger_runs import make_header
-from scripts import ROOT
+from scripts import ROOT, execute
 from torch import nn
 
 from lightning_d9m import deterministic
@@ -37,11 +35,8 @@ def capsule(tmp_path_factory, forking_python):
     made = {}
 
     def run(*words, folder):
-        environment = os.environ | {"RANKS": "1", "OMP_NUM_THREADS": "1"}
-        command = [forking_python, *map(str, words)]
-        return subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, check=True
-        ).stdout
+        own = {"RANKS": "1", "OMP_NUM_THREADS": "1"}
+        return execute(forking_python, *words, folder=folder, **own).stdout
 
     def make(what="", *options):
         key = (what, *options)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from scripts import ROOT
+from scripts import ROOT, execute
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Batch
@@ -34,13 +34,7 @@ def run(tmp_path_factory, forking_python):
         if key not in made:
             folder = tmp_path_factory.mktemp("run")
             command = [forking_python, PROGRAM, str(folder), *what]
-            done = subprocess.run(
-                command,
-                env=os.environ | {"RANKS": str(ranks)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = execute(*command, fails=True, RANKS=str(ranks))
             assert done.returncode == int("crash" in what), done.stderr
             made[key] = folder, done.stderr
         return made[key]
