@@ -3,6 +3,7 @@
 import json
 import sys
 import zipfile
+from functools import cache
 from types import SimpleNamespace
 
 import msgspec
@@ -32,24 +33,21 @@ PROGRAM = str(ROOT / "tests/support/goto_training.py")
 @pytest.fixture(scope="module")
 def capsule(tmp_path_factory, forking_python):
     """Return a function that trains, and writes a capsule of step 10: its path and the result."""
-    made = {}
 
     def run(*words, folder):
         own = {"RANKS": "1", "OMP_NUM_THREADS": "1"}
         return execute(forking_python, *words, folder=folder, **own).stdout
 
+    @cache
     def make(what="", *options):
-        key = (what, *options)
-        if key not in made:
-            folder = tmp_path_factory.getbasetemp() / f"capsule-{what}"
-            program = (PROGRAM, folder, *filter(None, [what]))
-            place = tmp_path_factory.mktemp("work")
-            if not folder.exists():
-                run(*program, folder=place)
-            words = ("bundle", folder, "--step", "10", "--json", "-o", "c.zip", *options, "--")
-            found = run("-m", "lightning_d9m", *words, forking_python, *program, folder=place)
-            made[key] = place / "c.zip", json.loads(found)
-        return made[key]
+        folder = tmp_path_factory.getbasetemp() / f"capsule-{what}"
+        program = (PROGRAM, folder, *filter(None, [what]))
+        place = tmp_path_factory.mktemp("work")
+        if not folder.exists():
+            run(*program, folder=place)
+        words = ("bundle", folder, "--step", "10", "--json", "-o", "c.zip", *options, "--")
+        found = run("-m", "lightning_d9m", *words, forking_python, *program, folder=place)
+        return place / "c.zip", json.loads(found)
 
     return make
 
