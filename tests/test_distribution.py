@@ -1,6 +1,5 @@
 """What is released, and what the repository offers around the code."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ledger_program import PROGRAM
-from scripts import list_imports, load_script
+from scripts import execute, list_imports, load_script
 
 from lightning_d9m.tools.cli.main import build_parser
 from lightning_d9m.version import __version__
@@ -23,20 +22,6 @@ import lightning_d9m
 print("package:", lightning_d9m.__file__)
 train()
 """
-
-
-def execute(*words, folder, **variables):
-    ended = subprocess.run(
-        [str(word) for word in words],
-        cwd=folder,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +75,11 @@ def test_the_wheel_works_in_an_environment_of_its_own(archives, tmp_path):
     # editable installation) are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     (tmp_path / "train.py").write_text(TRAINING)
-    said = execute(python, "train.py", folder=tmp_path, LIGHTNING_D9M_LEDGER_DIR="d9m")
+    words = {"without": ["PYTHONPATH"], "LIGHTNING_D9M_LEDGER_DIR": "d9m"}
+    said = execute(python, "train.py", folder=tmp_path, **words).stdout
     assert f"package: {packages}" in said
     d9m, ledger = python.parent / "d9m", "d9m/fit-000"
-    assert "equal" in execute(d9m, "compare", ledger, ledger, folder=tmp_path)
+    assert "equal" in execute(d9m, "compare", ledger, ledger, folder=tmp_path).stdout
     execute(d9m, "report", ledger, ledger, "-o", "page.html", folder=tmp_path)
     assert "</html>" in (tmp_path / "page.html").read_text()
 

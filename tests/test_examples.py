@@ -1,14 +1,12 @@
 """The examples, and the nondeterminism that one of them has without the callback."""
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import lightning
 import pytest
 import torch
-from scripts import load_script
+from scripts import execute, load_script
 
 from lightning_d9m import compare, digest
 from lightning_d9m.engine.control import session
@@ -100,9 +98,7 @@ def test_a_plain_loop_has_the_portable_digest_of_the_page(tmp_path, forking_pyth
     settings = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"}
     settings |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_PORTABLE": "1"}
     command = [forking_python, "-W", "ignore", EXAMPLES / "plain_torch.py", "--folder", tmp_path]
-    done = subprocess.run(
-        command, env=os.environ | settings, check=True, capture_output=True, text=True, cwd=tmp_path
-    )
+    done = execute(*command, folder=tmp_path, **settings)
     page = (EXAMPLES / "README.md").read_text()
     (digest_of_page,) = re.findall(
         r"^\| `plain_torch.py`.* \| ([0-9a-f]{16}) \|$", page, re.MULTILINE

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tarfile
 import warnings
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import execute
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = [FOLDER / name for name in ("gpu", "cost")]
@@ -223,14 +223,8 @@ def test_a_package_that_is_missing_is_said_at_once(modules, tmp_path, monkeypatc
 
 
 def run_suite(folder, *arguments, python):
-    return subprocess.run(
-        ["bash", FOLDER / "gpu_suite.sh", folder, *arguments],
-        env={**os.environ, "PYTHON": str(python), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    command = ("bash", FOLDER / "gpu_suite.sh", folder, *arguments)
+    return execute(*command, fails=True, PYTHON=str(python), OMP_NUM_THREADS="1")
 
 
 def test_rows_are_measured_on_a_cpu(tmp_path, forking_python):

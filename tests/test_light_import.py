@@ -1,11 +1,11 @@
 """Importing the package and asking the command line loads neither torch nor Lightning."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import execute
 
 import lightning_d9m
 
@@ -25,10 +25,7 @@ LIGHT = [
 def loaded_by(statement: str, folder: Path | None = None) -> set[str]:
     """Return the heavy packages that a fresh interpreter has loaded after ``statement``."""
     code = f"{statement}\nimport sys\nprint(*({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder
-    )
-    return set(done.stdout.split())
+    return set(execute(sys.executable, "-c", code, folder=folder).stdout.split())
 
 
 def test_package_command_line_and_ledgers_stay_light():
@@ -66,8 +63,7 @@ print(sum(len(Path(file).read_text().splitlines()) for file in own))
 
 def test_a_training_loads_only_what_it_uses(forking_python):
     """A reader of a training need not know the other 27,000 lines."""
-    done = subprocess.run([forking_python, "-c", TRAINING], capture_output=True, check=True)
-    assert int(done.stdout) <= 16_300
+    assert int(execute(forking_python, "-c", TRAINING).stdout) <= 16_300
 
 
 def test_every_public_name_loads():

@@ -45,7 +45,8 @@ def suite(pytester, monkeypatch):
     return run
 
 
-def test_a_marker_and_a_fixture_open_a_session(suite):
+def test_markers_and_a_fixture_open_a_session(suite):
+    """The settings of all markers count, the closest first."""
     suite(
         test_it="""
         import random, pytest, torch
@@ -69,33 +70,13 @@ def test_a_marker_and_a_fixture_open_a_session(suite):
             assert deterministic_session is active_session()
             assert torch.are_deterministic_algorithms_enabled()
 
-        def test_neither():
-            assert active_session() is None
-        """
-    ).assert_outcomes(passed=4)
-
-
-def test_the_session_is_opened_for_a_test_that_requests_it_while_it_runs(suite):
-    suite(
-        test_it="""
-        from lightning_d9m.engine.control.session import active_session
-
         def test_late(request):
             assert active_session() is None
             session = request.getfixturevalue("deterministic_session")
             assert session is active_session() is not None
 
-        def test_after():
+        def test_neither():
             assert active_session() is None
-        """
-    ).assert_outcomes(passed=2)
-
-
-def test_the_settings_of_all_markers_count_and_the_closest_first(suite):
-    suite(
-        test_it="""
-        import pytest
-        from lightning_d9m.engine.control.session import active_session
 
         @pytest.mark.deterministic(seed=7, threads=1)
         class TestIt:
@@ -108,7 +89,7 @@ def test_the_settings_of_all_markers_count_and_the_closest_first(suite):
             def test_class(self):
                 assert active_session().settings.seed == 7
         """
-    ).assert_outcomes(passed=2)
+    ).assert_outcomes(passed=7)
 
 
 def test_the_draws_of_a_fit_do_not_depend_on_the_tests_before(suite):

@@ -85,22 +85,6 @@ def test_a_second_device_says_whether_this_one_is_wrong(check, device, verdict, 
     assert (status, verdict in out, said in out) == (1, True, True), out + errors
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("sys.exit(5)", "ended with exit status 5"),
-        ("train([7], obeys=False); sys.exit(0)", "its first fit did not reach step 2"),
-        ("sys.exit(0)", "wrote no ledger"),
-    ],
-)
-def test_a_command_that_fails_is_shown_with_its_log(check, call, said):
-    status, out, errors = check(call)
-    assert status == 3, errors
-    assert "incomplete: 0 of 1 segment" in out
-    assert said in out
-    assert "output.log" in out
-
-
 def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_make_job", lambda *_: ["no-such-command"])
     report = CheckReport(str(tmp_path))
@@ -152,11 +136,23 @@ def test_wrong_input_is_named(check, d9m):
     assert "does not start" in found["checked"][0]["reason"]
 
 
-def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, capsys):
-    there = [Segment(None, 1, number) for number in range(40)]
-    facts = {"ledger": SimpleNamespace(path=tmp_path, header=make_header()), "last_step": 40}
-    recorded = type("Recorded", (), {"list_segments": lambda _: there, **facts})
-    monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Return a function that lets any ledger be that of a run with these segments."""
+    monkeypatch.chdir(tmp_path)
+
+    def record(there):
+        facts = {"ledger": SimpleNamespace(path=tmp_path, header=make_header())}
+        facts |= {"points": [], "end": None, "command": "", "last_step": there[-1].stop}
+        methods = {"list_segments": lambda _: there, "list_changed": lambda *_: ()}
+        recorded = type("Recorded", (), methods | facts)
+        monkeypatch.setattr(module, "RecordedRun", lambda _: recorded())
+
+    return record
+
+
+def test_a_choice_is_printed_and_can_be_repeated(d9m, record, tmp_path, capsys):
+    record([Segment(None, 1, number) for number in range(40)])
 
     def choose(*options):
         out = d9m("check", "run", "--print-commands", "-o", "out", *options, "--", "true")[1]
@@ -177,17 +173,11 @@ def test_a_choice_is_printed_and_can_be_repeated(d9m, monkeypatch, tmp_path, cap
         assert said in capsys.readouterr().out
 
 
-def test_the_longest_segments_begin_first_so_that_none_runs_alone(d9m, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_the_longest_segments_begin_first_so_that_none_runs_alone(
+    d9m, record, monkeypatch, tmp_path
+):
     starts = [None, *(SavedPoint(tmp_path, step) for step in (10, 30, 60))]
-    there = [
-        Segment(start, stop, number)
-        for number, (start, stop) in enumerate(zip(starts, (11, 31, 61, 65), strict=True))
-    ]
-    facts = {"ledger": SimpleNamespace(path=tmp_path, header=make_header()), "last_step": 65}
-    facts |= {"points": [], "end": None, "command": "", "list_changed": lambda _: ()}
-    recorded = type("Recorded", (), {"list_segments": lambda _: there, **facts})
-    monkeypatch.setattr("lightning_d9m.tools.cli.check.RecordedRun", lambda _: recorded())
+    record([*map(Segment, starts, (11, 31, 61, 65), range(4))])
     begun = []
     monkeypatch.setattr(module, "_run_jobs", lambda _, numbers, report: begun.extend(numbers))
     assert d9m("check", "run", "--segments", "all", "--jobs", "2", "--", "true")[0] == 3

@@ -1,18 +1,15 @@
 """``d9m completion`` prints a script for a shell, with every command."""
 
-import shutil
-import subprocess
 import sys
+
+from scripts import execute
 
 
 def test_bash_reads_it(tmp_path, d9m):
     script = tmp_path / "d9m.bash"
     script.write_text(d9m("completion", "bash")[1])
     code = f'. {script}; COMP_WORDS=(d9m rep); COMP_CWORD=1; _shtab_d9m; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(
-        [shutil.which("bash"), "-c", code], capture_output=True, text=True, check=True
-    )
-    assert set(done.stdout.split()) == {"repeat", "report"}
+    assert set(execute("bash", "-c", code).stdout.split()) == {"repeat", "report"}
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch, d9m):

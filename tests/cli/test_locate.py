@@ -1,9 +1,7 @@
 """``d9m locate`` on real causes, in trainings that do not import lightning_d9m."""
 
 import json
-import os
 import re
-import subprocess
 from functools import partial
 from itertools import cycle, repeat
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from forking_python import ForkingPython, shared_python
+from rank_processes import start_ranks
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.errors import CommandError
@@ -18,7 +17,7 @@ from lightning_d9m.tools.cli import locate as locate_module
 from lightning_d9m.tools.cli.locate import describe
 from lightning_d9m.tools.cli.main import main
 from lightning_d9m.tools.launch import runs as launched
-from lightning_d9m.tools.launch.processes import make_rank_variables, run_once
+from lightning_d9m.tools.launch.processes import run_once
 from lightning_d9m.tools.launch.progress import RunProgress
 from lightning_d9m.tools.locate import search as search_module
 from lightning_d9m.tools.locate.search import Search
@@ -29,25 +28,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gallery.md").read_text()
 
 def run_forked(command, folder, *, variables, ranks, pythons, **_):
     """Replace ``run_once``: the same variables, without the start of an interpreter."""
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
-    environment |= {"LIGHTNING_D9M": "1", "PYTHONHASHSEED": "0"}
-    environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
-    log = folder / "output.log"
-    python = next(pythons)
-    with log.open("wb") as file:
-        processes = [
-            subprocess.Popen(
-                [python, *command[1:]],
-                env=environment | own,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-            )
-            for own in ([{}] if ranks == 1 else make_rank_variables(ranks))
-        ]
-        statuses = [process.wait(timeout=240) for process in processes]
+    own = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_LEDGER_DIR": str(folder), **variables}
+    _, script, *words = command
+    statuses, outputs = start_ranks(script, ranks, *words, python=next(pythons), **own)
+    (folder / "output.log").write_text("".join(outputs))
     if any(statuses):
-        raise CommandError(log.read_text())
+        raise CommandError("".join(outputs))
 
 
 @pytest.fixture
@@ -67,7 +53,7 @@ def locate(tmp_path, monkeypatch, capsys):
     kept = []
     monkeypatch.setattr(locate_module, "Search", Kept)
 
-    def locate(cause, *words, ranks=1, run=run_forked, pythons=None):
+    def locate(cause, *words, ranks=0, run=run_forked, pythons=None):
         if run is run_forked:
             run = partial(run, ranks=ranks, pythons=pythons or repeat(shared_python()))
         monkeypatch.setattr(launched, "run_once", run)

@@ -1,11 +1,11 @@
 """The ``d9m`` command: its help, its version and its errors."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import execute
 
 from lightning_d9m.tools.cli.main import COMMANDS, build_parser
 from lightning_d9m.version import __version__
@@ -83,9 +83,7 @@ def test_any_error_is_one_line_and_a_status(monkeypatch, d9m, error, expected, m
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_an_error():
     command = f"{sys.executable} -m lightning_d9m ops > /dev/full"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = execute("bash", "-c", command, fails=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "No space left on device" in line

@@ -5,9 +5,7 @@ segments that resume from its checkpoints.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from ledger_program import PROGRAM
 from rank_processes import has_ended
+from scripts import execute
 
 from lightning_d9m import D9mError
 from lightning_d9m.tools.cli.repeat import _OBJECTS
@@ -429,14 +428,8 @@ def interrupt(tmp_path, forking_python):
         script = tmp_path / "train.py"
         script.write_text(program)
         words = ("-m", "lightning_d9m", "repeat", "--interrupt", "--json", "--")
-        done = subprocess.run(
-            [forking_python, *words, forking_python, str(script)],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = (forking_python, *words, forking_python, script)
+        done = execute(*command, folder=tmp_path, fails=True, OMP_NUM_THREADS="1")
         return done, json.loads(done.stdout or "{}")
 
     return run

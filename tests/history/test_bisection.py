@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from ledger_program import PROGRAM
 from rank_processes import has_ended
+from scripts import execute
 
 TRAIN = f"""{PROGRAM}
 from values import VALUES
@@ -22,15 +22,9 @@ FAILING = "VALUES = (number if number < 2 else 1 // 0 for number in (1, 2))"
 
 
 def git(folder, *words):
-    who = {"GIT_AUTHOR_NAME": "Ann", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "Ann"}
-    done = subprocess.run(
-        ["git", "-C", str(folder), *words],
-        env=os.environ | who | {"GIT_COMMITTER_EMAIL": "a@b"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+    roles = ("AUTHOR", "COMMITTER")
+    who = {f"GIT_{role}_{part}": "Ann" for role in roles for part in ("NAME", "EMAIL")}
+    return execute("git", "-C", folder, *words, **who).stdout
 
 
 def make_repository(folder, contents, below="."):

@@ -1,17 +1,16 @@
 """``d9m bundle --step``: a step runs again from its capsule, without the program and its data."""
 
 import json
-import os
-import subprocess
 import sys
 import zipfile
+from functools import cache
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from ledger_runs import make_header
-from scripts import ROOT
+from scripts import ROOT, execute
 from torch import nn
 
 from lightning_d9m import deterministic
@@ -34,27 +33,21 @@ PROGRAM = str(ROOT / "tests/support/goto_training.py")
 @pytest.fixture(scope="module")
 def capsule(tmp_path_factory, forking_python):
     """Return a function that trains, and writes a capsule of step 10: its path and the result."""
-    made = {}
 
     def run(*words, folder):
-        environment = os.environ | {"RANKS": "1", "OMP_NUM_THREADS": "1"}
-        command = [forking_python, *map(str, words)]
-        return subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, check=True
-        ).stdout
+        own = {"RANKS": "1", "OMP_NUM_THREADS": "1"}
+        return execute(forking_python, *words, folder=folder, **own).stdout
 
+    @cache
     def make(what="", *options):
-        key = (what, *options)
-        if key not in made:
-            folder = tmp_path_factory.getbasetemp() / f"capsule-{what}"
-            program = (PROGRAM, folder, *filter(None, [what]))
-            place = tmp_path_factory.mktemp("work")
-            if not folder.exists():
-                run(*program, folder=place)
-            words = ("bundle", folder, "--step", "10", "--json", "-o", "c.zip", *options, "--")
-            found = run("-m", "lightning_d9m", *words, forking_python, *program, folder=place)
-            made[key] = place / "c.zip", json.loads(found)
-        return made[key]
+        folder = tmp_path_factory.getbasetemp() / f"capsule-{what}"
+        program = (PROGRAM, folder, *filter(None, [what]))
+        place = tmp_path_factory.mktemp("work")
+        if not folder.exists():
+            run(*program, folder=place)
+        words = ("bundle", folder, "--step", "10", "--json", "-o", "c.zip", *options, "--")
+        found = run("-m", "lightning_d9m", *words, forking_python, *program, folder=place)
+        return place / "c.zip", json.loads(found)
 
     return make
 

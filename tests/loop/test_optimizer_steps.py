@@ -1,12 +1,11 @@
 """Programs without a recorder: the hooks around optimizer steps write their ledgers."""
 
-import os
-import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
+from scripts import execute
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -351,17 +350,10 @@ def run_program(tmp_path, forking_python):
     """Return a function that runs the program, which does not know us, in a process."""
 
     def run(end="", python=forking_python, **variables):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_")}
-        environment |= {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
-        environment["PYTHONHASHSEED"] = "0"  # as in forks
-        return subprocess.run(
-            [python, "-c", PROGRAM + end],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        own = {"LIGHTNING_D9M": "1", "LIGHTNING_D9M_EVERY_N_STEPS": "3"} | variables
+        own["PYTHONHASHSEED"] = "0"  # as in forks
+        words, without = (python, "-c", PROGRAM + end), ["LIGHTNING_"]
+        return execute(*words, folder=tmp_path, fails=True, without=without, **own)
 
     return run
 

@@ -107,31 +107,38 @@ class CountingDataset(Dataset):
         return torch.tensor([float(index), self.reads])
 
 
-def train_counted(folder, *, sampler, state=None, stop=None):
-    seen = []
+def list_rows(folder, sampler=None, validated=None, *, state=None, stop=None):
+    """Return the rows of each epoch, or those of its validation; the state after one to stop."""
+    seen = {}
     with deterministic(seed=3):
         model = nn.Linear(2, 1)
-        loader = DataLoader(CountingDataset(), 4, sampler=CountingSampler() if sampler else None)
+        loaders = [DataLoader(CountingDataset(), 4, sampler=sampler and sampler())]
+        loaders += [DataLoader(Drawing(), 4, **validated)] if validated is not None else []
+        before = dict(vars(loaders[-1]))
         with Recorder(folder, model) as run:
             if state is not None:
                 run.load_state_dict(state)
             for epoch in range(run.next_epoch, 3):
-                for batch in run.batches(loader):
-                    seen.append(batch.tolist())
+                seen[epoch] = []
+                for batch in run.batches(loaders[0]):
+                    seen[epoch].append(batch.tolist())
                     run.step()
+                if validated is not None:
+                    seen[epoch] = [batch.tolist() for batch in run.validation(loaders[1])]
                 run.epoch()
                 if epoch == stop:
                     return run.state_dict()
+    assert vars(loaders[-1]) == before
     return seen
 
 
-@pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("sampler", [CountingSampler, None])
 def test_what_samplers_and_datasets_count_is_restored_between_epochs(tmp_path, sampler):
-    straight = train_counted(tmp_path, sampler=sampler)
+    straight = list_rows(tmp_path, sampler)
     for stop in (0, 1):
-        state = train_counted(tmp_path, sampler=sampler, stop=stop)
-        resumed = train_counted(tmp_path, sampler=sampler, state=state)
-        assert resumed == straight[2 * stop + 2 :]
+        state = list_rows(tmp_path, sampler, stop=stop)
+        resumed = list_rows(tmp_path, sampler, state=state)
+        assert resumed == {epoch: straight[epoch] for epoch in range(stop + 1, 3)}
 
 
 def test_a_device_that_is_not_visible_makes_a_resume_inexact(tmp_path, monkeypatch):
@@ -273,26 +280,6 @@ class Drawing(CountingDataset):
         return torch.rand(2) + index
 
 
-def validate(folder, *, state=None, stop=None, **words):
-    seen = {}
-    with deterministic(seed=3):
-        model = nn.Linear(2, 1)
-        loaders = [DataLoader(CountingDataset(), 4), DataLoader(Drawing(), 4, **words)]
-        before = dict(vars(loaders[1]))
-        with Recorder(folder, model) as run:
-            if state is not None:
-                run.load_state_dict(state)
-            for epoch in range(run.next_epoch, 3):
-                for _ in run.batches(loaders[0]):
-                    run.step()
-                seen[epoch] = [batch.tolist() for batch in run.validation(loaders[1])]
-                run.epoch()
-                if epoch == stop:
-                    return run.state_dict()
-    assert vars(loaders[1]) == before
-    return seen
-
-
 @pytest.mark.parametrize("kind", ["workers", "generator", "neither"])
 def test_a_validation_draws_the_same_numbers_after_a_resume(tmp_path, kind):
     """Workers that persist, and a generator of the program, continue their own streams."""
@@ -301,9 +288,9 @@ def test_a_validation_draws_the_same_numbers_after_a_resume(tmp_path, kind):
         "generator": {"shuffle": True, "generator": torch.Generator()},
         "neither": {},
     }[kind]
-    straight = validate(tmp_path, **words)
-    state = validate(tmp_path, stop=0, **words)
-    resumed = validate(tmp_path, state=state, **words)
+    straight = list_rows(tmp_path, validated=words)
+    state = list_rows(tmp_path, validated=words, stop=0)
+    resumed = list_rows(tmp_path, validated=words, state=state)
     assert resumed == {epoch: straight[epoch] for epoch in (1, 2)}
     assert len({str(seen) for seen in straight.values()}) == 3
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -25,6 +26,17 @@ from lightning_d9m.integrations.autoload.entry_points import call_after_import
 from lightning_d9m.integrations.loop.saved_files import SavedFiles
 
 
+@contextmanager
+def saves_digested():
+    """Digest what is saved, as in a run."""
+    saved = SavedFiles()
+    saved.install(call_after_import)
+    try:
+        yield
+    finally:
+        saved.remove()
+
+
 @pytest.fixture
 def save(tmp_path, monkeypatch):
     """Return a function that saves values in a run, and returns its ledger."""
@@ -32,17 +44,13 @@ def save(tmp_path, monkeypatch):
 
     def run(name, *values):
         monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / name))
-        saved = SavedFiles()
-        saved.install(call_after_import)
-        try:
+        with saves_digested():
             for number, value in enumerate(values):
                 torch.save(value, f"{name}-{number}.pt")
             with Path("other.pt").open("wb") as file:
                 torch.save({"made": np.ones(2), "at": name}, file)
             torch.save({"run": torch.tensor(len(name))}, io.BytesIO())
             sys.modules["safetensors.torch"].save_file({"x": torch.ones(2)}, "x.safetensors")
-        finally:
-            saved.remove()
         return tmp_path / name / "saved-000"
 
     return run
@@ -72,16 +80,12 @@ def test_the_name_of_a_file_that_is_renamed_does_not_count(tmp_path, monkeypatch
     ledgers = []
     for number, scale in enumerate((1, 1, 2)):
         monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / str(number)))
-        saved = SavedFiles()
-        saved.install(call_after_import)
-        try:
+        with saves_digested():
             for step in range(2):
                 file, name = tempfile.mkstemp(dir=tmp_path, prefix="ck.", suffix=".tmp")
                 os.close(file)
                 torch.save({"w": torch.ones(2) * (1 + step * scale)}, name)
                 Path(name).replace(tmp_path / "ck.pt")
-        finally:
-            saved.remove()
         ledgers.append(tmp_path / str(number) / "saved-000")
     assert compare(*ledgers[:2]).equal
     assert compare(ledgers[0], ledgers[2]).first.where == "saved ck.#.tmp (file 2 of this name)"
@@ -89,15 +93,11 @@ def test_the_name_of_a_file_that_is_renamed_does_not_count(tmp_path, monkeypatch
 
 def test_a_forked_process_of_multiprocessing_has_its_own_ledger(tmp_path, monkeypatch):
     monkeypatch.setenv(LEDGER_VARIABLE, str(tmp_path / "runs"))
-    saved = SavedFiles()
-    saved.install(call_after_import)
-    try:
+    with saves_digested():
         arguments = {"w": torch.ones(2)}, tmp_path / "child.pt"
         child = get_context("fork").Process(target=torch.save, args=arguments)
         child.start()
         child.join()
-    finally:
-        saved.remove()
     outcome = read_ledger(tmp_path / "runs" / "saved-000").outcome(0)
     assert (outcome.last.moment, outcome.end.status) == ("saved child.pt", "finished")
 
@@ -171,14 +171,10 @@ def test_a_large_list_a_shared_one_and_names_of_arguments(save, tmp_path):
     ledger = save("run1", [torch.tensor(n) for n in range(3000)], shared)
     first, second = [own for own in read_ledger(ledger).records(0) if "#-" in str(own)]
     assert [len(own.groups["saved"]) for own in (first, second)] == [3000, 1]
-    files = SavedFiles()
-    files.install(lambda *_: None)
-    try:
+    with saves_digested():
         torch.save(obj={"a": torch.ones(1)}, f=tmp_path / "named.pt")
         with pytest.raises(TypeError, match="missing a required argument"):
             torch.save({})
-    finally:
-        files.remove()
     assert (tmp_path / "named.pt").exists()
 
 
@@ -203,9 +199,7 @@ def test_a_segment_leaves_the_files_of_the_earlier_run_and_finds_its_own(tmp_pat
     target.write_bytes(b"of the run")
     best.write_bytes(b"of the run")
     before = builtins.open, os.replace, shutil.copyfile
-    files = SavedFiles()
-    files.install(call_after_import)
-    try:
+    with saves_digested():
         for number in range(2):  # as programs save atomically
             torch.save({"a": torch.full((1,), number)}, "model.pt.tmp")
             assert Path("model.pt.tmp").exists()
@@ -221,8 +215,6 @@ def test_a_segment_leaves_the_files_of_the_earlier_run_and_finds_its_own(tmp_pat
         assert sys.modules["safetensors.torch"].load_file("x.safetensors")["x"].sum() == 2
         torch.save({"a": torch.ones(1)}, buffer := io.BytesIO())
         Path("log.txt").write_text("as any other file")
-    finally:
-        files.remove()
     assert before == (builtins.open, os.replace, shutil.copyfile)
     assert target.read_bytes() == best.read_bytes() == b"of the run"
     names = sorted(str(path) for path in Path().rglob("*") if "segment" not in path.parts)

@@ -1,13 +1,12 @@
 """Loops of Fabric and Accelerate: wrappers of model, optimizer and loader are seen through."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
 from lightning.fabric import Fabric
 from recorded_loop import train
+from scripts import execute
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import DataLoader
@@ -108,10 +107,7 @@ def test_two_processes_repeat_and_resume(tmp_path, forking_python, name, start, 
 
     def run(folder, *more):
         command = [forking_python, *start, EXAMPLES / f"{name}.py", *words, "--folder", folder]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(
-            [*map(str, command), *more], env=environment, check=True, capture_output=True
-        )
+        execute(*command, *more, OMP_NUM_THREADS="1")
 
     run(tmp_path / "straight", "--epochs=2")
     run(tmp_path / "resumed", "--epochs=1")

@@ -157,24 +157,27 @@ def test_a_training_is_followed_while_it_runs(wrong, forking_python, d9m, tmp_pa
     assert bool(list(tmp_path.glob("d9m-runs/*/checkpoints"))) == bool(wrong)
 
 
+def write_steps(folder, *steps, begin=(), end=()):
+    """Write a ledger beside the checkpoints of some steps, each with the state of the next step."""
+    records = [make_header(), *begin, make_facts()]
+    for step in steps:
+        (folder.parent / f"{step}.ckpt").touch()
+        place = {"epoch": 0, "step": step, "batch": step}
+        records.append(Checkpoint(path=f"../{step}.ckpt", **place))
+        records.append(StepDigests(epoch=0, step=step + 1, totals={}, entries={}))
+    folder.mkdir(exist_ok=True)
+    path = rank_path(folder, 0)
+    path.write_bytes(chain_lines(map(encode_record, [*records, *end])))
+    return path
+
+
 def test_no_step_is_left_out_if_a_checkpoint_cannot_be_linked(tmp_path, monkeypatch):
     """That of step 30 is there at first, and the run removes it later."""
-    saved = [tmp_path / f"{step}.ckpt" for step in (15, 30, 45)]
-    found = []
-
-    def write(paths, *end):
-        records = [make_header(), make_facts()]
-        for path in paths:
-            place = {"epoch": 0, "step": int(path.stem)}
-            records.append(Checkpoint(path=f"../{path.name}", batch=place["step"], **place))
-            records.append(StepDigests(epoch=0, step=place["step"] + 1, totals={}, entries={}))
-            path.touch()
-        lines = chain_lines(map(encode_record, [*records, *end]))
-        rank_path(tmp_path / "fit-000", 0).write_bytes(lines)
+    folder, removed, found = tmp_path / "fit-000", tmp_path / "30.ckpt", []
 
     def grow(*_):
-        write(saved, End(status="finished"))
-        saved[1].unlink()
+        write_steps(folder, 15, 30, 45, end=[End(status="finished")])
+        removed.unlink()
 
     def check(_, segment):
         found.append((segment.first, segment.stop))
@@ -182,18 +185,16 @@ def test_no_step_is_left_out_if_a_checkpoint_cannot_be_linked(tmp_path, monkeypa
             grow()
         return CheckedSegment(segment.number, 0, 0)
 
-    (tmp_path / "fit-000").mkdir()
-    write(saved[:2])
-    os.utime(saved[1], (2**33, 2**33))  # as if it were written again
+    write_steps(folder, 15, 30)
+    os.utime(removed, (2**33, 2**33))  # as if it were written again
     monkeypatch.setattr("time.sleep", grow)
-    follow_run(tmp_path / "fit-000", tmp_path / "links", check, None)
+    follow_run(folder, tmp_path / "links", check, None)
     assert found == [(0, 16), (15, 46), (45, 46)]
 
 
 def test_the_last_segment_of_a_killed_run_is_checked_too(tmp_path):
-    (tmp_path / "fit-000").mkdir()
-    records = [make_header(), make_facts(), StepDigests(epoch=0, step=9, totals={}, entries={})]
-    rank_path(tmp_path / "fit-000", 0).write_bytes(chain_lines(map(encode_record, records)))
+    state = StepDigests(epoch=0, step=9, totals={}, entries={})
+    write_steps(tmp_path / "fit-000", end=[state])
     found = []
 
     def check(_, segment):
@@ -327,20 +328,10 @@ def test_a_file_that_may_be_of_a_later_checkpoint_is_not_linked(tmp_path, is_fol
 
 def test_what_a_resumed_run_has_left_is_not_part_of_it(tmp_path):
     """Its first part had come to step 60 when it was killed, and it resumed from step 40."""
-    check, header = "", make_header()
-    for number, steps in enumerate([(20, 40, 60), (55,)]):
-        begin = Resume(parent="../fit-000", parent_check=check, epoch=0, step=40, batch=40)
-        records = [header, *([begin] if number else []), make_facts()]
-        for step in steps:
-            place = {"epoch": 0, "step": step}
-            (tmp_path / f"{step}.ckpt").touch()
-            records.append(Checkpoint(path=f"../{step}.ckpt", batch=step, **place))
-            records.append(StepDigests(epoch=0, step=step + 1, totals={}, entries={}))
-        path = rank_path(tmp_path / f"fit-00{number}", 0)
-        path.parent.mkdir()
-        path.write_bytes(chain_lines(map(encode_record, records)))
-        check = json.loads(path.read_text().splitlines()[:6][-1])["check"]
-    recorded = RecordedRun(path.parent)
+    first = write_steps(tmp_path / "fit-000", 20, 40, 60)
+    check = json.loads(first.read_text().splitlines()[5])["check"]
+    begin = Resume(parent="../fit-000", parent_check=check, epoch=0, step=40, batch=40)
+    recorded = RecordedRun(write_steps(tmp_path / "fit-001", 55, begin=[begin]).parent)
     found = [(own.first, own.stop) for own in recorded.list_segments()]
     assert found == [(0, 21), (20, 41), (40, 56), (55, 56)]
     assert (recorded.last_step, recorded.end) == (56, None)

@@ -7,10 +7,11 @@ import pty
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
-from scripts import ROOT
+from scripts import ROOT, execute
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.records import Batch
@@ -27,23 +28,14 @@ STATE = "p fingerprint(self, batch)"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, forking_python):
     """Return a function that trains straight, once for each (ranks, what)."""
-    made = {}
 
-    def train(ranks=1, *what):
-        key = (ranks, *what)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("run")
-            command = [forking_python, PROGRAM, str(folder), *what]
-            done = subprocess.run(
-                command,
-                env=os.environ | {"RANKS": str(ranks)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == int("crash" in what), done.stderr
-            made[key] = folder, done.stderr
-        return made[key]
+    @cache
+    def train(ranks, *what):
+        folder = tmp_path_factory.mktemp("run")
+        command = (forking_python, PROGRAM, folder, *what)
+        done = execute(*command, fails=True, RANKS=str(ranks))
+        assert done.returncode == int("crash" in what), done.stderr
+        return folder, done.stderr
 
     return train
 
@@ -95,7 +87,7 @@ def test_the_debugger_shows_the_state_of_the_step(run, goto, ranks, rank):
     ("words", "typed", "opens"), [([], "", False), (["--anyway"], "q\n", True)]
 )
 def test_a_program_that_differs_is_stopped(run, goto, words, typed, opens):
-    status, output = goto(run()[0], "11", *words, typed=typed, program=["label"])
+    status, output = goto(run(1)[0], "11", *words, typed=typed, program=["label"])
     assert status == (not opens)
     assert "different: " in output
     assert ("(Pdb)" in output) == opens
@@ -110,7 +102,7 @@ def test_a_step_in_an_exception_is_returned_to_by_the_line_that_it_printed(run, 
 
 
 def test_a_trace_has_the_probes_of_the_step(run, goto, tmp_path):
-    folder, _ = run()
+    folder, _ = run(1)
     status, output = goto(folder, "10", "--trace", "--json")
     facts = json.loads(output[output.index("{") :])
     assert (status, facts["step"], facts["comparison"]["verdict"]) == (0, 10, "equal")
@@ -147,7 +139,7 @@ def test_other_loops(run, goto, what, state):
 
 
 def test_a_command_that_does_not_reach_the_step(run, goto):
-    status, output = goto(run()[0], "10", program=["loop"])
+    status, output = goto(run(1)[0], "10", program=["loop"])
     assert status in (2, 3), output
 
 
@@ -164,7 +156,7 @@ def test_a_command_that_does_not_reach_the_step(run, goto):
 def test_a_wrong_request(run, capsys, monkeypatch, words, message):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert (
-        main(["goto", *words[:1], str(run()[0] / "fit-000"), *words[1:], "--", "python", "x.py"])
+        main(["goto", *words[:1], str(run(1)[0] / "fit-000"), *words[1:], "--", "python", "x.py"])
         == 2
     )
     assert message in " ".join(capsys.readouterr().err.split())

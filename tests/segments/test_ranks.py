@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from scripts import ROOT
+from scripts import ROOT, execute
 
 from lightning_d9m.engine.ledger.folder import read_ledger
 from lightning_d9m.engine.ledger.format.reader import read_resume
@@ -30,8 +29,7 @@ def test_segments_of_two_processes(strategy, forking_python, d9m, tmp_path, monk
         monkeypatch.setenv(name, value)
     launcher = (forking_python, *HOROVOD) if strategy == "horovod" else ()
     command = [*launcher, forking_python, PROGRAM, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    execute(*command)
     for words, expected in ((), "equal"), (("label",), "persistent"):
         _, out, errors = d9m("check", "run", "--only", "1", "--json", "--", *command, *words)
         assert out, errors
@@ -51,7 +49,7 @@ def test_segments_of_two_processes(strategy, forking_python, d9m, tmp_path, monk
 def locate(d9m, command, folder):
     """Find a number that one rank adds in each run; only the steps around it are run again."""
     noisy = [*command[:-1], str(folder / "other"), "noise"]
-    subprocess.run(noisy, capture_output=True, check=True)
+    execute(*noisy)
     status, out, errors = d9m("locate", "run", "other", "--json", "--", *noisy)
     assert status == 1, errors
     found = json.loads(out)

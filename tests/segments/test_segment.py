@@ -123,21 +123,10 @@ def test_runs_with_different_probes_are_compared_in_what_both_have(tmp_path):
     settings = {"seed": 42, "per_sample_rng": False, "threads": None}
     layout = {"kind": "layout", "id": 0, "places": [["weight", "a", 0]]}
     batch = {"kind": "probes", "epoch": 0, "step": 0, "batch": 0, "layout": 0, "digests": b"x" * 16}
-    end = End(status="finished")
-    one, _ = write(tmp_path / "a", make_digests("initial", 0), make_digests("final", 0), end)
-    other = tmp_path / "b" / "fit-000"
-    other.mkdir(parents=True)
-    with LedgerWriter(other / "rank-0.jsonl") as writer:
-        for record in (
-            make_header(settings=settings | probes),
-            make_facts(),
-            make_digests("initial", 0),
-            layout,
-            batch,
-            make_digests("final", 0),
-            end,
-        ):
-            writer.write(record)
+    first, *rest = make_digests("initial", 0), make_digests("final", 0), End(status="finished")
+    one, _ = write(tmp_path / "a", first, *rest)
+    words = {"settings": settings | probes}
+    other, _ = write(tmp_path / "b", first, layout, batch, *rest, **words)
     assert compare(one, other).verdict == compare(other, one).verdict == "equal"
 
 

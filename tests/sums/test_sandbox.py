@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,21 +27,26 @@ class Tokenizer:
         self.vocabulary = dict.fromkeys(map(str, range(2000)), 0)
 
 
+def run_step(sandbox, block, change, stage="train"):
+    """Call a function for each logical rank of a process."""
+    sandbox.begin()
+    for rank in block:
+        change(rank)
+        sandbox.end(rank, last=rank == block[-1])
+    sandbox.finish(stage)
+
+
 @pytest.fixture
 def run():
     """Return a function that runs steps of two logical ranks; each calls a function."""
-    module = nn.Linear(1, 1)
+    module, block = nn.Linear(1, 1), range(2)
     module.tokenizer = Tokenizer()
     blocks = SimpleNamespace(logical_ranks=2)
-    sandbox = Sandbox(module, SimpleNamespace(block=range(2), blocks=blocks), lambda *_: False)
+    sandbox = Sandbox(module, SimpleNamespace(block=block, blocks=blocks), lambda *_: False)
 
     def steps(count, change):
         for _ in range(count):
-            sandbox.begin()
-            for rank in range(2):
-                change(module.tokenizer.vocabulary, rank)
-                sandbox.end(rank, last=rank == 1)
-            sandbox.finish("train")
+            run_step(sandbox, block, partial(change, module.tokenizer.vocabulary))
         return module.tokenizer.vocabulary
 
     return steps
@@ -66,24 +72,14 @@ def test_what_later_steps_change_first_is_put_back(run):
     assert run(9, count)["7"] == 9
 
 
-@pytest.fixture
-def step():
-    """Return a function that runs a step of logical ranks on a module with attributes."""
-
-    def run(change, ranks=2, stage="train", **attributes):
-        module = nn.Linear(1, 1)
-        vars(module).update(attributes)
-        blocks = SimpleNamespace(logical_ranks=ranks)
-        processes = SimpleNamespace(block=range(ranks), blocks=blocks)
-        sandbox = Sandbox(module, processes, lambda *_: False)
-        sandbox.begin()
-        for rank in range(ranks):
-            change(module, rank)
-            sandbox.end(rank, last=rank == ranks - 1)
-        sandbox.finish(stage)
-        return module
-
-    return run
+def step(change, ranks=2, stage="train", **attributes):
+    """Run a step of logical ranks on a module with attributes; return the module."""
+    module, blocks = nn.Linear(1, 1), SimpleNamespace(logical_ranks=ranks)
+    vars(module).update(attributes)
+    block = range(ranks)
+    sandbox = Sandbox(module, SimpleNamespace(block=block, blocks=blocks), lambda *_: False)
+    run_step(sandbox, block, partial(change, module), stage)
+    return module
 
 
 def train(processes, change, make, ranks=4, steps=3):
@@ -104,11 +100,7 @@ def train(processes, change, make, ranks=4, steps=3):
         sandbox = Sandbox(module, SimpleNamespace(**words), lambda *_: False)
         vars(module).update(attributes := make())
         for number in range(steps):
-            sandbox.begin()
-            for rank in block:
-                change(module, rank, number)
-                sandbox.end(rank, last=rank == block[-1])
-            sandbox.finish("train")
+            run_step(sandbox, block, lambda rank, n=number: change(module, rank, n))
         return {name: getattr(module, name) for name in attributes}
 
     with ThreadPoolExecutor(processes) as pool:
@@ -184,7 +176,7 @@ def test_containers_of_all_kinds_are_alike_on_any_number_of_processes():
     assert alone["weights"].tolist() == [2, 3, 4, 5, 0]
 
 
-def test_a_list_that_is_changed_and_then_replaced_is_put_back(step):
+def test_a_list_that_is_changed_and_then_replaced_is_put_back():
     def change(module, _):
         assert module.rows == [0]  # as at the start of the step
         module.rows[0] = 5
@@ -193,7 +185,7 @@ def test_a_list_that_is_changed_and_then_replaced_is_put_back(step):
     assert step(change, rows=[0]).rows == [7]
 
 
-def test_data_that_a_program_keeps_on_the_host_stay_there(step):
+def test_data_that_a_program_keeps_on_the_host_stay_there():
     def change(module, rank):
         module.rows.append(torch.zeros(1))
         module.weights[2 * rank] = 5 + rank
@@ -216,7 +208,7 @@ def test_weights_that_logical_ranks_write_differently_are_refused(processes):
 
 @pytest.mark.parametrize("length", [4, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int8])
-def test_what_logical_ranks_write_to_different_elements_is_kept(step, dtype, length):
+def test_what_logical_ranks_write_to_different_elements_is_kept(dtype, length):
     def change(module, rank):
         module.bank[2 * rank] = 5 + rank
         module.bank[3] = 1
@@ -225,7 +217,7 @@ def test_what_logical_ranks_write_to_different_elements_is_kept(step, dtype, len
     assert found.bank[:4].tolist() == [5, 0, 6, 1]
 
 
-def test_different_values_of_one_element_are_refused(step):
+def test_different_values_of_one_element_are_refused():
     with pytest.raises(SettingError, match="different values to the same elements of 'bank'"):
         step(lambda module, rank: module.bank.fill_(rank + 1), bank=torch.zeros(2))
     with pytest.warns(UserWarning, match="the value of logical rank 0 is kept"):
@@ -234,13 +226,13 @@ def test_different_values_of_one_element_are_refused(step):
 
 
 @pytest.mark.parametrize("most", [3, 5, 9])
-def test_a_deque_gets_what_all_append(step, most):
+def test_a_deque_gets_what_all_append(most):
     recent = deque([1, 2, 3], maxlen=most)
     step(lambda module, rank: module.recent.extend([10 * rank, 10 * rank + 1]), recent=recent)
     assert [*recent] == [1, 2, 3, 0, 1, 10, 11][-most:]
 
 
-def test_a_full_deque_whose_appended_items_may_not_show_is_named(step):
+def test_a_full_deque_whose_appended_items_may_not_show_is_named():
     def append(module, rank):
         if module.added[rank] is not None:
             module.recent.append(module.added[rank])
@@ -254,7 +246,7 @@ def test_a_full_deque_whose_appended_items_may_not_show_is_named(step):
         assert [*found] == right
 
 
-def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step):
+def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept():
     def change(module, rank):
         module.weights[2 * rank] = module.by_sample[rank] = 5 + rank
         module.by_sample["seen"] += 1
@@ -267,7 +259,7 @@ def test_what_logical_ranks_write_to_an_array_or_to_different_keys_is_kept(step)
     assert found.by_sample == {0: 5, 1: 6, "seen": 1}
 
 
-def test_what_all_add_under_one_new_key_is_merged(step):
+def test_what_all_add_under_one_new_key_is_merged():
     def change(module, rank):
         names = module.found.setdefault("names", {"rows": [], "ids": set(), "alike": 3})
         names["rows"].append(rank)
@@ -282,7 +274,7 @@ def test_what_all_add_under_one_new_key_is_merged(step):
 
 
 @pytest.mark.parametrize(("kind", "counting"), [(dict, (1, 2, 2)), (Counter, (0, 1, 1))])
-def test_numbers_that_count_under_one_new_key_are_refused(step, kind, counting):
+def test_numbers_that_count_under_one_new_key_are_refused(kind, counting):
     def change(module, rank):
         module.counts["all"] = 1
         if counting[rank]:
@@ -295,7 +287,7 @@ def test_numbers_that_count_under_one_new_key_are_refused(step, kind, counting):
 
 
 @pytest.mark.parametrize("changing", [(1, 2), (0, 1, 3)])
-def test_entries_to_which_several_but_not_all_have_added_are_refused(step, changing):
+def test_entries_to_which_several_but_not_all_have_added_are_refused(changing):
     def change(module, rank):
         module.counts["seen"] += rank in changing
 
@@ -303,7 +295,7 @@ def test_entries_to_which_several_but_not_all_have_added_are_refused(step, chang
         step(change, ranks=4, stage="validate", counts={"seen": 0})
 
 
-def test_an_entry_that_cannot_be_sent_leaves_the_others(step):
+def test_an_entry_that_cannot_be_sent_leaves_the_others():
     def change(module, rank):
         module.by_sample[rank] = object() if rank == 1 else 5 + rank
 
@@ -313,7 +305,7 @@ def test_an_entry_that_cannot_be_sent_leaves_the_others(step):
 
 
 @pytest.mark.parametrize("dtype", ["longdouble", "u2", "u4", "Q"])
-def test_arrays_of_types_that_torch_lacks(step, dtype):
+def test_arrays_of_types_that_torch_lacks(dtype):
     def change(module, rank):
         module.weights[2 * rank] = 5 + rank
         module.other = module.weights[::-1]
@@ -323,7 +315,7 @@ def test_arrays_of_types_that_torch_lacks(step, dtype):
     assert found.weights.tolist() == [5, 0, 6]
 
 
-def test_a_list_too_long_to_be_entered_is_put_back(step):
+def test_a_list_too_long_to_be_entered_is_put_back():
     def change(module, rank):
         assert module.counts[7] == module.table["7"] == 0  # as at the start of the step
         module.counts[7] = module.table["7"] = 1
@@ -335,7 +327,7 @@ def test_a_list_too_long_to_be_entered_is_put_back(step):
     assert (found.counts[7], found.table["7"], found.added[length:]) == (1, 1, [0, 1])
 
 
-def test_objects_in_it_that_steps_change_are_named(step):
+def test_objects_in_it_that_steps_change_are_named():
     rows = [[0] for _ in range(100_001)]
     with pytest.warns(UserWarning, match="'rows'.* depend on the number of processes"):
         step(lambda module, _: module.rows[7].append(1), rows=rows)

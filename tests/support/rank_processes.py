@@ -53,7 +53,9 @@ def run_ranks(script, count, *arguments, **words):
     return outputs
 
 
-def start_ranks(script, count, *arguments, folder=None, horovod=False, modules=(), **variables):
+def start_ranks(
+    script, count, *arguments, folder=None, horovod=False, modules=(), python=None, **variables
+):
     """Run a script on ranks; return their statuses and outputs, with Horovod the launcher's.
 
     Args:
@@ -63,9 +65,10 @@ def start_ranks(script, count, *arguments, folder=None, horovod=False, modules=(
         folder: The folder in which they run.
         horovod: Whether horovodrun starts them.
         modules: What the processes find imported, besides what all do.
+        python: Another Python than the shared one.
         variables: Those of the environment.
     """
-    python = shared_python(*modules)
+    python = python or shared_python(*modules)
     command = [python, script, *map(str, arguments)]
     ranks = make_rank_variables(count) if count else [{}]
     if horovod:

@@ -5,306 +5,187 @@ each cell. `equal`: a resumed run ends with the bytes of a straight one; `refuse
 the reason; `ended`: the check of the first steps ends it.
 """
 
-import functools
-import os
 import shutil
 import sys
 from collections import Counter
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import distributed
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from written_programs import name_outcome, on_ranks, train, write
+
+# Lines of a program (see written_programs.py), which change its classes.
+EPOCHS = """
+Data.epoch = 0
+Data.set_epoch = lambda self, epoch: setattr(self, "epoch", epoch)
+Data.__getitem__ = lambda self, index: torch.linspace(0, 1, 3) * index + self.epoch
+"""
+OWN_LOADER = """
+from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
-from trainings import QUIET
-from written_programs import in_forks, name_outcome
-
-from lightning_d9m import DeterminismCallback
-from lightning_d9m.engine.control import session
-from lightning_d9m.tools.launch.processes import make_rank_variables
-
-SIZE = 96
-
-
-class Data(Dataset):
-    """Rows that do not depend on anything; subclasses change them."""
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return torch.linspace(-1, 1, 3) * (index % 7) + 0.01 * index
-
-
-class Epochs(Data):
-    """Has the epoch in each sample, by ``set_epoch``."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __getitem__(self, index):
-        return super().__getitem__(index) + self.epoch
-
-
-class Means(Data):
-    """Rounds a mean of many numbers, which depends on the number of threads."""
-
-    def __getitem__(self, index):
-        rows = torch.sin(torch.arange(300_000, dtype=torch.float32) * (index + 1))
-        return super().__getitem__(index) + rows.mean() * 1e3
-
-
-class Stream(IterableDataset):
-    """Yields rows, and draws from its own generator."""
-
+# Lightning cannot make it again to split the samples.
+torch.utils.data.SequentialSampler = lambda data: DistributedSampler(data, PROCESSES, RANK)
+"""
+STREAM = """
+class Data(torch.utils.data.IterableDataset):
     def __init__(self):
         self.generator, self.place = torch.Generator().manual_seed(1), 0
-
+    def __len__(self):
+        return SIZE
     def __iter__(self):
         self.place %= SIZE  # where it ended, or where a state says
         while self.place < SIZE:
             self.place += 1
             yield torch.rand(3, generator=self.generator)
-
     def state_dict(self):
         return {"place": self.place, "generator": self.generator.get_state()}
-
     def load_state_dict(self, state):
         self.place = state["place"]
         self.generator.set_state(state["generator"])
-
-    def __len__(self):
-        return SIZE
-
-
-class Prioritized(Sampler):
-    """Draws by weights that the model changes while it is iterated."""
-
-    def __init__(self):
+torch.utils.data.SequentialSampler = lambda data: None
+"""
+PRIORITIZED = """
+class Prioritized(torch.utils.data.Sampler):
+    def __init__(self, data):
         self.weights = torch.ones(SIZE)
-
     def __len__(self):
         return SIZE
-
     def __iter__(self):
-        for _ in range(SIZE):
-            yield int(torch.multinomial(self.weights, 1))
-
-
-class Config:
-    """A helper class with a variable."""
-
-    temperature = 1.0
-
-
+        return (int(torch.multinomial(self.weights, 1)) for _ in range(SIZE))
+def prioritize(self, trainer, *_):
+    torch.here.sampler.weights[trainer.global_step % SIZE] += 9
+torch.utils.data.SequentialSampler = Prioritized
+Steering.on_before_zero_grad = prioritize
+"""
+STOPPING = """
+class Steering(L.callbacks.EarlyStopping):
+    def __init__(self):
+        super().__init__("val", patience=1, mode="max")
+def validate(self, batch, index):
+    self.log("val", self.net(batch).square().mean(), sync_dist=True)
+Model.validation_step = validate
+"""
+LOOKAHEAD = """
 class Lookahead(torch.optim.Optimizer):
-    """Wraps another optimizer, whose state it does not save."""
-
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
-        self.inner = inner
-
+        self.inner = inner  # whose state it does not save
     def step(self, closure=None):
         loss = closure()
         self.inner.step()
         return loss
-
-
-class Model(L.LightningModule):
-    """A regression; the kind of program says what its step multiplies the loss by, and saves."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.held, self.factors = kind, {"level": 1.0}, [1.0]
-        self.shared = torch.ones(1).share_memory_()
-        self.get, self.levels = functools.partial(grow, held=self.held), [1.0]
-        self.append = self.levels.append
-        torch.default_generator.manual_seed(5)  # unlike torch.manual_seed, numbers no fit
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 9), torch.nn.Linear(9, 1))
-        self.accumulates = kind == "FSDP2 that accumulates"
-        self.automatic_optimization = kind != "GradScaler" and not self.accumulates
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-        self.workers = 0
-
-    def training_step(self, batch, index):
-        loss = self.net(batch).square().mean() * KINDS[self.kind].get("factor", lambda _: 1.0)(self)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            if self.accumulates:
-                self.manual_backward(loss)
-                if index % 3 == 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                return loss
-            optimizer.zero_grad()
-            self.manual_backward(self.scaler.scale(loss))
-            self.scaler.step(optimizer.optimizer)
-            self.scaler.update()
-        return loss
-
-    def validation_step(self, batch, index):
-        self.log("val", self.net(batch).square().mean(), sync_dist=True)
-
-    def on_train_epoch_start(self):
-        if self.kind == "epoch set in a hook":
-            self.trainer.train_dataloader.dataset.epoch = self.current_epoch
-        if self.kind == "max_epochs in a hook" and self.current_epoch == 1:
-            self.trainer.fit_loop.max_epochs = EPOCHS + 1
-
-    def on_save_checkpoint(self, checkpoint):
-        if self.kind == "a hook that saves draws":
-            torch.rand(3)
-        if not self.automatic_optimization:
-            checkpoint["scaler"] = self.scaler.state_dict()
-
-    def on_load_checkpoint(self, checkpoint):
-        if "scaler" in checkpoint:
-            self.scaler.load_state_dict(checkpoint["scaler"])
-
-    def configure_model(self):
-        if self.kind.startswith("FSDP2"):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    def train_dataloader(self):
-        return make_loader(self.kind, self.workers)
-
-    def val_dataloader(self):
-        return DataLoader(Data(), 16)
-
-    def configure_optimizers(self):
-        named = dict(self.named_parameters())
-        order = {*named} if self.kind == "groups from sets" else named
-        optimizer = torch.optim.Adam([{"params": [named[name] for name in order]}], 0.01)
-        if self.kind == "Lookahead":
-            return Lookahead(optimizer)
-        plan = functools.partial(schedule, model=self)
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, plan)]
-
-
-def schedule(_, model):
-    """Return a factor of the learning rate that steps change."""
-    return model.factors[0]
-
-
-def grow(model, name="level", held=None):
-    """Return a number of the model, or of what is held, after it has grown."""
-    if held is None:
-        setattr(model, name, getattr(model, name) * 1.01)
-        return getattr(model, name)
-    held[name] *= 1.01
-    return held[name]
-
-
-def prioritize(model):
-    """Change the weights by which the sampler draws."""
-    loader = model.trainer.train_dataloader
-    loader.sampler.weights[model.global_step % SIZE] += 9
-    return 1.0
-
-
-EPOCHS = 3
-FSDP2 = functools.partial(ModelParallelStrategy, save_distributed_checkpoint=False)
-# Each steers the training by what it keeps; its factor is called in each step.
+Model.configure_optimizers = lambda self: Lookahead(torch.optim.Adam(self.parameters(), 0.01))
+"""
+GROUPS = """
+def configure(self):
+    named = dict(self.named_parameters())
+    return torch.optim.Adam([{"params": [named[name] for name in {*named}]}], 0.01)
+Model.configure_optimizers = configure
+"""
+LONGER = """
+def extend(self):
+    if self.current_epoch == 1:
+        self.trainer.fit_loop.max_epochs = 4
+Model.on_train_epoch_start = extend
+"""
+MANUAL = """
+build = Model.__init__
+def __init__(self):
+    build(self)
+    self.automatic_optimization = False
+    self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=SCALES)
+def step(self, batch, index):
+    optimizer = self.optimizers()
+    self.manual_backward(self.scaler.scale(self.net(batch).square().mean()))
+    if SCALES or index == 2:
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+Model.__init__, Model.training_step = __init__, step
+Model.on_save_checkpoint = lambda self, saved: saved.update(scaler=self.scaler.state_dict())
+Model.on_load_checkpoint = lambda self, saved: self.scaler.load_state_dict(saved["scaler"])
+"""
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+def shard(self):
+    self.net = torch.nn.Sequential(torch.nn.Linear(3, 9), torch.nn.Linear(9, 1))
+    fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+Model.configure_model = shard
+"""
+MEANS = """
+def compute_mean(self, index):  # its last bits depend on the number of threads
+    rows = torch.sin(torch.arange(300_000, dtype=torch.float32) * (index + 1))
+    return torch.ones(3) * rows.mean() * 1e3
+Data.__getitem__ = compute_mean
+"""
+HOOKED = """
+def set_epoch(self):
+    self.trainer.train_dataloader.dataset.epoch = self.current_epoch
+Model.on_train_epoch_start = set_epoch
+OPTIONS |= {"limit_val_batches": 0}  # a validation would read the same dataset
+"""
+STRATEGIES = {
+    "FSDP2": partial(ModelParallelStrategy, save_distributed_checkpoint=False),
+    "find_unused_parameters": "ddp_find_unused_parameters_true",
+}
+# State that a hook changes, by its kind and place there, or lines.
 KINDS = {
-    "plain": {},
-    "set_epoch() of a dataset": {"data": Epochs, "shuffle": True},
-    "epoch set in a hook": {"data": Epochs},
-    "EarlyStopping, and the job again": {
-        "callbacks": lambda: [EarlyStopping("val", patience=1, mode="max")]
-    },
-    "groups from sets": {},
-    "a hook that saves draws": {},
-    "a new dataset for each epoch": {"words": {"reload_dataloaders_every_n_epochs": 1}},
-    "class variable": {"factor": lambda _: grow(Config, "temperature")},
-    "partial": {"factor": lambda model: model.get(model)},
-    "bound method": {"factor": lambda model: model.append(1.0) or len(model.levels)},
-    "closure of LambdaLR": {"factor": lambda model: grow(model, 0, model.factors)},
-    "shared tensor": {"factor": lambda model: float(model.shared.mul_(1.01))},
-    "Lookahead": {},
-    "prioritized sampler": {"sampler": Prioritized, "factor": prioritize},
-    "max_epochs in a hook": {},
-    "GradScaler": {},
-    "mean of a large sample": {"data": Means},
-    "StatefulDataLoader": {"loader": StatefulDataLoader, "shuffle": True},
-    "StatefulDataLoader of a stream": {"loader": StatefulDataLoader, "data": Stream},
-    "accumulation": {"words": {"accumulate_grad_batches": 2}},
-    "find_unused_parameters": {"strategy": "ddp_find_unused_parameters_true"},
-    "FSDP2": {"strategy": FSDP2},
-    "FSDP2 that accumulates": {"strategy": FSDP2},
+    "plain": "",
+    "set_epoch() of a dataset": EPOCHS,
+    "epoch set in a hook": EPOCHS + HOOKED,
+    "EarlyStopping, and the job again": STOPPING,
+    "groups from sets": GROUPS,
+    "a hook that saves draws": "Model.on_save_checkpoint = lambda self, _: torch.rand(3)",
+    "a new dataset for each epoch": "",
+    "class variable": ("list", "a helper class"),
+    "partial": ("dict", "a partial"),
+    "bound method": ("list", "a method"),
+    "closure of LambdaLR": ("dict", "a schedule's closure"),
+    "shared tensor": ("shared", "a module"),
+    "Lookahead": LOOKAHEAD,
+    "prioritized sampler": PRIORITIZED,
+    "max_epochs in a hook": LONGER,
+    "GradScaler": f"SCALES = True{MANUAL}",
+    "mean of a large sample": MEANS,
+    "StatefulDataLoader": OWN_LOADER,
+    "StatefulDataLoader of a stream": OWN_LOADER + STREAM,
+    "accumulation": "OPTIONS |= {'accumulate_grad_batches': 2}",
+    "find_unused_parameters": "",
+    "FSDP2": SHARDED,
+    "FSDP2 that accumulates": f"SCALES = False{MANUAL}{SHARDED}",
 }
 
 
-def make_loader(kind, workers):
-    """Return the training loader of a kind."""
+def make_program(kind, processes, workers):
+    """Return the source of a program."""
     given = KINDS[kind]
-    words = {"sampler": given["sampler"]()} if "sampler" in given else {}
-    words |= {"shuffle": True} if given.get("shuffle") else {}
-    data = given.get("data", Data)()
-    if "loader" in given and distributed.is_initialized() and "data" not in given:
-        # Lightning cannot make torchdata's loader again to split the samples.
-        words = {"sampler": DistributedSampler(data)}
-    return given.get("loader", DataLoader)(data, 4, num_workers=workers, **words)
-
-
-class Saver(L.Callback):
-    """Saves a checkpoint within the second epoch, and one at its end."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == (1, 3):
-            trainer.save_checkpoint(self.folder / "within.ckpt")
-
-    def on_train_epoch_end(self, trainer, _):
-        if trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.folder / "end.ckpt")
-
-
-def train(kind, folder, place, workers, threads, variables):
-    """Train as one rank; return the bytes of the weights, and of the number of steps."""
-    os.environ |= variables | {"PYTHONHASHSEED": "0"}
-    session.restart_fits()
-    given, processes = KINDS[kind], int(variables.get("WORLD_SIZE", 1))
-    saves = folder / "resumed" if place else folder
-    saves.mkdir(exist_ok=True, parents=True)
-    strategy = given.get("strategy", "ddp") if processes > 1 else "auto"
-    determinism = DeterminismCallback(seed=3, ledger_dir=folder, threads=threads)
-    module = Model(kind)
-    module.workers = workers
-    trainer = L.Trainer(
-        **{**QUIET, "enable_checkpointing": False, "max_epochs": EPOCHS, "devices": processes},
-        **given.get("words", {}),
-        strategy=strategy() if callable(strategy) else strategy,
-        callbacks=[determinism, *given.get("callbacks", list)(), Saver(saves)],
-    )
-    trainer.fit(module, ckpt_path=folder / f"{place}.ckpt" if place else None)
-    whole = [getattr(own, "full_tensor", own.detach)() for own in module.parameters()]
-    return b"".join(own.detach().numpy().tobytes() for own in whole) + bytes([trainer.global_step])
+    state = given if isinstance(given, tuple) else ("nothing", "a module", "Steering, 'never'")
+    facts = f"SIZE, PROCESSES = {12 * processes}, {processes}\nData.__len__ = lambda self: SIZE\n"
+    facts += "RANK = int(os.environ.get('RANK', 0))\n"
+    loading = "new data" if kind.startswith("a new") else ""
+    if workers:
+        loading = f"{loading} by workers" if loading else "workers"
+    lines = f"import os\n{facts}{'' if isinstance(given, tuple) else given}"
+    return write(*state, loading=loading, lines=lines)
 
 
 def judge(kind, folder, processes, workers, threads):
     """Return a word for a resume within an epoch, and for one at its end; with the first error."""
-    words = []
-    straight = None
-    for place in ("", "within", "end"):
-        given = folder, place, workers, threads
-        ranks = make_rank_variables(processes) if processes > 1 else [{}]
-        found = in_forks([functools.partial(train, kind, *given, own) for own in ranks])[0]
+    said, straight = [], None
+    strategy = STRATEGIES.get(kind.partition(" ")[0], "ddp") if processes > 1 else "auto"
+    source = make_program(kind, processes, workers)
+    within = 2 if kind == "FSDP2 that accumulates" else 5  # steps, of which it has one an epoch
+    for place in (None, within, 3):
+        words = {"strategy": strategy() if callable(strategy) else strategy, "threads": threads}
+        found = on_ranks(partial(train, source, folder, place, **words), processes)
         straight = found if straight is None else straight
-        words += [name_outcome(straight, found)] if place or isinstance(found, str) else []
-        if words and words[-1] in ("failed", "refused", "ended"):
-            sys.stderr.write(f"{kind} {given[1:]}: {found[-1500:]}\n")
+        said += [name_outcome(straight, found)] if place or isinstance(found, str) else []
+        if said and said[-1] in ("failed", "refused", "ended"):
+            sys.stderr.write(f"{kind} {processes}/{workers}/{threads}: {found[-1500:]}\n")
     shutil.rmtree(folder)
-    return words
+    return said
 
 
 def main():

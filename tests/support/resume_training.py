@@ -14,10 +14,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from trainings import QUIET, make_exception_saver, make_loader, make_model
-
-from lightning_d9m import DeterminismCallback
-from lightning_d9m.engine.control import session
+import trainings
 
 folder, strategy, *whats = sys.argv[1:]
 checkpoint = Path(folder, "interrupted.ckpt")
@@ -42,33 +39,27 @@ class Ending(L.Callback):
 
 def fit(what):
     """Train as a run of its own would."""
-    session.restart_fits()
     what, _, workers = what.partition("+")
     workers = {"num_workers": 2, "persistent_workers": True} if workers else {}
-    callbacks = [DeterminismCallback(seed=5, ledger_dir=Path(folder, what))]
-    words = dict(QUIET)
-    if what not in {"straight", "resumed"}:
-        callbacks.append(Ending(what))
+    callbacks = [] if what in {"straight", "resumed"} else [Ending(what)]
     if what == "terminated":
-        callbacks.append(make_exception_saver(folder, checkpoint.stem))
-        words["enable_checkpointing"] = True
-    trainer = L.Trainer(
-        **words,
+        callbacks.append(trainings.make_exception_saver(folder, checkpoint.stem))
+    size = 96 * world
+    return trainings.fit(
+        trainings.make_model(),
+        trainings.make_loader(size=size, **workers),
+        trainings.make_loader(size=size, shuffle=False),
+        resumed=checkpoint if what == "resumed" else None,
+        folder=Path(folder, what),
+        callbacks=callbacks,
+        enable_checkpointing=what == "terminated",
         max_epochs=2,
+        num_sanity_val_steps=2,
         strategy=strategy,
         devices=world if strategy == "ddp" else 1,
         accumulate_grad_batches=2,
-        callbacks=callbacks,
         default_root_dir=folder,
     )
-    size = 96 * world
-    trainer.fit(
-        make_model(),
-        make_loader(size=size, **workers),
-        make_loader(size=size, shuffle=False),
-        ckpt_path=checkpoint if what == "resumed" else None,
-    )
-    return trainer
 
 
 def main():

@@ -499,16 +499,16 @@ class Saver(L.Callback):
             self.save(trainer, {4: 8, 6: 6}[trainer.global_step])
 
 
-def write(kind, place, hook="Steering, 'on_train_batch_start'", **draws):
-    """Return the source of a program."""
+def write(kind, place, hook="Steering, 'on_train_batch_start'", lines="", **draws):
+    """Return the source of a program, with further lines."""
     (make, change), (put, get) = KINDS[kind], PLACES[place]
-    lines = "\n".join(DRAWS[name][drawn] for name, drawn in draws.items())
+    lines = "\n".join([*(DRAWS[name][drawn] for name, drawn in draws.items()), lines])
     parts = {"make": make, "change": change, "put": put, "get": get, "hook": hook}
     return PROGRAM % {**parts, "draws": lines.replace("%(make)s", make)}
 
 
-def train(source, folder, resume=None, options=(), last=None, saved=None, **words):
-    """Train as a process of its own would; return the bytes of the weights.
+def train(source, folder, resume=None, options=(), last=None, saved=None, strategy="auto", **words):
+    """Train as a process of its own would, or a rank; return the bytes of the weights.
 
     See ``Saver`` for ``last``; ``saved`` is the number of a checkpoint after the fit.
     """
@@ -521,6 +521,8 @@ def train(source, folder, resume=None, options=(), last=None, saved=None, **word
     given = {**QUIET, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     trainer = L.Trainer(
         **{**given, **program.OPTIONS, **dict(options)},
+        strategy=strategy,
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
         callbacks=[
             DeterminismCallback(seed=3, ledger_dir=folder, **words),
             program.steering,
@@ -532,7 +534,8 @@ def train(source, folder, resume=None, options=(), last=None, saved=None, **word
     trainer.fit(program.model, None if loads else loader, loader, ckpt_path=checkpoint)
     if saved:
         trainer.save_checkpoint(saves / f"{saved}.ckpt")
-    return b"".join(own.detach().numpy().tobytes() for own in program.model.parameters())
+    whole = [getattr(own, "full_tensor", own.detach)() for own in program.model.parameters()]
+    return b"".join(own.detach().numpy().tobytes() for own in whole)
 
 
 def resume(source, folder, step, *, checked=True, **words):
@@ -617,6 +620,17 @@ def in_forks(functions):
         return found
 
 
+def on_ranks(function, count):
+    """Return what a function returns on rank 0 of several, or alone."""
+
+    def run(variables):
+        os.environ |= variables
+        return function()
+
+    ranks = make_rank_variables(count) if count > 1 else [{}]
+    return in_forks([partial(run, own) for own in ranks])[0]
+
+
 def fork(function, answer):
     """Call a function in a process, which writes what that returns; return the process."""
     if process := os.fork():
@@ -637,18 +651,15 @@ def fork(function, answer):
 def judge_ranks(source, folder):
     """Return what becomes of a program with two logical ranks, on one process and on two."""
 
-    def run(variables):
-        os.environ |= variables
+    def run():
         strategy = DDPDeterministicStrategy(logical_ranks=2)
-        options = {"strategy": strategy, "devices": int(variables.get("WORLD_SIZE", 1))}
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            weights = train(source, folder / variables.get("RANK", "one"), options=options)
+            weights = train(source, folder / os.environ.get("RANK", "one"), strategy=strategy)
         said = any("depend on the number of" in str(own.message) for own in caught)
         return bytes([said]) + weights
 
-    one = in_fork(lambda: run({}))
-    two = in_forks([partial(run, own) for own in make_rank_variables(2)])[0]
+    one, two = (on_ranks(run, count) for count in (1, 2))
     shutil.rmtree(folder, ignore_errors=True)
     if isinstance(one, str) or isinstance(two, str):
         texts = [own for own in (one, two) if isinstance(own, str)]

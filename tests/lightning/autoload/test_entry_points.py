@@ -4,8 +4,6 @@ import importlib
 import inspect
 import json
 import logging
-import os
-import subprocess
 import sys
 import textwrap
 import zipfile
@@ -14,6 +12,7 @@ from pathlib import Path
 import lightning.pytorch as lightning
 import pytest
 import torch
+from scripts import execute
 from trainings import QUIET, make_loader, make_model
 
 from lightning_d9m import DeterminismCallback, SettingError, TooLateError, compatibility
@@ -32,17 +31,10 @@ STYLES = FORKED, FRESH = ("lightning", "pytorch_lightning")
 
 def run(*words, folder, python=sys.executable, **variables):
     """Run Python in a folder, with ``LIGHTNING_D9M=1`` and other variables of ours."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "LIGHTNING_"))}
-    environment |= {"PYTHONHASHSEED": "0", "LIGHTNING_D9M": "1"}
-    environment |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder / "d9m")} | variables
-    done = subprocess.run(
-        [python, *map(str, words)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    own = {"PYTHONHASHSEED": "0", "LIGHTNING_D9M": "1"}
+    own |= {"LIGHTNING_D9M_LEDGER_DIR": str(folder / "d9m")} | variables
+    without = ("PL_", "LIGHTNING_")
+    done = execute(python, *words, folder=folder, fails=True, without=without, **own)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done, found[-1] if found else {}
 
