@@ -276,14 +276,13 @@ def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
     """Yield the hash of each package or module that a run has used, or why there is none."""
     from lightning_d9m.engine.recording.commitment import list_packages
 
+    here, known = list_packages(tuple(sys.path)), sources.packages
+    other = {name for name in known.keys() & here.keys() if here[name] != known[name]}
+    of_module = packages_distributions() if other else {}  # it reads all lists of files
     # An environment has hundreds; what was not loaded computed nothing.
-    of_module, here = packages_distributions(), list_packages(tuple(sys.path))
     for unit in sources.used:
-        names = {*of_module.get(re.split("[/.]", unit)[0], ())} & sources.packages.keys()
-        other = sorted(name for name in names & here.keys() if here[name] != sources.packages[name])
-        if other:
-            known = sources.packages[other[0]]
-            yield unit, f"the training used {known}, and here is {here[other[0]]}"
+        if named := sorted(other.intersection(of_module.get(re.split("[/.]", unit)[0], ()))):
+            yield unit, f"the training used {known[named[0]]}, and here is {here[named[0]]}"
         else:
             path = _find_unit(unit)
             yield unit, hash_tree(path) if path else "it is not here"
