@@ -180,13 +180,34 @@ def test_a_stranger_verifies_and_a_third_party_verifies_the_verdict(prove, check
     assert "on another file than proof.json" in verify()[1]
 
 
-def test_a_proof_of_a_training_with_another_label_is_rejected_by_its_segment(prove, check):
-    prove(wrong="label")
+@pytest.mark.parametrize(
+    ("wrong", "verdict", "said"),
+    [
+        ("label", "persistent", "step 16"),
+        ("other data", "persistent", "step 16"),
+        ("one sample more", "refused", "other settings than the run: "),
+    ],
+)
+def test_a_training_on_other_data_is_rejected_by_its_segment(prove, check, wrong, verdict, said):
+    """All parts of its proof fit each other."""
+    prove(wrong=wrong)
     status, found = check("--only", "0")
-    assert status == 1
+    assert (status, found["problems"]) == (1, [])
     (segment,) = found["checked"]
-    assert (segment["verdict"], segment["equal_until"]) == ("persistent", 0)
-    assert "step 16" in segment["where"]
+    assert (segment["verdict"], segment["equal_until"]) == (verdict, 0)
+    assert said in segment["where" if verdict == "persistent" else "reason"], segment
+
+
+def test_records_that_are_made_again_with_all_hashes_are_rejected_by_their_segment(
+    prove, check, tmp_path
+):
+    prove()
+    measured.list_lies(tmp_path)["records, checks and their hash made again"](tmp_path)
+    status, found = check("--only", "1")
+    assert (status, found["problems"]) == (1, [])
+    (segment,) = found["checked"]
+    assert (segment["verdict"], segment["equal_until"]) == ("persistent", 20)
+    assert "step 31" in segment["where"]
 
 
 def test_a_key_that_cannot_sign_is_told_before_a_segment_runs(prove, d9m, keys, monkeypatch):

@@ -27,6 +27,7 @@ from lightning_d9m.tools.proof.training import (
     hash_tree,
     make_proof,
     open_proof,
+    read_statement,
     write_statement,
 )
 from lightning_d9m.tools.segments.segment import RecordedRun
@@ -93,6 +94,26 @@ def test_the_first_state_after_a_checkpoint_needs_a_hash_and_the_last_one(tmp_pa
     uncommitted = make_proof(right, [], tmp_path).predicate.uncommitted
     assert uncommitted["1 checkpoint"] == "removed or replaced since: step 3"
     assert uncommitted["program"] == "it is not in a file"
+
+
+def test_a_proof_of_a_thousand_epochs_is_small(tmp_path):
+    """With a checkpoint for each tenth, and all packages of a large environment."""
+    packages = {f"package-{number}": "1.0.0 py3-none-any" for number in range(300)}
+    used = tuple(f"package_{number}" for number in range(300))
+    records = []
+    for epoch in range(1000):
+        place = {"epoch": epoch, "step": epoch}
+        records.append(Digests(moment="epoch", totals=TOTALS, groups={}, **place))
+        if epoch % 10 == 0:
+            (tmp_path / f"epoch={epoch}-step={epoch}.ckpt").touch()
+            path = f"../epoch={epoch}-step={epoch}.ckpt"
+            records.append(Checkpoint(path=path, batch=epoch, **place))
+            records.append(StepDigests(totals=TOTALS, entries={}, **place))
+    sources = Sources(program={}, named={}, packages=packages, used=used)
+    run = write_run(tmp_path / "fit-000", *records, make_final(**TOTALS), sources)
+    write_statement(tmp_path / "proof.json", make_proof(run, [], tmp_path), None)
+    assert len(read_statement(tmp_path / "proof.json", training.Proof, None).subject) == 101
+    assert (tmp_path / "proof.json").stat().st_size < 100_000
 
 
 def test_a_run_that_failed_is_not_proved_and_an_environment_that_changed_is_named(tmp_path):

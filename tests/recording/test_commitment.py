@@ -1,12 +1,9 @@
 """A run commits to what was there when it began, and to its values, as hashlib hashes them."""
 
 import hashlib
-import py_compile
 import subprocess
 import sys
-from importlib.util import cache_from_source
 from pathlib import Path
-from py_compile import PycInvalidationMode
 from threading import Lock
 from types import ModuleType, SimpleNamespace
 
@@ -130,19 +127,6 @@ def test_a_module_that_waits_for_its_first_use_is_not_loaded(program, monkeypatc
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     monkeypatch.setitem(sys.modules, "other", object())
     assert "module lazy" not in find_sources().gaps
-
-
-def test_compiled_code_that_the_source_does_not_give_is_named(program, tmp_path):
-    """Python runs it, and who reads the source reads another program."""
-    file, _ = program
-    other = tmp_path / "other.py"
-    other.write_text("x = 99\n")
-    unchecked = PycInvalidationMode.UNCHECKED_HASH
-    (tmp_path / "__pycache__").mkdir()
-    for source, is_named in ((file, False), (other, True)):
-        py_compile.compile(str(source), cache_from_source(file), invalidation_mode=unchecked)
-        commitment._is_compiled_from.cache_clear()
-        assert ("file own.py" in find_sources().gaps) == is_named
 
 
 def test_a_linked_folder_is_of_what_it_leads_to_and_a_linked_file_has_its_name(

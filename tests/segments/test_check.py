@@ -225,12 +225,12 @@ def test_a_segment_of_a_provable_run_compiles_its_own_code(monkeypatch, tmp_path
         raise CommandError("")
 
     known = CheckedSegment(3, 0, 1)
-    for sources in (None, (), ()):
+    for sources in (None, *[SimpleNamespace(used=())] * 2):
         recorded = SimpleNamespace(run=run, sources=sources)
         check_segment(recorded, Runs([], tmp_path), Segment(None, 1), known, 1, "segment 3")
         monkeypatch.setenv(COMPILED, "shared" * len(given[1:]))
     assert given == [None, str(tmp_path / "compiled"), "shared"]
-    (tmp_path / "compiled").mkdir()
+    assert (tmp_path / "compiled").exists()
     with CheckReport(str(tmp_path)).kept(tmp_path / "links", lambda: None):
         pass
     assert not (tmp_path / "compiled").exists()
@@ -262,11 +262,50 @@ def test_compiled_code_that_a_source_does_not_give_is_not_run(tmp_path, monkeypa
         return said.split()
 
     assert run({})[0] == "99"
-    variables = compile_again(tmp_path)
+    variables = compile_again(tmp_path, [module, "../other"])
     value, compiled = run(variables)
     assert (value, tmp_path / "compiled" in Path(compiled).parents) == ("11", True)
     Path(compiled).write_bytes(Path(cache_from_source(str(source))).read_bytes())
     assert run(variables)[0] == "99"
+
+
+def test_what_is_compiled_of_an_installed_package_is_used(tmp_path, monkeypatch):
+    """If its source is as it was; not what a wheel may have brought, or a link leads to."""
+    root = tmp_path / "installed"
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(root)])
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    (tmp_path / "other").write_text("x = 99\n")
+    modes = PycInvalidationMode
+    for name, mode in (
+        ("own/a.py", modes.TIMESTAMP),
+        ("own/b.py", modes.CHECKED_HASH),
+        ("own/c.py", modes.UNCHECKED_HASH),
+        ("own/d.py", modes.TIMESTAMP),
+        ("loose.py", modes.TIMESTAMP),
+        ("unused/a.py", modes.TIMESTAMP),
+        ("../published/a.py", modes.TIMESTAMP),
+    ):
+        source = root / name
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("x = 11\n")
+        text = source if mode == modes.TIMESTAMP else tmp_path / "other"
+        cached = cache_from_source(str(source))
+        py_compile.compile(str(text), cached, str(source), invalidation_mode=mode)
+    (root / "linked").symlink_to(tmp_path / "published")
+    (root / "own/d.py").write_text("x = 111\n")
+    used = ["own", "loose.py", "linked", "../published"]
+    variables = compile_again(tmp_path, used)
+    code = "from own import a, b, c, d; import loose, linked.a, unused.a\n"
+    code += "print(a.x, b.x, c.x, d.x)\n"
+    code += "for own in (a, b, c, d, loose, linked.a, unused.a): print(own.__cached__)"
+    before = {own: own.stat().st_ino for own in (tmp_path / "compiled").rglob("*.pyc")}
+    words = [sys.executable, "-c", code]
+    said = subprocess.check_output(words, env={**os.environ, **variables}, text=True)
+    values, *files = said.splitlines()
+    assert values == "11 11 11 111"
+    compiled = [Path(own) for own in files]
+    kept = [before.get(own) == own.stat().st_ino for own in compiled]
+    assert kept == [True, False, False, False, True, False, False]
 
 
 def test_runs_of_a_segment_that_end_at_different_steps_do_not_agree(tmp_path, monkeypatch):

@@ -17,13 +17,14 @@ from hashlib import blake2b
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from lightning_d9m.engine.ledger.format.records import Scalar
 from lightning_d9m.errors import StackDifferenceError
 from lightning_d9m.text import escape, pluralize, read_stanzas
 
 StackDifference: TypeAlias = tuple[str, Any, Any]
+_Key = TypeVar("_Key")
 
 _INFORMATIONAL, _PACKAGES, _VARIABLES, _TORCH = read_stanzas(Path(__file__).with_suffix(".txt"))
 # Recorded but never compared; each with the reason.
@@ -213,8 +214,8 @@ MISSING: Final = _Missing("missing")
 
 
 def table_differences(
-    expected: Mapping[str, Any], actual: Mapping[str, Any]
-) -> list[StackDifference]:
+    expected: Mapping[_Key, Any], actual: Mapping[_Key, Any]
+) -> list[tuple[_Key, Any, Any]]:
     """Return (name, expected, actual) for each entry that differs; ``MISSING`` where it is absent.
 
     Values of different types differ: 1 is not True, and 1.0 is not 1. Floats are compared by their

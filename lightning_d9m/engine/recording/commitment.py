@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
-from importlib.machinery import SourceFileLoader
 from importlib.metadata import distributions
-from importlib.util import cache_from_source
 from itertools import chain
 from pathlib import Path
 from sysconfig import get_path
@@ -82,9 +80,8 @@ def find_sources(before: Sources | None = None, unhashed: Collection[str] = ()) 
             continue
         if base and not is_installed and inner.startswith(inside):
             own = os.path.relpath(path, start)
+            # Not of what Python has compiled of it: a segment does not run that.
             program[own] = hash_file(Path(path))
-            if not _is_compiled_from(path, program[own]):
-                gaps[f"file {own}"] = "Python may have loaded other code, from __pycache__"
         elif base and root:
             used.add(_find_package(root, inner) or path.removeprefix(root))
         else:
@@ -145,17 +142,6 @@ def _name_folder(path: str) -> str:
 # Where this Python installs packages, and what belongs to Python.
 _INSTALLED = {_name_folder(own) for own in (*site.getsitepackages(), site.getusersitepackages())}
 _STANDARD = tuple(_name_folder(get_path(own)) for own in ("stdlib", "platstdlib", "scripts"))
-
-
-@cache
-def _is_compiled_from(path: str, _: str) -> bool:
-    """Return whether a source, with this hash, gives the code that Python has compiled for it."""
-    loader = SourceFileLoader("", path)
-    with suppress(Exception):  # it has no source, or is being edited
-        if Path(cache_from_source(path)).is_file():
-            code = loader.source_to_code(loader.get_data(path), path)
-            return bool(loader.get_code("") == code)
-    return True
 
 
 @cache

@@ -138,7 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.submit or (arguments.jobs or 1) > 1:
             # The longest first: one that begins last would run alone at the end.
             chosen.sort(key=lambda own: own.first - own.stop)
-            _run_jobs(arguments, [own.number for own in chosen], report)
+            used = () if recorded.sources is None else recorded.sources.used
+            shared = compile_again(output, used)["PYTHONPYCACHEPREFIX"]
+            _run_jobs(arguments, [own.number for own in chosen], report, shared)
         else:
             _run_in_turn(chosen, partial(check, recorded), report)
         for path in recorded.list_changed():  # of a proof; the program runs as the same user
@@ -239,11 +241,15 @@ def _make_job(arguments: argparse.Namespace, number: int, output: Path | None) -
     return [*options, "--json", "--", *arguments.argv]
 
 
-def _run_jobs(arguments: argparse.Namespace, numbers: list[int], report: CheckReport) -> None:
-    """Check each segment in its own process or job, and merge what they report."""
+def _run_jobs(
+    arguments: argparse.Namespace, numbers: list[int], report: CheckReport, compiled: str
+) -> None:
+    """Check each segment in its own process or job, and merge what they report.
+
+    ``compiled`` is the folder that they share for it.
+    """
     output, start = Path(report.output), time.monotonic()
-    shared = f"{COMPILED}={compile_again(output)['PYTHONPYCACHEPREFIX']}"
-    d9m = ["env", shared, sys.executable, "-m", "lightning_d9m"]
+    d9m = ["env", f"{COMPILED}={compiled}", sys.executable, "-m", "lightning_d9m"]
     commands = {number: [*d9m, *_make_job(arguments, number, output)] for number in numbers}
 
     def read_result(number: int) -> CheckedSegment | None:

@@ -276,14 +276,13 @@ def _hash_packages(sources: Sources) -> Iterator[tuple[str, str]]:
     """Yield the hash of each package or module that a run has used, or why there is none."""
     from lightning_d9m.engine.recording.commitment import list_packages
 
+    here, known = list_packages(tuple(sys.path)), sources.packages
+    other = {name for name in known.keys() & here.keys() if here[name] != known[name]}
+    of_module = packages_distributions() if other else {}  # it reads all lists of files
     # An environment has hundreds; what was not loaded computed nothing.
-    of_module, here = packages_distributions(), list_packages(tuple(sys.path))
     for unit in sources.used:
-        names = {*of_module.get(re.split("[/.]", unit)[0], ())} & sources.packages.keys()
-        other = sorted(name for name in names & here.keys() if here[name] != sources.packages[name])
-        if other:
-            known = sources.packages[other[0]]
-            yield unit, f"the training used {known}, and here is {here[other[0]]}"
+        if named := sorted(other.intersection(of_module.get(re.split("[/.]", unit)[0], ()))):
+            yield unit, f"the training used {known[named[0]]}, and here is {here[named[0]]}"
         else:
             path = _find_unit(unit)
             yield unit, hash_tree(path) if path else "it is not here"
@@ -338,19 +337,17 @@ def open_proof(path: Path, signer: Method) -> tuple[RecordedRun, CheckReport]:
     return recorded, report
 
 
-def _list_facts(proof: Proof) -> dict[str, dict[str, Any]]:
-    """Return all that a proof says, as values by name, by the kind of fact."""
-    said, files = proof.predicate, dict[str, str]()
-    for own in proof.subject:
-        digest = own.digest.get("sha256", "")
+def _list_facts(proof: Proof) -> dict[tuple[str, str], Any]:
+    """Return all that a proof says, by the kind of fact and its name."""
+    said = proof.predicate
+    tables = {"ledger's field": said.run, "package": said.packages}
+    tables["uncommitted part"] = said.uncommitted
+    facts = {(what, name): own for what, table in tables.items() for name, own in table.items()}
+    for subject in proof.subject:
+        place = ("file", subject.name)
         # Of two with one name, no file has both.
-        files[own.name] = f"{files[own.name]} {digest}" if own.name in files else digest
-    return {
-        "ledger's field": said.run,
-        "file": files,
-        "package": said.packages,
-        "uncommitted part": said.uncommitted,
-    }
+        facts[place] = f"{facts.get(place, '')} {subject.digest.get('sha256', '')}"
+    return facts
 
 
 def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
@@ -361,18 +358,17 @@ def _compare(proof: Proof, here: Proof) -> tuple[list[str], list[str]]:
         for name, expected, actual in stack
         if not name.startswith(_OF_SESSION)
     ]
-    problems, differing, known = list[str](), list[str](), _list_facts(here)
-    for what, facts in _list_facts(proof).items():
-        for name, expected, actual in table_differences(facts, known[what]):
-            text = f"The {what} {escape(name, 200)}"
-            if expected is MISSING:
-                problems.append(f"{text} is not in the proof.")
-            elif what == "uncommitted part" or (what == "package" and not _is_hash(expected)):
-                continue  # it may leave out more than it must, and says so
-            elif what == "package" and not _is_hash(actual):
-                differing.append(f"{escape(name, 200)}: {escape(actual, 200)}")
-            else:
-                problems.append(f"{text} is not here as the proof has it.")
+    problems, differing = list[str](), list[str]()
+    for (what, fact), expected, actual in table_differences(_list_facts(proof), _list_facts(here)):
+        name = escape(fact, 200)
+        if expected is MISSING:
+            problems.append(f"The {what} {name} is not in the proof.")
+        elif what == "uncommitted part" or (what == "package" and not _is_hash(expected)):
+            continue  # it may leave out more than it must, and says so
+        elif what == "package" and not _is_hash(actual):
+            differing.append(f"{name}: {escape(actual, 200)}")
+        else:
+            problems.append(f"The {what} {name} is not here as the proof has it.")
     return problems, differing + other
 
 

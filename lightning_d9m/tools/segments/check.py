@@ -8,11 +8,14 @@ that says something else than what the program computes.
 import json
 import os
 import shutil
+import site
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from sysconfig import get_path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -241,16 +244,49 @@ def list_limits(recorded: RecordedRun, *, follows: bool = False) -> Iterator[str
         yield f"An exception ended the run after step {recorded.last_step}: {error}"
 
 
-def compile_again(output: Path) -> dict[str, str]:
+def compile_again(output: Path, used: Collection[str]) -> dict[str, str]:
     """Return variables with which the segments of a check run the code that their sources give.
 
-    They share a folder for it below that of the check, or of the check whose job this is.
+    They share a folder for it below that of the check, or of the check whose job this is. ``used``
+    are the packages and modules of the run, as ``Sources`` has them.
     """
     # Who has published the program may have put other code into __pycache__ beside it, and beside
     # its packages: one reads their sources, and the segment would run that.
-    folder = os.environ.get(COMPILED) or str(output / _COMPILED_FOLDER)
+    folder = Path(os.environ.get(COMPILED) or output / _COMPILED_FOLDER)
+    if not folder.exists():
+        _link_installed(folder, {name.partition("/")[0] for name in used})
     # Images of containers forbid to write it, so that each segment would compile torch again.
-    return {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def _link_installed(folder: Path, used: Collection[str]) -> None:
+    """Link what is compiled of packages that this Python has installed, and of its own modules."""
+    # To compile them takes 10 s with Lightning. Who can write there can change this package as
+    # well. A wheel may bring compiled files, too, but cannot know when its sources are installed:
+    # what Python and pip compile has this time, and other files the hash of their source.
+    names = {*used, *sys.stdlib_module_names, "__pycache__"}
+    ending = f".{sys.implementation.cache_tag}.pyc"
+    for root in (*site.getsitepackages(), site.getusersitepackages(), get_path("stdlib")):
+        for place, inner, files in os.walk(root):
+            if place == root:
+                inner[:] = names.intersection(inner)
+            if place.endswith("__pycache__"):
+                target = folder.joinpath(*Path(place).parts[1:-1])
+                target.mkdir(parents=True, exist_ok=True)
+                for name in files:
+                    if name.endswith(ending):
+                        _link_timed(f"{place}/{name}", f"{target}/{name}")
+
+
+def _link_timed(path: str, target: str) -> None:
+    """Link a compiled file that has the time of its source; without a link, it is compiled."""
+    # Texts, as these are some ten thousand files.
+    with suppress(OSError), open(path, "rb") as file:  # noqa: PTH123
+        if not any(file.read(8)[4:]):
+            try:
+                os.link(path, target)  # takes a tenth of the time
+            except OSError:  # another file system, or another owner
+                os.symlink(path, target)  # noqa: PTH211
 
 
 def check_part(
@@ -288,7 +324,8 @@ def check_segment(
         **options: Further arguments of ``run_segment``.
     """
     given = dict(options.pop("variables", {}))
-    given |= {} if recorded.sources is None else compile_again(runs.output)
+    if recorded.sources is not None:
+        given |= compile_again(runs.output, recorded.sources.used)
 
     def attempt(
         known: CheckedSegment, suffix: str = "", variables: Mapping[str, str] = MappingProxyType({})

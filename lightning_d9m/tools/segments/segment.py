@@ -279,18 +279,14 @@ class RecordedRun:
         """
         if self.sources is None:
             return []
-        own = ledger.files[min(ledger.files)]
-        records = [record for file, record in read_lineage(own) if file == own]
-        sources = [record for record in records if isinstance(record, Sources)]
-        known = {**self.sources.program, **self.sources.named}
-        found = [
-            (name, text)
-            for record in sources
-            for name, text in (*record.program.items(), *record.named.items())
-            if name in record.program or f"file {name}" not in self.gaps
-        ]
-        other = sorted({name for name, text in found if known.get(name) != text})
-        return other if sources else ["it has no record of it"]
+        known, other = {**self.sources.program, **self.sources.named}, set[str]()
+        file = ledger.files[min(ledger.files)]
+        records = (record for path, record in read_lineage(file) if path == file)
+        found = [own for own in records if isinstance(own, Sources)]
+        for own in found:
+            named = {n: own.named[n] for n in own.named if f"file {n}" not in self.gaps}
+            other |= {n for n, text in {**named, **own.program}.items() if known.get(n) != text}
+        return sorted(other) if found else ["it has no record of it"]
 
     def run(self, runs: Runs, segment: Segment, name: str, title: str, **options: Any) -> RunResult:
         """Run a segment of it as it ran itself; see ``run_segment``."""
