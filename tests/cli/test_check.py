@@ -88,7 +88,7 @@ def test_a_second_device_says_whether_this_one_is_wrong(check, device, verdict, 
 def test_a_job_without_a_result_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_make_job", lambda *_: ["no-such-command"])
     report = CheckReport(str(tmp_path))
-    module._run_jobs(SimpleNamespace(jobs=2, submit=None), [7], report)
+    module._run_jobs(SimpleNamespace(jobs=2, submit=None), [7], report, "")
     (found,) = report.checked
     assert (found.number, found.verdict, report.verdict) == (7, "failed", "incomplete")
     assert "left no result" in found.reason
@@ -109,7 +109,7 @@ def test_a_job_that_is_begun_again_has_a_folder_and_the_result_counts(check, tmp
     assert check("train([7, 7], obeys=False)", "-o", "out/job-000")[0] == 0
     report = CheckReport(str(tmp_path / "out"))
     monkeypatch.setattr(module, "_make_job", lambda *_: ["--version"])
-    module._run_jobs(SimpleNamespace(jobs=2, submit=None), [0], report)
+    module._run_jobs(SimpleNamespace(jobs=2, submit=None), [0], report, "")
     assert [own.verdict for own in report.checked] == ["equal"]
 
 
@@ -143,7 +143,13 @@ def record(tmp_path, monkeypatch):
 
     def record(there):
         facts = {"ledger": SimpleNamespace(path=tmp_path, header=make_header())}
-        facts |= {"points": [], "end": None, "command": "", "last_step": there[-1].stop}
+        facts |= {
+            "points": [],
+            "end": None,
+            "command": "",
+            "last_step": there[-1].stop,
+            "sources": None,
+        }
         methods = {"list_segments": lambda _: there, "list_changed": lambda *_: ()}
         recorded = type("Recorded", (), methods | facts)
         monkeypatch.setattr(module, "RecordedRun", lambda _: recorded())
@@ -179,7 +185,7 @@ def test_the_longest_segments_begin_first_so_that_none_runs_alone(
     starts = [None, *(SavedPoint(tmp_path, step) for step in (10, 30, 60))]
     record([*map(Segment, starts, (11, 31, 61, 65), range(4))])
     begun = []
-    monkeypatch.setattr(module, "_run_jobs", lambda _, numbers, report: begun.extend(numbers))
+    monkeypatch.setattr(module, "_run_jobs", lambda _, numbers, *__: begun.extend(numbers))
     assert d9m("check", "run", "--segments", "all", "--jobs", "2", "--", "true")[0] == 3
     assert begun == [2, 1, 0, 3]
 

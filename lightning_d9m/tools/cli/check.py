@@ -138,9 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.submit or (arguments.jobs or 1) > 1:
             # The longest first: one that begins last would run alone at the end.
             chosen.sort(key=lambda own: own.first - own.stop)
-            used = () if recorded.sources is None else recorded.sources.used
-            shared = compile_again(output, used)["PYTHONPYCACHEPREFIX"]
-            _run_jobs(arguments, [own.number for own in chosen], report, shared)
+            sources = recorded.sources
+            shared = {} if sources is None else compile_again(output, sources.used)
+            compiled = shared.get("PYTHONPYCACHEPREFIX", "")
+            _run_jobs(arguments, [own.number for own in chosen], report, compiled)
         else:
             _run_in_turn(chosen, partial(check, recorded), report)
         for path in recorded.list_changed():  # of a proof; the program runs as the same user
@@ -246,7 +247,7 @@ def _run_jobs(
 ) -> None:
     """Check each segment in its own process or job, and merge what they report.
 
-    ``compiled`` is the folder that they share for it.
+    ``compiled`` is the folder that those of a proof share for compiled code.
     """
     output, start = Path(report.output), time.monotonic()
     d9m = ["env", f"{COMPILED}={compiled}", sys.executable, "-m", "lightning_d9m"]
