@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from logical_refusals import DATA, make_model
@@ -190,6 +190,13 @@ def test_a_parameter_that_is_added_during_a_fit_is_trained_on_all_logical_ranks(
     fit(model, loader, ranks=ranks, max_epochs=2)
     mean = torch.stack(list(DATA)).mean(0, keepdim=True)
     torch.testing.assert_close(model.gradient, mean)
+
+
+def test_a_fit_begins_at_the_step_of_a_search_for_a_learning_rate(fit):
+    """It is another step than that of the search, and no second run of it."""
+    search = LearningRateFinder(num_training_steps=1)
+    trainer = fit(make_model(lr=0.1), load(DATA), callbacks=[DeterminismCallback(), search])
+    assert trainer.global_step == 2
 
 
 class Evaluated(BoringModel):

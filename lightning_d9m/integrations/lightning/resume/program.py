@@ -183,7 +183,7 @@ class Program(Part):
         if owner is self.trainer:  # callbacks may set its options, as for accumulation
             options = _read_signature(kind.__init__).parameters.keys()
             # Lightning 2.2 only declares `val_check_batch` there; a loop sets it.
-            stored |= list_stored(type(owner.fit_loop))
+            stored |= list_stored(owner.fit_loop.__class__)
             return (stored | {name for name in vars(owner) if name.startswith("_")}) - options
         if id(owner) not in self._stepping and not issubclass(kind, LRScheduler | Optimizer):
             return stored

@@ -261,6 +261,8 @@ class LogicalSteps:
         That is the output of the process's first logical rank: on process 0 of logical rank 0,
         whatever the number of processes.
         """
+        # The fit after a search for a learning rate begins at the same place as the search.
+        self._place = ("", 0, 0)
         outputs = run(*args)
         if self._output is None:
             return outputs
