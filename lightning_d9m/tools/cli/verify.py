@@ -50,19 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         LedgerError: When the ledger that was named cannot be read.
     """
     path: Path = arguments.checkpoint
-    if not path.exists():  # before the imports, which take seconds
-        raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
-    # Lightning saves a folder with DeepSpeed, and with FSDP for sharded state dicts.
-    if path.is_dir():
-        raise SettingError(
-            f"{path} is a folder. Give the path of a checkpoint in it, or write a sharded one "
-            "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{path} whole.pt`, and give that."
-        )
-    with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
-        # No checkpoint begins so, whatever its name: safetensors may, with the size of its header.
-        is_statement = (begin := file.read(2)).startswith(b"{") and begin != b"{\0"
-    if is_statement:
+    if _is_statement(path):  # before the imports, which take seconds
         return _verify_verdict(arguments)
     refuse_options(arguments, ["signer", "choose"], f"{path} is not a verdict of d9m check")
     # Here, because they load torch and Lightning: `d9m --help` and a wrong path answer at once.
@@ -78,12 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines = [f"damaged: {error}"]
     else:
         state = read_state(checkpoint)
-        ledger = None
-        if arguments.ledger is not None:
-            ledger = read_ledger(arguments.ledger)
-        elif not isinstance(state, str) and (position := state.ranks[0].ledger):
-            with suppress(LedgerError):  # it was moved
-                ledger = read_ledger(position["folder"])
+        ledger = _find_ledger(arguments.ledger, state)
         if not has_manifest and ledger is None:
             raise SettingError(
                 f"{path} has no manifest of lightning_d9m, so there is nothing to check it by. "
@@ -103,6 +86,36 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {"ok": is_ok, **facts, "lines": lines}
     print_result(arguments.format, facts, wrap_on_terminal(lines))
     return int(not is_ok)
+
+
+def _is_statement(path: Path) -> bool:
+    """Return whether a file is a verdict, and not a checkpoint.
+
+    Raises:
+        SettingError: If it is a folder, or is not there.
+    """
+    if not path.exists():
+        raise SettingError(f"No such file: {path}. Give the path of a checkpoint.")
+    # Lightning saves a folder with DeepSpeed, and with FSDP for sharded state dicts.
+    if path.is_dir():
+        raise SettingError(
+            f"{path} is a folder. Give the path of a checkpoint in it, or write a sharded one "
+            "to one file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{path} whole.pt`, and give that."
+        )
+    with file_errors(LedgerError, f"{path} cannot be read"), path.open("rb") as file:
+        # No checkpoint begins so, whatever its name: safetensors may, with the size of its header.
+        return (begin := file.read(2)).startswith(b"{") and begin != b"{\0"
+
+
+def _find_ledger(named: Path | None, state: Any) -> Ledger | None:
+    """Return the ledger that is named, or else that of the checkpoint, if it is there."""
+    if named is not None:
+        return read_ledger(named)
+    if not isinstance(state, str) and (position := state.ranks[0].ledger):
+        with suppress(LedgerError):  # it was moved
+            return read_ledger(position["folder"])
+    return None
 
 
 def _verify_verdict(arguments: argparse.Namespace) -> int:

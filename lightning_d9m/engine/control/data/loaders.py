@@ -258,15 +258,6 @@ class ControlledLoader:
         saved = (LOADER, "dataset") if saves else (LOADER,)
         earlier = [own.state for own in control.loaders]
         self.state: DataState = DataState(owners, samplers, earlier, saved)
-        take_over = control.replacements.replace
-        take_over(loader, "generator", self._generator)
-        self._keep_in_order(loader)
-        if loader.num_workers > 0:
-            saves = saves and has_state(loader.dataset)
-            stream.share(persistent=loader.persistent_workers and iterable, reports=not saves)
-            if loader.persistent_workers:
-                # Running workers do not have these streams, so torch must start new ones.
-                take_over(loader, "_iterator", None)
         self._place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._requests = ResumableSampler(
             getattr(loader, self._place),
@@ -275,7 +266,19 @@ class ControlledLoader:
             # torch makes this iterator first, and then that of the dataset.
             on_start=self._keep_start,
         )
-        if not iterable and hasattr(loader, "load_state_dict"):
+        self._replace_parts(loader, saves=saves and has_state(loader.dataset))
+
+    def _replace_parts(self, loader: Any, *, saves: bool) -> None:
+        take_over = self._control.replacements.replace
+        take_over(loader, "generator", self._generator)
+        self._keep_in_order(loader)
+        if loader.num_workers > 0:
+            persistent = loader.persistent_workers and self._iterable
+            self.stream.share(persistent=persistent, reports=not saves)
+            if loader.persistent_workers:
+                # Running workers do not have these streams, so torch must start new ones.
+                take_over(loader, "_iterator", None)
+        if not self._iterable and hasattr(loader, "load_state_dict"):
             # torchdata's loader, which then ignores it; this class restores the position.
             take_over(loader, "load_state_dict", bool)
         take_over(loader, "_get_iterator", self._make_iterator)
@@ -287,7 +290,7 @@ class ControlledLoader:
             warnings.warn(
                 "A DataLoader has in_order=False, which gives batches as the workers finish them. "
                 "It gives them in order while this run lasts; remove in_order=False.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self._control.replacements.replace(loader, "in_order", value=True)
 
