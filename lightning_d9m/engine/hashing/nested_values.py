@@ -3,7 +3,6 @@
 Equal bytes mean equal values of equal types.
 """
 
-import copyreg
 import functools
 import struct
 import types
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_d9m.engine.state.parts import reduce_object
 from lightning_d9m.errors import DigestError
 
 # Each value begins with a tag of its type, and content of variable size is preceded by its size, so
@@ -216,8 +216,7 @@ def read_saved(value: object) -> tuple[Any, Any, Any, list[Any], list[Any]]:
     Raises:
         TypeError: If pickle refuses; or what the object raises.
     """
-    reduce = copyreg.dispatch_table.get(type(value))
-    saved: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
+    saved = reduce_object(value)
     parts = (saved,) if isinstance(saved, str) else saved
     made, arguments, state, items, entries = (*parts, *[None] * 4)[:5]
     return made, arguments, state, [*(items or ())], [*(entries or ())]

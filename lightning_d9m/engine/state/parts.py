@@ -580,12 +580,21 @@ def _read_slots(owner: Any) -> dict[str, Any]:
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
+def reduce_object(owner: Any) -> Any:
+    """Return what pickle would save of an object: the name, or the tuple, that reduces it.
+
+    Raises:
+        TypeError: If pickle refuses; or what the object raises.
+    """
+    reduce = copyreg.dispatch_table.get(type(owner))  # as of a type ``int | str``
+    return owner.__reduce_ex__(2) if reduce is None else reduce(owner)
+
+
 def _reduce(owner: Any) -> Any:
     """Return what pickle would save of an object; ``Unreadable`` if it refuses, or is large."""
     with suppress(Exception):  # whatever a library raises
         if sys.getsizeof(owner) <= _MOST_SAVED_BYTES:
-            reduce = copyreg.dispatch_table.get(type(owner))  # as of a type ``int | str``
-            return owner.__reduce_ex__(2) if reduce is None else reduce(owner)
+            return reduce_object(owner)
     return Unreadable()
 
 
