@@ -10,7 +10,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9m.attribute_patches import AttributePatches
+from lightning_d9m.attribute_patches import AttributePatches, replace_method
 from lightning_d9m.engine.control.data.data_state import (
     DATA,
     LOADER,
@@ -316,13 +316,10 @@ class ControlledLoader:
         # torch itself seeds a data pipe in every epoch, and traverses it to do so.
         elif stream.shared is not None and not isinstance(dataset, IterDataPipe):
             parts["dataset"] = SeededDataset(dataset, stream)
-        patches = AttributePatches()
-        try:
+        with ExitStack() as stack:
             for name, part in parts.items():
-                patches.replace(loader, name, part)
+                replace_method(stack, loader, name, part)
             iterator = type(loader)._get_iterator(loader)  # noqa: SLF001 - torch calls it by this name
-        finally:
-            patches.undo()
         if not workers:
             iterator._next_data = partial(_load_on_one_thread, iterator._next_data)  # noqa: SLF001 - as above
         return iterator
