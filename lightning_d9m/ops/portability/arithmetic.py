@@ -52,6 +52,8 @@ def _evaluate_gelu(name: str, *given: Tensor, approximate: str = "none") -> Any:
 
 RULES |= {name: partial(_evaluate_gelu, name) for name in ("gelu", "gelu_backward")}
 
+_read_places: Callable[..., Tensor] = torch.ops.aten.index
+
 # These round once, or not at all; complex numbers are refused.
 _ONE_ROUNDING = "mul abs sgn _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_"
 RULES |= {name: getattr(torch.ops.aten, name) for name in _ONE_ROUNDING.split()}
@@ -320,7 +322,7 @@ def index(values: Tensor, indices: Sequence[Any]) -> Tensor:
     given = [one for one in indices if one is not None and one.dtype in (torch.int32, torch.int64)]
     # On a device the checks below would wait for it.
     if not (values.is_cpu and 1 < len(given) == len(indices) == values.dim()):
-        return torch.ops.aten.index(values, list(indices))  # type: ignore[no-any-return]
+        return _read_places(values, list(indices))
     shape, kept = torch.broadcast_shapes(*(one.shape for one in given)), 0
     # Dimensions of which each element is read in its place, as samples and channels are.
     while len(shape) == len(given) > kept + 1 and _is_range(given[kept], values.shape[kept], kept):
@@ -328,7 +330,7 @@ def index(values: Tensor, indices: Sequence[Any]) -> Tensor:
     place = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device is
     for size, one in zip(values.shape[kept:], given[kept:], strict=True):
         if not bool(((one >= -size) & (one < size)).all()):
-            return torch.ops.aten.index(values, given)  # type: ignore[no-any-return]  # its error
+            return _read_places(values, given)  # which raises its error
         place = place * size + torch.where(one < 0, one + size, one)
     places = place.expand(shape).flatten(kept)
     return values.flatten(kept).gather(kept, places).view(shape)
@@ -360,7 +362,7 @@ def index_put_in_place(
         # the place of each term along a dimension among the numbers of this dimension, which
         # repeat along the others without memory.
         numbers = torch.arange(size, device=values.device).view(-1, *[1] * -place).expand(sizes)
-        rows = rows * size + torch.ops.aten.index(numbers, list(indices))
+        rows = rows * size + _read_places(numbers, list(indices))
     out, width = values.contiguous(), math.prod(rest)
     terms = source.expand((*rows.shape, *rest)).reshape(rows.numel(), width)
     update_rows(out.view(math.prod(sizes), width), rows.flatten(), terms, "sum")

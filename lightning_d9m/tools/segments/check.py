@@ -260,7 +260,7 @@ def compile_again(output: Path, used: Collection[str]) -> dict[str, str]:
 
 
 def _link_installed(folder: Path, used: Collection[str]) -> None:
-    """Link what is compiled of packages that this Python has installed, and of its own modules."""
+    """Link the compiled files of installed packages, and of Python's own modules."""
     # To compile them takes 10 s with Lightning. Who can write there can change this package as
     # well. A wheel may bring compiled files, too, but cannot know when its sources are installed:
     # what Python and pip compile has this time, and other files the hash of their source.
